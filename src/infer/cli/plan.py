@@ -52,6 +52,7 @@ NO_MEMORY = {
     "use_cuda_graphs",
     "use_overlap",
     "record_cpu_step",
+    "cpu_products",
     "deterministic",
 }
 

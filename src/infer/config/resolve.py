@@ -117,6 +117,7 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
     """Return every decision for this model on this machine; settings that cannot work there are refused."""
     check_machine(config, machine)
+    _check_products(config, machine, model)
     _check_deterministic(config, machine, model)
     run, cache, backends = config.run, config.cache, choose(config, machine)
     on_gpu = uses_gpu_runner(config, machine)
@@ -221,6 +222,14 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     if config.run.record_cpu_step and machine.is_gpu:
         raise ConfigError(
             f"record_cpu_step is for a model on a CPU, and this one is on {machine.device}; leave it out"
+        )
+
+
+def _check_products(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:
+    if config.run.cpu_products == "fast" and (machine.is_gpu or not model.weights.startswith("int")):
+        raise ConfigError(
+            "cpu_products=fast is for weights in int8 or int4 on a CPU, and these are "
+            f"{model.weights} on {machine.device}; leave it out"
         )
 
 

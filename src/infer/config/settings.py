@@ -313,12 +313,19 @@ class RunConfig:
         "what computes the feed-forward half of a block: kernels (auto), or the readable reference",
         choices=choices("mlp"),
     )
+    cpu_products: str = knob(
+        "exact",
+        "how products of int8 and int4 weights on a CPU round activations: exact: to 15 bits; fast: to 8, "
+        "as llama.cpp does, up to 1.5 times as fast, for 0.3 to 0.5 % of perplexity (docs/features/cpu.md)",
+        choices=("exact", "fast"),
+    )
     deterministic: bool = knob(
         False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
     )
 
     def __post_init__(self) -> None:
         check_backend(self, "mlp_backend")
+        check_choice(self, "cpu_products")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

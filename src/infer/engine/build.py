@@ -82,6 +82,7 @@ def build_engine(
             loaded.device,
             deterministic=config.deterministic,
             mlp_backend=config.backends.mlp,
+            cpu_products=settings.run.cpu_products,
         )
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)

@@ -22,6 +22,7 @@ from torch import nn
 
 from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
+from infer.kernels.cpu.operations import EXACT_DIGITS, FAST_DIGITS
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
 from infer.kernels.runtime.dispatch import device_kind
@@ -30,12 +31,18 @@ from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.quant.dense import InvariantDense
+from infer.quant.packed import Packed
 from infer.quant.projection import Neighbours
 from infer.quant.reference import Reference
 
 
 def bind(
-    model: nn.Module, device: torch.device, *, deterministic: bool, mlp_backend: str = "kernels"
+    model: nn.Module,
+    device: torch.device,
+    *,
+    deterministic: bool,
+    mlp_backend: str = "kernels",
+    cpu_products: str = "exact",
 ) -> Callable[[], None]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
@@ -47,7 +54,10 @@ def bind(
     compiled = CompiledLinears(device, enabled=not _has_experts(layers.values()))
     writers, readers = find_neighbours(modules["layers"])
     gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
+    digits = FAST_DIGITS if cpu_products == "fast" else EXACT_DIGITS
     for layer in layers.values():
+        if isinstance(layer.stored, Packed):
+            layer.stored.use_digits(digits)
         chosen = layer.stored.invariant() if deterministic else layer.stored
         if chosen is None:
             raise ConfigError(

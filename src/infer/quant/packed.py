@@ -7,8 +7,8 @@ The minimum m of a group costs half a bit per weight and very little time: sixte
 any of them on a range that holds no weight, and the formats of 4-bit files have minima, too.
 
 Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. A few channels are
-much louder than the rest, and with 8 bits that would cost more accuracy than the weights do; so they have 15
-(csrc/linear.h).
+much louder than the rest, and with 8 bits that costs more accuracy than the weights do; so they have 15, in
+two digits (csrc/linear.h), unless the knob `cpu_products` asks for one digit: `fast`.
 
 Rows are filled in any order, so a fused matrix takes its parts as they come from the disk.
 
@@ -45,6 +45,7 @@ class PackedMatrix:
     ) -> None:
         assert bits in (4, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits
+        self.digits = operations.EXACT_DIGITS  # that activations are rounded to
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
         # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
@@ -71,8 +72,9 @@ class PackedMatrix:
         """Return x Wᵀ + b."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
-            self._library, rows, self.data, self.scales, bias, num_rows=self.num_rows, bits=self.bits
-        )
+            self._library, rows, self.data, self.scales, bias,
+            num_rows=self.num_rows, bits=self.bits, digits=self.digits,
+        )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -140,6 +142,11 @@ class Packed(Projection):
                 else:
                     matrix.fill(rows, first)
                     first += len(rows)
+
+    def use_digits(self, digits: int) -> None:
+        """Round activations to so many digits from now on, those of experts too."""
+        for matrix in self.matrices:
+            matrix.digits = digits
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b in integer arithmetic."""

@@ -29,6 +29,7 @@ def test_names_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
         "compiler",
         "C kernels",
         "weights",
+        "products",
         "attention",
         "decoding",
         "MLP",

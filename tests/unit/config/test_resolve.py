@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,10 @@ LARGE = ModelFacts(max_seq_len=4096, num_layer_weights=10**10, dtype="bfloat16")
 
 def resolved(machine: Machine, model: ModelFacts = SMALL, **knobs: Any) -> ResolvedConfig:
     return EngineConfig.from_knobs(**knobs).resolve(machine, model)
+
+
+def packed(**knobs: Any) -> ResolvedConfig:
+    return resolved(CPU, replace(SMALL, weights="int4"), **knobs)
 
 
 def test_every_limit_of_the_scheduler_is_decided() -> None:
@@ -74,6 +78,24 @@ def test_the_start_line_says_what_another_setting_turns_off() -> None:
     assert " preemption=recompute device=cpu " in plain
     assert " attention=c decode_attention=sdpa mlp=kernels " in plain
     assert " prefix_caching=on " in plain and "note=" not in plain
+
+
+def test_the_start_line_says_what_fast_products_cost() -> None:
+    line = describe_engine("tiny", packed(), CacheSize(4, 16, 1024), attention=("c", "c"))
+    assert " weights=int4 products=exact " in line
+    line = describe_engine("tiny", packed(cpu_products="fast"), CacheSize(4, 16, 1024), attention=("c", "c"))
+    assert ' products="fast, activations in 8 bits: about +0.5% perplexity" ' in line
+    line = describe_engine("tiny", resolved(CPU), CacheSize(4, 16, 1024), attention=("c", "c"))
+    assert "products=" not in line
+
+
+def test_fast_products_need_integers_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="int8 or int4 on a CPU, and these are as stored on cuda"):
+        resolved(GPU, cpu_products="fast")
+    with pytest.raises(ConfigError, match="int8 or int4 on a CPU, and these are as stored on cpu"):
+        resolved(CPU, cpu_products="fast")
+    with pytest.raises(ConfigError, match="cpu_products must be one of exact, fast"):
+        packed(cpu_products="quick")
 
 
 def test_the_start_line_says_that_contiguous_slots_have_a_size_of_their_own() -> None:

@@ -70,11 +70,11 @@ static void emit_floats(const char *name, const float *data, word count) { emit(
 /* Quantise x and multiply, as a list of two operations; y and the quantised x. */
 static void multiply(const char *name, const char *type, const float *x, const void *data, const void *scales,
                      const float *bias, word M, word N, word K, word bits) {
-    word scratch_size = ((word(*)(word, word))find("infer_linear_scratch"))(M, K), tiles = (N + 15) / 16;
+    word digits = 2, scratch_size = ((word(*)(word, word, word))find("infer_linear_scratch"))(M, K, digits), tiles = (N + 15) / 16;
     float *y = room((size_t)(M * N) * 4);
     void *scratch = room((size_t)scratch_size);
     char label[100];
-    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, 1, 3};
+    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, digits, 1, 3};
     operation ops[] = {{find("infer_linear_quantize"), args, PER_ROW, 1, 3},
                        {find(bits == 8 ? "infer_linear_int8" : "infer_linear_int4"), args, FIXED, tiles, 0}};
     ((void (*)(operation *, word, word, word))find("infer_run"))(ops, 2, M, 0);

@@ -21,7 +21,7 @@ SHAPES = [
     (59, 17, 70),
     (70, 5, 7),
 ]  # M, N, K
-LARGEST = 127 * 128  # integer of an activation
+LARGEST = {2: 127 * 128, 1: 127}  # integer of an activation, by its digits
 
 
 @pytest.fixture(params=BUILDS)
@@ -29,25 +29,30 @@ def c(request: pytest.FixtureRequest) -> Library:
     return c_library(request.param)
 
 
-def packed(c: Library, weight: torch.Tensor, bits: int) -> PackedMatrix:
+def packed(c: Library, weight: torch.Tensor, bits: int, digits: int = 2) -> PackedMatrix:
     matrix = PackedMatrix(c, weight.shape[0], weight.shape[1], bits)
+    matrix.digits = digits
     matrix.fill(weight, 0)
     return matrix
 
 
-def quantized_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_groups(x: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of what happens to activations: integers [M, G, 32] and scales [M, G]."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     peak = padded.abs().amax(dim=2)
-    largest = torch.tensor(LARGEST)  # a tensor: number / tensor is number * (1 / tensor), rounded twice
+    largest = torch.tensor(
+        LARGEST[digits]
+    )  # a tensor: number / tensor is number * (1 / tensor), rounded twice
     inverse = torch.where(peak > 0, largest / peak, 0.0)
     integers = torch.round(padded.double() * inverse[:, :, None].double())  # rounded once, as the kernel does
     return integers, peak / largest
 
 
-def product_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, digits: int
+) -> torch.Tensor:
     """Compute x Wᵀ + b with the activations rounded as the kernel rounds them, in float64."""
-    integers, scales = quantized_groups(x)
+    integers, scales = quantized_groups(x, digits)
     rounded = (integers * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
     y = rounded @ weight.double().T
     return (y if bias is None else y + bias.double()).float()
@@ -97,15 +102,15 @@ def test_a_constant_group_is_its_minimum(c: Library, value: float) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("has_bias", "digits"), [(False, 2), (True, 2), (True, 1)])
 def test_the_product_equals_the_reference(
-    c: Library, shape: tuple[int, int, int], bits: int, has_bias: bool
+    c: Library, shape: tuple[int, int, int], bits: int, has_bias: bool, digits: int
 ) -> None:
     num_rows, out, size = shape
     x, bias = torch.randn(num_rows, size), torch.randn(out) if has_bias else None
-    matrix = packed(c, torch.randn(out, size), bits)
+    matrix = packed(c, torch.randn(out, size), bits, digits)
     y = matrix.multiply(x, bias)
-    expected = product_reference(x, matrix.dequantized(), bias)
+    expected = product_reference(x, matrix.dequantized(), bias, digits)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -121,12 +126,14 @@ def test_activations_keep_what_lies_beside_a_loud_channel(c: Library, num_rows: 
     assert error < ((coarse - x).double() @ weight.T).norm() / 50
 
 
+@pytest.mark.parametrize("digits", [2, 1])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_rows", [1, 9, 16])
-def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: int) -> None:
+def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: int, digits: int) -> None:
     """All weights at one end and all activations at the other: the integers' sum is as large as it gets."""
     largest = 127 if bits == 8 else 15
     matrix = PackedMatrix(c, 16, 64, bits)
+    matrix.digits = digits
     ones, minima = torch.ones(16, 2).half(), torch.zeros(16, 2).half() if bits == 4 else None
     matrix.fill_integers(torch.full((16, 64), largest, dtype=torch.int8), ones, minima, 0)
     for sign in (1.0, -1.0):
@@ -134,10 +141,11 @@ def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: i
         assert torch.equal(y, torch.full((num_rows, 16), 64 * largest * 127.0 * sign))
 
 
+@pytest.mark.parametrize("digits", [2, 1])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int, digits: int) -> None:
     x = torch.randn(59, 70)  # two blocks of AMX, one, and rows without it
-    matrix = packed(c, torch.randn(37, 70), bits)
+    matrix = packed(c, torch.randn(37, 70), bits, digits)
     together = matrix.multiply(x, None)
     alone = torch.cat([matrix.multiply(row[None], None) for row in x])
     assert torch.equal(together, alone)
@@ -204,8 +212,8 @@ def test_the_product_of_whole_activations_is_exact_but_for_the_sum_of_groups(
 ) -> None:
     """Against float64: integers as activations, with their largest in every group, are not rounded at all."""
     matrix, weight = stored_integers(c, bits)
-    x = torch.randint(-LARGEST, LARGEST + 1, (num_rows, 96)).float()
-    x[:, ::GROUP] = LARGEST
+    x = torch.randint(-LARGEST[2], LARGEST[2] + 1, (num_rows, 96)).float()
+    x[:, ::GROUP] = LARGEST[2]
     y, exact = matrix.multiply(x, None), x.double() @ weight.T
     size = x.double().abs() @ weight.abs().T  # of the terms: three groups are added, five roundings at most
     assert ((y - exact).abs() <= size * 2.0**-21).all()

@@ -39,7 +39,7 @@ class Library:
         self.run = c.infer_run
         self.run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self.run.restype = None
-        c.infer_linear_scratch.argtypes = (ctypes.c_int64, ctypes.c_int64)
+        c.infer_linear_scratch.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         c.infer_linear_scratch.restype = ctypes.c_int64
         c.infer_set_threads.argtypes = (ctypes.c_int64,)
         c.infer_set_threads.restype = ctypes.c_int64
@@ -64,9 +64,9 @@ class Library:
         """Compute with so many threads from now on."""
         self.num_threads = int(self._c.infer_set_threads(max(1, num_threads)))
 
-    def linear_scratch(self, num_rows: int, size: int) -> int:
+    def linear_scratch(self, num_rows: int, size: int, digits: int) -> int:
         """Bytes that `num_rows` quantised rows of `size` numbers take."""
-        return int(self._c.infer_linear_scratch(num_rows, size))
+        return int(self._c.infer_linear_scratch(num_rows, size, digits))
 
     def _address(self, name: str) -> int:
         address = ctypes.cast(getattr(self._c, name), ctypes.c_void_p).value

@@ -20,12 +20,13 @@ GROUP = 32  # weights that share a scale
 SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a minimum (csrc/linear.h)
 TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 256  # channels of a head that attention.c has room for
+EXACT_DIGITS, FAST_DIGITS = 2, 1  # of 8 bits, that an activation is rounded to (csrc/linear.h)
 ITEM_TOKENS = 16  # of a prompt that attend together
 
 _CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level cache
 _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
 
-_LINEAR = struct.Struct("qqqqqqqqqqqqqq")
+_LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
 _NORM = struct.Struct("qqqqqqqqqqqddq")
@@ -59,20 +60,21 @@ def linear(
     *,
     num_rows: int,
     bits: int,
+    digits: int = EXACT_DIGITS,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N."""
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation."""
     M, K = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     y_MN = empty((M, num_rows))
-    scratch = empty((library.linear_scratch(M, K),), torch.uint8)
+    scratch = empty((library.linear_scratch(M, K, digits),), torch.uint8)
     tile_bytes = TILE * -(-K // GROUP) * GROUP * bits // 8
     num_tiles = -(-num_rows // TILE)
     tiles_per_chunk = max(1, min(_CHUNK_BYTES // tile_bytes, num_tiles // (4 * library.num_threads)))
     rows_per_chunk = _rows_per_chunk(K)
     args = _LINEAR.pack(
         M, x_MK.data_ptr(), x_MK.stride(0), y_MN.data_ptr(), num_rows, data.data_ptr(), scales.data_ptr(),
-        _pointer(bias_N), scratch.data_ptr(), num_rows, K, bits,
+        _pointer(bias_N), scratch.data_ptr(), num_rows, K, bits, digits,
         tiles_per_chunk, rows_per_chunk,
     )  # fmt: skip
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)

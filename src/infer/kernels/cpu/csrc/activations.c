@@ -1,61 +1,160 @@
 /* Activations into integers, on their way to a product: the second half of the layout in linear.h.
  *
  * Done once per product, for all tiles together. Integers do not round when they are added, so what is kept
- * of a group beside its integers and its scale is exact, too, or rounded once. */
+ * of a group beside its integers and its scale is exact, too, or rounded once.
+ *
+ *     peak_of     max|x| of a group, NaN if one of them is
+ *     put_group   the integers x * inverse, rounded to the nearest, and their sum
+ *
+ * Numbers without their signs are in the order of their bits read as integers, with NaN above all: so the peak is
+ * one of integers. Adding 1.5 * 2^23 to a number rounds it to an integer, and leaves that in the low 16 bits. */
 #include "linear.h"
 
-int64_t infer_linear_scratch(int64_t M, int64_t K) {
-    int64_t groups = (K + GROUP - 1) / GROUP;
-    return (M + BLOCK_ROWS - 1) / BLOCK_ROWS * groups * (LINES * GROUP + BLOCK_ROWS * 8);
+#define MAGIC 12582912.0f
+
+int64_t infer_linear_scratch(int64_t M, int64_t K, int64_t digits) {
+    int64_t groups = (K + GROUP - 1) / GROUP, rows = block_rows(digits);
+    return (M + rows - 1) / rows * groups * (LINES * GROUP + rows * 8);
 }
 
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+#if defined(HAVE_AVX512) || defined(HAVE_AVX2)
 #if defined(HAVE_AVX512)
 static inline int32_t sum_of_ints(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+static inline int32_t largest_of_ints(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
 #else
 static inline int32_t sum_of_ints(vi v) {
     int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += v[i];
     return total;
 }
+static inline int32_t largest_of_ints(vi v) {
+    int32_t largest = 0;
+    for (int i = 0; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+}
 #endif
 
-static inline void put_digits(vi whole, int8_t *q) {
-    vi high = (whole + 64) >> 7;
-    *(bytes16 *)q = __builtin_convertvector(high, bytes16);
-    *(bytes16 *)(q + GROUP) = __builtin_convertvector(whole - (high << 7), bytes16);
+ALWAYS_INLINE float peak_of(const float *x) {
+    vi a = (vi)load(x) & 0x7fffffff, b = (vi)load(x + 16) & 0x7fffffff, is_a = a > b;
+    return float_of((uint32_t)largest_of_ints((a & is_a) | (b & ~is_a)));
 }
 
-static void quantize_row(const linear_args *a, const activations *act, int64_t m) {
-    const float *x = a->x + m * a->x_stride;
-    const float largest = 127.0f * 128.0f;
+ALWAYS_INLINE void put_digits(vi whole, int8_t *q, const int digits) {
+    vi high = digits == 2 ? (whole + 64) >> 7 : whole;
+    *(bytes16 *)q = __builtin_convertvector(high, bytes16);
+    if (digits == 2) *(bytes16 *)(q + GROUP) = __builtin_convertvector(whole - (high << 7), bytes16);
+}
+
+ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const int digits) {
+    vi low = ((vi)(load(x) * inverse + MAGIC) << 16) >> 16, high = ((vi)(load(x + 16) * inverse + MAGIC) << 16) >> 16;
+    put_digits(low, q, digits);
+    put_digits(high, q + 16, digits);
+    return sum_of_ints(low + high);
+}
+
+#elif defined(HAVE_NEON)
+
+ALWAYS_INLINE float peak_of(const float *x) {
+    uint32x4_t v[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) v[i] = vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + 4 * i)));
+#pragma GCC unroll 3
+    for (int width = 4; width > 0; width /= 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < width; i++) v[i] = vmaxq_u32(v[i], v[i + width]);
+    return float_of(vmaxvq_u32(v[0]));
+}
+
+ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const int digits) {
+    const float32x4_t magic = vdupq_n_f32(MAGIC);
+    int16x8_t rounded[8], whole[4], high[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        rounded[i] = vreinterpretq_s16_f32(vfmaq_n_f32(magic, vld1q_f32(x + 4 * i), inverse));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        whole[i] = vuzp1q_s16(rounded[2 * i], rounded[2 * i + 1]);
+        high[i] = digits == 2 ? vshrq_n_s16(vaddq_s16(whole[i], vdupq_n_s16(64)), 7) : whole[i];
+    }
+#define PUT_BYTES(at, a, b) vst1q_s8(q + at, vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b)))
+    PUT_BYTES(0, high[0], high[1]);
+    PUT_BYTES(16, high[2], high[3]);
+    if (digits == 2) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) high[i] = vsubq_s16(whole[i], vshlq_n_s16(high[i], 7));
+        PUT_BYTES(GROUP, high[0], high[1]);
+        PUT_BYTES(GROUP + 16, high[2], high[3]);
+    }
+    int32x4_t sums = vpaddlq_s16(whole[0]);
+    sums = vpadalq_s16(vpadalq_s16(vpadalq_s16(sums, whole[1]), whole[2]), whole[3]);
+    return vaddvq_s32(sums);
+}
+
+#else /* four lanes of any processor */
+
+typedef int32_t ints4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float floats4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int8_t bytes4 __attribute__((vector_size(4), aligned(1), may_alias));
+
+ALWAYS_INLINE float peak_of(const float *x) {
+    ints4 peak = *(const ints4 *)x & 0x7fffffff;
+    for (int i = 4; i < GROUP; i += 4) {
+        ints4 v = *(const ints4 *)(x + i) & 0x7fffffff, is_more = v > peak;
+        peak = (v & is_more) | (peak & ~is_more);
+    }
+    int32_t low = peak[0] > peak[1] ? peak[0] : peak[1], high = peak[2] > peak[3] ? peak[2] : peak[3];
+    return float_of((uint32_t)(low > high ? low : high));
+}
+
+ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const int digits) {
+    ints4 sums = {0};
+    for (int i = 0; i < GROUP; i += 4) {
+        ints4 whole = ((ints4)(*(const floats4 *)(x + i) * inverse + MAGIC) << 16) >> 16;
+        ints4 high = whole;
+        if (digits == 2) high = (whole + 64) >> 7;
+        *(bytes4 *)(q + i) = __builtin_convertvector(high, bytes4);
+        if (digits == 2) *(bytes4 *)(q + GROUP + i) = __builtin_convertvector(whole - (high << 7), bytes4);
+        sums += whole;
+    }
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
+#endif
+
+ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, int64_t m, const int digits) {
+    const float largest = digits == 2 ? 127.0f * 128.0f : 127.0f;
     int64_t place = place_of(act, m);
-    vf probe = {0}; /* stays 0 unless some x is NaN or infinite */
-    for (int64_t g = 0; g < act->groups; g++, place += BLOCK_ROWS) {
-        const float *group = x + g * GROUP;
+    float probe = 0.0f; /* stays 0 unless some x is NaN or infinite */
+    for (int64_t g = 0; g < act->groups; g++, place += block_rows(digits)) {
+        const float *x = a->x + m * a->x_stride + g * GROUP;
         int64_t left = a->K - g * GROUP;
-        vf low = left >= 16 ? load(group) : load_some(group, left);
-        vf high = left >= 32 ? load(group + 16) : left > 16 ? load_some(group + 16, left - 16) : (vf){0};
-        probe += low * 0.0f + high * 0.0f;
-        float peak = peak_of_lanes(larger(absolute(low), absolute(high)));
-        float inverse = peak > 0.0f ? largest / peak : 0.0f;
+        float some[GROUP];
+        if (left < GROUP) { /* zeros after them: never reads past the end of a row */
+            memset(some, 0, sizeof some);
+            memcpy(some, x, (size_t)left * sizeof(float));
+            x = some;
+        }
+        float peak = peak_of(x), inverse = peak > 0.0f ? largest / peak : 0.0f;
+        probe += peak * 0.0f;
         if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is below what a float can divide by */
-        /* adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits */
-        vi low_q = ((vi)(low * inverse + 12582912.0f) << 16) >> 16;
-        vi high_q = ((vi)(high * inverse + 12582912.0f) << 16) >> 16;
-        put_digits(low_q, act->q + place * DIGITS * GROUP);
-        put_digits(high_q, act->q + place * DIGITS * GROUP + 16);
+        int32_t sum = put_group(x, inverse, act->q + place * digits * GROUP, digits);
         act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
-        int32_t sum = sum_of_ints(low_q + high_q);
         if (a->bits == 4) act->sums[place] = act->scales[place] * (float)sum;
         else act->starts[place] = -INT8_OFFSET * sum;
     }
-    float broken = sum_lanes(probe);
-    if (broken != 0.0f) act->scales[place_of(act, m)] = broken; /* NaN: the whole row must be NaN */
+    if (probe != 0.0f) act->scales[place_of(act, m)] = probe; /* NaN: the whole row must be NaN */
 }
 
 void infer_linear_quantize(const void *args, int64_t chunk) {
     const linear_args *a = args;
-    activations act = split_scratch(a);
+    activations act = split_scratch(a, a->digits);
     int64_t first = chunk * a->rows_per_chunk, last = first + a->rows_per_chunk;
-    for (int64_t m = first; m < last && m < a->M; m++) quantize_row(a, &act, m);
+    for (int64_t m = first; m < last && m < a->M; m++)
+        if (a->digits == 1) quantize_row(a, &act, m, 1);
+        else quantize_row(a, &act, m, 2);
 }

@@ -1,6 +1,7 @@
 /* Multiply by a matrix of small integers; linear.h has the layout of both operands.
  *
- * The dot product of two groups is exact (128 * (q_w . q0) + q_w . q1,  below 2^28), and the result of a row is
+ * The dot product of two groups is exact (128 * (q_w . q0) + q_w . q1,  below 2^28, or with one digit q_w . q0), and
+ * the result of a row is
  *
  *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
  *                                              and in int4  + m_w[n][g] * (d_x[m][g] * sum q_x)
@@ -14,8 +15,10 @@
  * at  -c sum q_x.
  *
  * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
- * layout; the integer sums are the same, so the results are, too. ARM's i8mm instructions multiply two lines by two
- * rows of a tile, twice the work of a dot product's, also in this layout.
+ * layout; the integer sums are the same, so the results are, too.
+ *
+ * Here are the processors whose registers hold 16 lanes, or 8 of them: x86. Those of ARM, and any other, hold four:
+ * linear_quads.h.
  *
  * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
 #define _GNU_SOURCE
@@ -27,6 +30,9 @@
 #include <unistd.h>
 #endif
 
+#if !defined(HAVE_AVX512) && !defined(HAVE_AVX2)
+#include "linear_quads.h"
+#else
 /* What a group of weights is multiplied with, for the 16 rows of a tile. */
 typedef struct {
     vf scale, minimum; /* int8 has no minimum */
@@ -73,68 +79,11 @@ static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf 
     }
 }
 
-#if defined(HAVE_I8MM)
-/* The sums of one group, for `rows` rows of activations and the 16 rows of a tile.
- *
- * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
- *
- *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row
- *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
- *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
- *
- * A tile has four k of four rows in a register: zipped with the register of the next four k, it is as wanted. The
- * zips serve all lines. For one row they would cost what the instruction saves, so that is left to dot products. */
-#define TAKES_PAIRS(rows) ((rows) > 1)
-ALWAYS_INLINE void multiply_pairs(const uint8_t *w, const int8_t *q, vi *sums, const int rows, const int bits) {
-    _Static_assert(INT8_OFFSET == 0 && DIGITS == 2, "sums start with 0; a row is two lines");
-    enum { EIGHTS = GROUP / 8 };
-    int8x16_t lines[EIGHTS][BLOCK_ROWS];
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-        for (int half = 0; half < 2; half++) {
-            const int8_t *x = q + i * DIGITS * GROUP + half * 16;
-            int64x2_t q0 = vreinterpretq_s64_s8(vld1q_s8(x)), q1 = vreinterpretq_s64_s8(vld1q_s8(x + GROUP));
-            lines[half * 2][i] = vreinterpretq_s8_s64(vzip1q_s64(q0, q1));
-            lines[half * 2 + 1][i] = vreinterpretq_s8_s64(vzip2q_s64(q0, q1));
-        }
-    for (int r = 0; r < 4; r++) { /* four rows of the tile, in two pairs */
-        int32x4_t pair0[BLOCK_ROWS], pair1[BLOCK_ROWS];
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) pair0[i] = pair1[i] = vdupq_n_s32(0);
-#pragma GCC unroll 4
-        for (int e = 0; e < EIGHTS; e++) {
-            const uint8_t *p = w + r * 16 + (bits == 8 ? e : e % 2) * 128;
-            uint8x16_t near = vld1q_u8(p), far = vld1q_u8(p + 64);
-            if (bits == 4) { /* the first 16 k are low halves of bytes, the others high ones */
-                near = e < 2 ? vandq_u8(near, vdupq_n_u8(15)) : vshrq_n_u8(near, 4);
-                far = e < 2 ? vandq_u8(far, vdupq_n_u8(15)) : vshrq_n_u8(far, 4);
-            }
-            int32x4_t first = vreinterpretq_s32_u8(near), next = vreinterpretq_s32_u8(far);
-            int8x16_t w01 = vreinterpretq_s8_s32(vzip1q_s32(first, next));
-            int8x16_t w23 = vreinterpretq_s8_s32(vzip2q_s32(first, next));
-#pragma GCC unroll 8
-            for (int i = 0; i < rows; i++) {
-                pair0[i] = vmmlaq_s32(pair0[i], lines[e][i], w01);
-                pair1[i] = vmmlaq_s32(pair1[i], lines[e][i], w23);
-            }
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            int64x2_t w01 = vreinterpretq_s64_s32(pair0[i]), w23 = vreinterpretq_s64_s32(pair1[i]);
-            vst1q_s32((int32_t *)&sums[2 * i] + r * 4, vreinterpretq_s32_s64(vzip1q_s64(w01, w23)));
-            vst1q_s32((int32_t *)&sums[2 * i + 1] + r * 4, vreinterpretq_s32_s64(vzip2q_s64(w01, w23)));
-        }
-    }
-}
-#else
-#define TAKES_PAIRS(rows) 0
-#endif
-
-/* One tile times `rows` rows of activations, from row m on. `rows` and `bits` are constants wherever this is
- * inlined, so the loops over them disappear. */
+/* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants wherever this
+ * is inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                 const int rows, const int bits) {
-    const int lines = TAKES_PAIRS(rows) ? 0 : rows * DIGITS; /* that are multiplied one by one */
+                                 const int rows, const int bits, const int digits) {
+    const int lines = rows * digits;
     const int64_t groups = act->groups;
     const int vectors = bits == 4 ? 4 : 8;
     const uint8_t *w = a->data + tile * groups * vectors * 64;
@@ -142,13 +91,13 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
     vf total[LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += BLOCK_ROWS) {
-        const int8_t *q = act->q + place * DIGITS * GROUP;
+    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += block_rows(digits)) {
+        const int8_t *q = act->q + place * digits * GROUP;
         prefetch_next(w, w_scales, g, bits);
         vi sums[LINES];
         const int has_starts = bits == 8 && INT8_OFFSET != 0; /* they are all 0 without an offset */
         for (int i = 0; i < lines; i++)
-            sums[i] = (vi){0} + (has_starts && i % DIGITS == DIGITS - 1 ? act->starts[place + i / DIGITS] : 0);
+            sums[i] = (vi){0} + (has_starts && i % digits == digits - 1 ? act->starts[place + i / digits] : 0);
 #if defined(HAVE_AVX512)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
@@ -196,57 +145,10 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
             }
             sums[i] = sum.all;
         }
-#elif defined(HAVE_NEON)
-#if defined(HAVE_I8MM)
-        if (TAKES_PAIRS(rows)) multiply_pairs(w, q, sums, rows, bits);
-#endif
-        for (int i = 0; i < lines; i++) {
-            const int8_t *x = q + i * GROUP;
-            int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
-            union { vi all; int32x4_t quarter[4]; } sum = {sums[i]};
-            for (int r = 0; r < 4; r++) {
-                int32x4_t s = sum.quarter[r];
-                const uint8_t *p = w + r * 16;
-                if (bits == 8) {
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p), x0, 0);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 64), x0, 1);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 128), x0, 2);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 192), x0, 3);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 256), x1, 0);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 320), x1, 1);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 384), x1, 2);
-                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 448), x1, 3);
-                } else {
-                    const uint8x16_t nibble = vdupq_n_u8(15);
-                    uint8x16_t w0 = vld1q_u8(p), w1 = vld1q_u8(p + 64), w2 = vld1q_u8(p + 128),
-                               w3 = vld1q_u8(p + 192);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w0, nibble)), x0, 0);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w1, nibble)), x0, 1);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w2, nibble)), x0, 2);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w3, nibble)), x0, 3);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w0, 4)), x1, 0);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w1, 4)), x1, 1);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w2, 4)), x1, 2);
-                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w3, 4)), x1, 3);
-                }
-                sum.quarter[r] = s;
-            }
-            sums[i] = sum.all;
-        }
-#else
-        for (int i = 0; i < lines; i++) {
-            const int8_t *x = q + i * GROUP;
-            for (int n = 0; n < LANES; n++)
-                for (int k = 0; k < GROUP; k++) {
-                    uint8_t raw = w[k / 4 % vectors * 64 + n * 4 + k % 4];
-                    int32_t weight = bits == 8 ? (int8_t)raw : k < 16 ? raw & 15 : raw >> 4;
-                    sums[i][n] += weight * x[k];
-                }
-        }
 #endif
         group_scales scales = load_scales(w_scales, g, bits);
         for (int i = 0; i < rows; i++) {
-            vi sum = (sums[2 * i] << 7) + sums[2 * i + 1];
+            vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
             total[i] = add_group(total[i], sum, scales, act, place + i, bits);
         }
     }
@@ -291,9 +193,9 @@ ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to) {
 
 /* What multiply_tile does, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                     const int blocks, const int bits) {
-    const int rows = blocks * BLOCK_ROWS;
-    const int64_t groups = act->groups, next_block = groups * BLOCK_ROWS;
+                                     const int blocks, const int bits, const int digits) {
+    const int block = LINES / digits, rows = blocks * block;
+    const int64_t groups = act->groups, next_block = groups * block;
     const int64_t group_bytes = bits == 4 ? 256 : 512;
     const uint8_t *w = a->data + tile * groups * group_bytes;
     const uint16_t *w_scales = a->scales + tile * groups * (bits == 4 ? 2 : 1) * LANES;
@@ -303,20 +205,20 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
     /* Sums go through memory and take their time: those of a group are added when the next one is under way. */
-    for (int64_t g = 0; g <= groups; g++, place += BLOCK_ROWS) {
+    for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);
         if (bits == 4 && g == 0) unpack(weights, nibbles[0]);
         if (bits == 4) weights = nibbles[g & 1];
         if (g < groups) {
-            const int8_t *q = act->q + place * DIGITS * GROUP;
+            const int8_t *q = act->q + place * digits * GROUP;
             _tile_loadd(2, weights, 64);
             _tile_loadd(1, q, GROUP);
             _tile_zero(0);
             _tile_dpbsud(0, 1, 2);
             _tile_stored(0, sums[g & 1], 64);
             if (blocks == 2) {
-                _tile_loadd(4, q + next_block * DIGITS * GROUP, GROUP);
+                _tile_loadd(4, q + next_block * digits * GROUP, GROUP);
                 _tile_zero(3);
                 _tile_dpbsud(3, 4, 2);
                 _tile_stored(3, sums[g & 1] + LINES, 64);
@@ -328,8 +230,8 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
         const vi *line = sums[(g - 1) & 1];
 #pragma GCC unroll 32
         for (int i = 0; i < rows; i++) {
-            const int64_t at = place - BLOCK_ROWS + i / BLOCK_ROWS * next_block + i % BLOCK_ROWS;
-            vi sum = (line[2 * i] << 7) + line[2 * i + 1];
+            const int64_t at = place - block + i / block * next_block + i % block;
+            vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
             if (bits == 8) sum += act->starts[at];
             total[i] = add_group(total[i], sum, scales, act, at, bits);
         }
@@ -340,34 +242,54 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
 
 /* Two blocks at a time: what is loaded and unpacked of a tile then serves both. */
 ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations *act, int64_t first, int64_t last,
-                                         const int bits) {
+                                         const int bits, const int digits) {
+    const int block = LINES / digits;
     int64_t m = 0;
-    if (!may_use_amx || a->M < BLOCK_ROWS) return m;
+    if (!may_use_amx || a->M < block) return m;
     configure_tiles();
-    for (; m + 2 * BLOCK_ROWS <= a->M; m += 2 * BLOCK_ROWS)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 2, bits);
-    for (; m + BLOCK_ROWS <= a->M; m += BLOCK_ROWS)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 1, bits);
+    for (; m + 2 * block <= a->M; m += 2 * block)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 2, bits, digits);
+    for (; m + block <= a->M; m += block)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 1, bits, digits);
     _tile_release();
     return m;
 }
 #endif
 
-ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits) {
-    activations act = split_scratch(a);
-    int64_t num_tiles = (a->N + LANES - 1) / LANES;
-    int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
-    if (last > num_tiles) last = num_tiles;
+/* The tiles `first` to `last` times all rows. */
+ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, int64_t first, int64_t last,
+                                  const int bits, const int digits) {
 #if defined(HAVE_AMX)
-    int64_t m = multiply_chunk_amx(a, &act, first, last, bits);
+    int64_t m = multiply_chunk_amx(a, act, first, last, bits, digits);
 #else
     int64_t m = 0;
 #endif
 #define MULTIPLY_BY(rows) \
     for (; m + rows <= a->M; m += rows) \
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, rows, bits);
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, act, tile, m, rows, bits, digits);
     MULTIPLY_BY(8) MULTIPLY_BY(4) MULTIPLY_BY(2) MULTIPLY_BY(1)
 }
+#endif
 
-void infer_linear_int8(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 8); }
-void infer_linear_int4(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 4); }
+ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits, const int digits) {
+    activations act = split_scratch(a, digits);
+    int64_t num_tiles = (a->N + LANES - 1) / LANES;
+    int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
+    if (last > num_tiles) last = num_tiles;
+#if defined(LINEAR_QUADS_H)
+    const quad_kernels *both[] = {bits == 8 ? &product_int8_one_digit : &product_int4_one_digit,
+                                  bits == 8 ? &product_int8 : &product_int4};
+    multiply_quads(a, &act, first, last, both[digits - 1]);
+#else
+    multiply_tiles(a, &act, first, last, bits, digits);
+#endif
+}
+
+void infer_linear_int8(const void *args, int64_t chunk) {
+    if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 8, 1);
+    else multiply_chunk(args, chunk, 8, 2);
+}
+void infer_linear_int4(const void *args, int64_t chunk) {
+    if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 4, 1);
+    else multiply_chunk(args, chunk, 4, 2);
+}

@@ -13,8 +13,9 @@
  *     int4:          [tile][group][2][16] halves: 16 scales, then 16 minima
  *
  * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
- * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. One digit, up to
- * 127, would be half of the arithmetic, but leaves little of what lies beside one very loud channel. */
+ * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. Or it has one, up to
+ * 127, where that was asked for: half of the arithmetic, and little left of what lies beside one very loud channel.
+ * A row's number of digits never depends on how many rows there are. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
@@ -22,8 +23,6 @@
 
 #define GROUP 32
 #define LINES 16
-#define DIGITS 2
-#define BLOCK_ROWS (LINES / DIGITS)
 
 #if defined(HAVE_AVX512)
 #define INT8_OFFSET 128 /* what is added to an int8 weight to make it unsigned */
@@ -43,11 +42,13 @@ typedef struct {
     uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
     int64_t bits;                            /* of a weight */
+    int64_t digits;                          /* of an activation: 2 or 1 */
     int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
 } linear_args;
 
 /* Quantised rows. A *line* is one digit of one row; 16 lines are a block, which has all their first groups,
- * then all their second ones, and so on: what is read together lies together. */
+ * then all their second ones, and so on: what is read together lies together. So a block has 8 rows of two
+ * digits, or 16 of one. */
 typedef struct {
     int8_t *q;     /* [blocks][groups][16 lines][32], the digits of a row in neighbouring lines */
     float *scales; /* [blocks][groups][rows of a block] */
@@ -55,21 +56,24 @@ typedef struct {
         int32_t *starts; /* int8: what the integer sum of the last digit starts with */
         float *sums;     /* int4: the sum of the activations, as they were rounded */
     };
-    int64_t groups;
+    int64_t groups, digits;
 } activations;
 
-static inline activations split_scratch(const linear_args *a) {
-    activations act = {.groups = (a->K + GROUP - 1) / GROUP};
-    int64_t cells = (a->M + BLOCK_ROWS - 1) / BLOCK_ROWS * act.groups;
+static inline int64_t block_rows(int64_t digits) { return LINES / digits; }
+
+static inline activations split_scratch(const linear_args *a, const int64_t digits) {
+    activations act = {.groups = (a->K + GROUP - 1) / GROUP, .digits = digits};
+    int64_t rows = block_rows(digits), cells = (a->M + rows - 1) / rows * act.groups;
     act.q = (int8_t *)a->scratch;
     act.scales = (float *)(a->scratch + cells * LINES * GROUP);
-    act.sums = act.scales + cells * BLOCK_ROWS;
+    act.sums = act.scales + cells * rows;
     return act;
 }
 
-/* Where the first group of row m is: an index of `scales`; the next one is BLOCK_ROWS further on. */
+/* Where the first group of row m is: an index of `scales`; the next one is a block's rows further on. */
 static inline int64_t place_of(const activations *act, int64_t m) {
-    return m / BLOCK_ROWS * act->groups * BLOCK_ROWS + m % BLOCK_ROWS;
+    int64_t rows = block_rows(act->digits);
+    return m / rows * act->groups * rows + m % rows;
 }
 
 #endif

@@ -1,0 +1,360 @@
+/* The products of linear.c where a register holds four lanes: on NEON, and on whatever else there is.
+ *
+ * Four neighbours in a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
+ * Sums and totals stay in registers from the first group to the last, 32 of them on ARM, so the order in which
+ * things are written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums
+ * through memory and half of the speed is gone. `tests/unit/kernels/test_c_aarch64.py` counts such moves.
+ *
+ *     rows at a time   what is kept in registers                               by
+ *     8 or 4           one quad of all rows; a tile is passed over four times  multiply_rows
+ *     2                two quads of both; a tile is passed over twice          multiply_few
+ *     1                the whole tile, read once in the order of memory        multiply_few
+ *
+ * From the second pass on, a tile is in the nearest cache. Its first pass would wait for memory, so the first block
+ * of rows asks for the next tile meanwhile, a quarter in each pass; later blocks find it in a cache. One row reads
+ * memory from one end to the other, which processors of this kind see by themselves: told of it, they are slower.
+ *
+ * Lanes are named by macros: the instructions have their number in them. */
+#ifndef LINEAR_QUADS_H
+#define LINEAR_QUADS_H
+
+#include "linear.h"
+
+_Static_assert(INT8_OFFSET == 0, "integer sums start with 0");
+
+typedef uint8_t byte_quads __attribute__((vector_size(16))); /* four bytes of each column of a quad */
+typedef byte_quads byte_quads_unaligned __attribute__((aligned(1), may_alias));
+
+static inline byte_quads load_bytes(const void *p) { return *(const byte_quads_unaligned *)p; }
+
+#if defined(HAVE_NEON)
+typedef int32x4_t int_quad;
+typedef float32x4_t float_quad;
+#define DOT(sum, w, x, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), vreinterpretq_s8_u8(x), lane)
+#define BY_LANE(v, x, lane) vmulq_laneq_f32(v, x, lane)
+#define ADD_BY_LANE(total, v, x, lane) vfmaq_laneq_f32(total, v, x, lane)
+static inline float_quad fused(float_quad total, float_quad a, float_quad b) { return vfmaq_f32(total, a, b); }
+static inline float_quad load_floats(const float *p) { return vld1q_f32(p); }
+static inline void store_floats(float *p, float_quad v) { vst1q_f32(p, v); }
+static inline float_quad load_four_halves(const uint16_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+#else
+typedef int32_t int_quad __attribute__((vector_size(16)));
+typedef float float_quad __attribute__((vector_size(16)));
+typedef float_quad float_quad_unaligned __attribute__((aligned(4), may_alias));
+/* Byte j of each column times byte j of the lane, for the four of them; bytes are signed. */
+static inline int_quad dot(int_quad sum, byte_quads w, byte_quads x, int lane) {
+    for (int j = 0; j < 4; j++) {
+        const int from_top = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 24 - 8 * j : 8 * j;
+        sum += (((int_quad)w << from_top) >> 24) * (int8_t)x[4 * lane + j];
+    }
+    return sum;
+}
+#define DOT(sum, w, x, lane) dot(sum, w, x, lane)
+#define BY_LANE(v, x, lane) ((v) * (x)[lane])
+#define ADD_BY_LANE(total, v, x, lane) ((total) + (v) * (x)[lane])
+static inline float_quad fused(float_quad total, float_quad a, float_quad b) { return total + a * b; }
+static inline float_quad load_floats(const float *p) { return *(const float_quad_unaligned *)p; }
+static inline void store_floats(float *p, float_quad v) { *(float_quad_unaligned *)p = v; }
+static inline float_quad load_four_halves(const uint16_t *p) {
+    return (float_quad){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+#endif
+
+typedef struct {
+    const uint8_t *data;
+    const uint16_t *scales;
+    int64_t vectors, scale_step; /* of a group: registers of 64 bytes, halves */
+} weight_tile;
+
+ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_t tile, const int bits) {
+    const int64_t vectors = bits == 4 ? 4 : 8, scale_step = bits == 4 ? 2 * LANES : LANES;
+    return (weight_tile){a->data + tile * groups * vectors * 64, a->scales + tile * groups * scale_step, vectors,
+                         scale_step};
+}
+
+/* Column 4r of the tile and the next three, of row m. */
+ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_t m, float_quad total) {
+    int64_t n = tile * LANES + r * 4, count = a->N - n;
+    float *y = a->y + m * a->y_stride + n;
+    if (count >= 4) {
+        store_floats(y, a->bias ? total + load_floats(a->bias + n) : total);
+    } else {
+        for (int64_t i = 0; i < count; i++) y[i] = a->bias ? total[i] + a->bias[n + i] : total[i];
+    }
+}
+
+/* Weights v, v + 1, ... of a quad; in int4 the first 16 of a group are low halves of bytes, the others high ones. */
+ALWAYS_INLINE void load_quad(const uint8_t *w, byte_quads *to, const int bits) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) to[v] = load_bytes(w + v * 64);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) to[v + 4] = bits == 4 ? to[v] >> 4 : load_bytes(w + (v + 4) * 64);
+    if (bits == 8) return;
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) to[v] &= 15;
+}
+
+/* One group more: of four rows, whose activations have these scales and sums. */
+ALWAYS_INLINE void add_group(float_quad *total, const int_quad *sum, const uint16_t *w_scales, const float *x_scales,
+                             const float *x_sums, const int bits) {
+    float_quad scale = load_four_halves(w_scales), xs = load_floats(x_scales);
+#define ADD_ROW(i) \
+    total[i] = fused(total[i], __builtin_convertvector(sum[i], float_quad), BY_LANE(scale, xs, i))
+    ADD_ROW(0), ADD_ROW(1), ADD_ROW(2), ADD_ROW(3);
+    if (bits == 8) return;
+    float_quad minimum = load_four_halves(w_scales + LANES), sums = load_floats(x_sums);
+#define ADD_MINIMUM(i) total[i] = ADD_BY_LANE(total[i], minimum, sums, i)
+    ADD_MINIMUM(0), ADD_MINIMUM(1), ADD_MINIMUM(2), ADD_MINIMUM(3);
+}
+
+/* A quarter of a group of the next tile; returns where the next quarter is. */
+ALWAYS_INLINE const uint8_t *ask_for_quarter(const uint8_t *ahead, const int bits) {
+    __builtin_prefetch(ahead);
+    if (bits == 8) __builtin_prefetch(ahead + 64);
+    return ahead + bits * 16;
+}
+
+#define FOUR_DOTS(sums, w, x, lane) \
+    sums[0] = DOT(sums[0], w, x[0], lane), sums[1] = DOT(sums[1], w, x[1], lane), \
+    sums[2] = DOT(sums[2], w, x[2], lane), sums[3] = DOT(sums[3], w, x[3], lane)
+
+/* Eight or four rows times one tile, of which the first `count` rows are stored. */
+ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
+                                 const int rows, const int bits, const int digits, const int asks_ahead) {
+    const int64_t groups = act->groups, first = place_of(act, m);
+    const weight_tile it = find_tile(a, groups, tile, bits);
+    const uint8_t *ahead = it.data + groups * it.vectors * 64;
+    for (int r = 0; r < 4 && tile * LANES + r * 4 < a->N; r++) {
+        const uint8_t *w = it.data + r * 16;
+        const uint16_t *w_scales = it.scales + r * 4;
+        const int8_t *q = act->q + first * digits * GROUP;
+        const float *x_scales = act->scales + first, *x_sums = act->sums + first;
+        float_quad total[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) total[i] = (float_quad){0};
+        for (int64_t g = 0; g < groups; g++) {
+            byte_quads W[8], x[4];
+            int_quad sum[8];
+            load_quad(w, W, bits);
+            if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; i++) sum[i] = (int_quad){0};
+#pragma GCC unroll 2
+            for (int digit = 0; digit < digits; digit++) {
+                if (digit == 1) {
+#pragma GCC unroll 8
+                    for (int i = 0; i < rows; i++) sum[i] <<= 7;
+                }
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 2
+                    for (int four = 0; four < rows; four += 4) {
+#pragma GCC unroll 4
+                        for (int i = 0; i < 4; i++)
+                            x[i] = load_bytes(q + ((four + i) * digits + digit) * GROUP + half * 16);
+                        FOUR_DOTS((sum + four), W[4 * half + 0], x, 0);
+                        FOUR_DOTS((sum + four), W[4 * half + 1], x, 1);
+                        FOUR_DOTS((sum + four), W[4 * half + 2], x, 2);
+                        FOUR_DOTS((sum + four), W[4 * half + 3], x, 3);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int four = 0; four < rows; four += 4)
+                add_group(total + four, sum + four, w_scales, x_scales + four, x_sums + four, bits);
+            w += it.vectors * 64, w_scales += it.scale_step;
+            q += LINES * GROUP, x_scales += LINES / digits, x_sums += LINES / digits;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+            if (i < count) finish_quad(a, tile, r, m + i, total[i]);
+    }
+}
+
+/* Both digits of a row times one register of weights of every quad. */
+#define FEW_DOTS(w, half, lane) \
+    for (int i = 0; i < rows * quads; i++) { \
+        high[i] = DOT(high[i], w[i % quads], x[i / quads][half], lane); \
+        if (digits == 2) low[i] = DOT(low[i], w[i % quads], x[i / quads][2 + half], lane); \
+    }
+
+/* One row times a tile, or two rows times one half of it and then the other. */
+ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, int64_t tile, int64_t m, const int rows,
+                                const int bits, const int digits) {
+    const int quads = 4 / rows;
+    const int64_t groups = act->groups, first = place_of(act, m);
+    const weight_tile it = find_tile(a, groups, tile, bits);
+    for (int r = 0; r < 4 && tile * LANES + r * 4 < a->N; r += quads) {
+        const uint8_t *w = it.data + r * 16;
+        const uint16_t *w_scales = it.scales + r * 4;
+        const int8_t *q = act->q + first * digits * GROUP;
+        const float *x_scales = act->scales + first, *x_sums = act->sums + first;
+        float_quad total[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t g = 0; g < groups; g++) {
+            int_quad high[4] = {{0}, {0}, {0}, {0}}, low[4] = {{0}, {0}, {0}, {0}};
+            byte_quads x[2][4], raw[4], part[4];
+#pragma GCC unroll 2
+            for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < 2 * digits; j++) x[i][j] = load_bytes(q + i * digits * GROUP + j * 16);
+#define FEW_VECTORS(v, half, lane) \
+    for (int i = 0; i < quads; i++) raw[i] = load_bytes(w + v * 64 + i * 16); \
+    if (bits == 8) { \
+        FEW_DOTS(raw, half, lane) \
+    } else { \
+        for (int i = 0; i < quads; i++) part[i] = raw[i] & 15; \
+        FEW_DOTS(part, 0, lane) \
+        for (int i = 0; i < quads; i++) part[i] = raw[i] >> 4; \
+        FEW_DOTS(part, 1, lane) \
+    }
+            FEW_VECTORS(0, 0, 0)
+            FEW_VECTORS(1, 0, 1)
+            FEW_VECTORS(2, 0, 2)
+            FEW_VECTORS(3, 0, 3)
+            if (bits == 8) {
+                FEW_VECTORS(4, 1, 0)
+                FEW_VECTORS(5, 1, 1)
+                FEW_VECTORS(6, 1, 2)
+                FEW_VECTORS(7, 1, 3)
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                int_quad sum = digits == 2 ? (high[i] << 7) + low[i] : high[i];
+                float_quad scale = load_four_halves(w_scales + i % quads * 4) * x_scales[i / quads];
+                total[i] = fused(total[i], __builtin_convertvector(sum, float_quad), scale);
+                if (bits == 4) {
+                    float_quad minimum = load_four_halves(w_scales + LANES + i % quads * 4);
+                    total[i] = fused(total[i], minimum, (float_quad){0} + x_sums[i / quads]);
+                }
+            }
+            w += it.vectors * 64, w_scales += it.scale_step;
+            q += LINES * GROUP, x_scales += LINES / digits, x_sums += LINES / digits;
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            if (tile * LANES + (r + i % quads) * 4 < a->N) finish_quad(a, tile, r + i % quads, m + i / quads, total[i]);
+    }
+}
+
+#if defined(HAVE_I8MM)
+/* What multiply_rows does, for eight lines: four rows of two digits, or eight of one.
+ *
+ * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
+ *
+ *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row, or two rows of one digit
+ *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
+ *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
+ *
+ * A quad has four k of four columns in a register: zipped with the register of the next four k, it is as wanted. */
+#define ZIP(half, type, a, b) \
+    vreinterpretq_u8_##type(vzip##half##q_##type(vreinterpretq_##type##_u8(a), vreinterpretq_##type##_u8(b)))
+#define MULTIPLY_PAIRS(sum, x, w) vmmlaq_s32(sum, vreinterpretq_s8_u8(x), vreinterpretq_s8_u8(w))
+ALWAYS_INLINE void multiply_lines(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
+                                  const int bits, const int digits, const int asks_ahead) {
+    enum { PAIRS = 4 };
+    const int rows = 2 * PAIRS / digits;
+    const int64_t groups = act->groups, first = place_of(act, m);
+    const weight_tile it = find_tile(a, groups, tile, bits);
+    const uint8_t *ahead = it.data + groups * it.vectors * 64;
+    for (int r = 0; r < 4 && tile * LANES + r * 4 < a->N; r++) {
+        const uint8_t *w = it.data + r * 16;
+        const uint16_t *w_scales = it.scales + r * 4;
+        const int8_t *q = act->q + first * digits * GROUP;
+        const float *x_scales = act->scales + first, *x_sums = act->sums + first;
+        float_quad total[2 * PAIRS];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) total[i] = (float_quad){0};
+        for (int64_t g = 0; g < groups; g++) {
+            byte_quads W[8], x[PAIRS];
+            int_quad sum01[PAIRS], sum23[PAIRS], sum[2 * PAIRS];
+            load_quad(w, W, bits);
+            if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
+#pragma GCC unroll 4
+            for (int j = 0; j < PAIRS; j++) sum01[j] = sum23[j] = (int_quad){0};
+#pragma GCC unroll 4
+            for (int eight = 0; eight < GROUP / 8; eight++) {
+                byte_quads w01 = ZIP(1, s32, W[2 * eight], W[2 * eight + 1]);
+                byte_quads w23 = ZIP(2, s32, W[2 * eight], W[2 * eight + 1]);
+#pragma GCC unroll 4
+                for (int j = 0; j < PAIRS; j++) {
+                    const int8_t *line = q + 2 * j * GROUP + eight * 8;
+                    x[j] = (byte_quads)vcombine_s8(vld1_s8(line), vld1_s8(line + GROUP));
+                }
+#pragma GCC unroll 4
+                for (int j = 0; j < PAIRS; j++) sum01[j] = MULTIPLY_PAIRS(sum01[j], x[j], w01);
+#pragma GCC unroll 4
+                for (int j = 0; j < PAIRS; j++) sum23[j] = MULTIPLY_PAIRS(sum23[j], x[j], w23);
+            }
+#pragma GCC unroll 4
+            for (int j = 0; j < PAIRS; j++) {
+                int64x2_t near = vreinterpretq_s64_s32(sum01[j]), far = vreinterpretq_s64_s32(sum23[j]);
+                int_quad q0 = vreinterpretq_s32_s64(vzip1q_s64(near, far));
+                int_quad q1 = vreinterpretq_s32_s64(vzip2q_s64(near, far));
+                if (digits == 2) sum[j] = (q0 << 7) + q1;
+                else sum[2 * j] = q0, sum[2 * j + 1] = q1;
+            }
+#pragma GCC unroll 2
+            for (int four = 0; four < rows; four += 4)
+                add_group(total + four, sum + four, w_scales, x_scales + four, x_sums + four, bits);
+            w += it.vectors * 64, w_scales += it.scale_step;
+            q += LINES * GROUP, x_scales += LINES / digits, x_sums += LINES / digits;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+            if (i < count) finish_quad(a, tile, r, m + i, total[i]);
+    }
+}
+#define MULTIPLY_ROWS(rows, bits, digits, asks_ahead) \
+    for (int i = 0; i < rows && i < count; i += 8 / digits) \
+        multiply_lines(a, act, tile, m + i, count - i, bits, digits, i == 0 && asks_ahead)
+#else
+#define MULTIPLY_ROWS(rows, bits, digits, asks_ahead) \
+    multiply_rows(a, act, tile, m, count, rows, bits, digits, asks_ahead)
+#endif
+
+/* A tile times `count` rows from row m on. A function of its own for each: compilers find registers for one at a
+ * time. */
+typedef void (*quad_kernel)(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count);
+typedef struct {
+    quad_kernel eight[2], four[2], two, one; /* [1]: asks for the next tile meanwhile */
+} quad_kernels;
+
+#define QUAD_KERNEL(name, body) \
+    static __attribute__((noinline)) void name(const linear_args *a, const activations *act, int64_t tile, int64_t m, \
+                                               int64_t count) { \
+        (void)count; \
+        body; \
+    }
+#define QUAD_KERNELS(name, bits, digits) \
+    QUAD_KERNEL(name##_8, MULTIPLY_ROWS(8, bits, digits, 0)) \
+    QUAD_KERNEL(name##_8_ahead, MULTIPLY_ROWS(8, bits, digits, 1)) \
+    QUAD_KERNEL(name##_4, MULTIPLY_ROWS(4, bits, digits, 0)) \
+    QUAD_KERNEL(name##_4_ahead, MULTIPLY_ROWS(4, bits, digits, 1)) \
+    QUAD_KERNEL(name##_2, multiply_few(a, act, tile, m, 2, bits, digits)) \
+    QUAD_KERNEL(name##_1, multiply_few(a, act, tile, m, 1, bits, digits)) \
+    static const quad_kernels name = {{name##_8, name##_8_ahead}, {name##_4, name##_4_ahead}, name##_2, name##_1};
+
+QUAD_KERNELS(product_int8, 8, 2)
+QUAD_KERNELS(product_int4, 4, 2)
+QUAD_KERNELS(product_int8_one_digit, 8, 1)
+QUAD_KERNELS(product_int4_one_digit, 4, 1)
+
+/* Rows by eight, and the rest in the cheapest way: eight cost as much as six, four as much as three. Rows past the
+ * last one are computed with it and not stored; a block has room for them. */
+static void multiply_quads(const linear_args *a, const activations *act, int64_t first, int64_t last,
+                           const quad_kernels *kernels) {
+    for (int64_t m = 0, rows; m < a->M; m += rows) {
+        int64_t left = a->M - m, count;
+        rows = left > 5 ? 8 : left > 2 ? 4 : left;
+        count = left < rows ? left : rows;
+        quad_kernel run = rows == 8   ? kernels->eight[m == 0]
+                          : rows == 4 ? kernels->four[m == 0]
+                          : rows == 2 ? kernels->two
+                                      : kernels->one;
+        for (int64_t tile = first; tile < last; tile++) run(a, act, tile, m, count);
+    }
+}
+
+#endif
