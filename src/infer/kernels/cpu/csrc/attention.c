@@ -6,13 +6,22 @@
  *
  *     slot(p) = table[p / block_size] * block_size + p % block_size
  *
- * Positions are visited in blocks of 16, counted from position 0, with the running maximum and sum of
- * the online softmax. 16 keys are transposed once and then serve all queries of the item and all query
- * heads that share the kv head:
+ * A *query* is one head of one token. Those of an item that share a kv head see nearly the same positions, so
+ * keys and values are read once for all of them, 16 positions at a time, counted from position 0, with the
+ * running maximum and sum of the online softmax. A *tile* is a few queries, as many as the registers hold:
  *
- *     keys           channel 0 .. H-1            transposed      position 0 .. 15
- *     position 0     k00 k01 ...                 channel 0       k00 k10 ... k15,0
- *     position 1     k10 k11 ...                 channel 1       k01 k11 ...
+ *     block of 16 positions      tile of queries
+ *     load_rows                  score       products of queries and keys         [tile][16]
+ *     pack_keys                  weigh       maximum, exponentials and their sum, in place
+ *                                add_values  weights times values, onto the sums of earlier blocks
+ *
+ * A score is four sums, of channels 0, 4, 8, ..., of 1, 5, 9, ..., and so on: (s0 + s1) + (s2 + s3). They are
+ * the lanes of a quarter of a register with AVX-512, half with AVX2, and a whole one of 4 floats. The 4 registers
+ * of WIDTH positions and 4 channels, the unit of `pack_keys`:
+ *
+ *     register c     position c: 4 channels | position c + 4: 4 channels | ...                  c = 0 .. 3
+ *
+ * Where a register is 4 floats, this is what the rows of the cache look like already.
  *
  * A query's result depends on its own positions only, in an order that no chunking changes: a prompt
  * computed whole, in pieces, or token by token gives the same bits. Slots that a query may not see are
@@ -22,11 +31,14 @@
 #include "infer.h"
 
 #define MAX_HEAD 256
+#define BLOCK 16
 #define STATE_FLOATS 8192 /* of accumulators at a time: 32 KB */
-#if defined(HAVE_AVX512)
-#define QUERIES 4 /* together: their scores, and later their sums, take half of the registers */
+#if WIDTH == 16
+#define TILE 6 /* queries: 24 of 32 registers */
+#elif WIDTH == 8
+#define TILE 3 /* 12 of 16 */
 #else
-#define QUERIES 1
+#define TILE 4 /* 16 of 32 */
 #endif
 
 typedef struct {
@@ -43,178 +55,284 @@ typedef struct {
     double scale;
 } attend_args;
 
-#if defined(__clang__) || !defined(__GNUC__)
-static void transpose(const float *const rows[16], int64_t h, float *out) {
-    for (int j = 0; j < 16; j++)
-        for (int i = 0; i < 16; i++) out[i * 16 + j] = rows[j][h + i];
-}
-#else
-/* 16x16 in four rounds; round s exchanges the lanes in which bit s of row and lane number differ. */
-static void transpose(const float *const rows[16], int64_t h, float *out) {
-    static const vi low[4] = {
-        {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
-        {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
-        {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
-        {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
-    };
-    static const vi high[4] = {
-        {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31},
-        {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31},
-        {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31},
-        {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31},
-    };
-    vf r[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = load(rows[i] + h);
-#pragma GCC unroll 4
-    for (int s = 0; s < 4; s++)
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-            if (!(i & 1 << s)) {
-                vf a = r[i], b = r[i | 1 << s];
-                r[i] = __builtin_shuffle(a, b, low[s]);
-                r[i | 1 << s] = __builtin_shuffle(a, b, high[s]);
-            }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) store(out + i * 16, r[i]);
-}
-#endif
-
 typedef struct {
     float peak, total;
 } softmax_state;
 
-/* `count` queries of one kv head and one block of 16 positions, of which lanes lo .. hi-1 are seen by all.
- * What a query computes does not depend on the others: they share the loads of keys and values, and one's
- * multiplications fill the time in which another's maximum or sum is awaited. */
-static inline __attribute__((always_inline)) void visit(const int count, const float *const q[],
-                                                        const float *keys_t, const float *const values[16],
-                                                        int lo, int hi, int64_t H, float scale,
-                                                        softmax_state *state, float *acc, int64_t padded) {
-    vf s[QUERIES][4] = {{{0}}};
-    float w[QUERIES][LANES];
-    int64_t h = 0;
-    for (; h + 4 <= H; h += 4) {
-        vf k0 = load(keys_t + h * 16), k1 = load(keys_t + h * 16 + 16);
-        vf k2 = load(keys_t + h * 16 + 32), k3 = load(keys_t + h * 16 + 48);
-        for (int i = 0; i < count; i++) {
-            s[i][0] += q[i][h] * k0, s[i][1] += q[i][h + 1] * k1;
-            s[i][2] += q[i][h + 2] * k2, s[i][3] += q[i][h + 3] * k3;
-        }
-    }
-    for (; h < H; h++)
-        for (int i = 0; i < count; i++) s[i][0] += q[i][h] * load(keys_t + h * 16);
+/* The tile's part of the work: queries of one kv head that see the same positions of a block. */
+typedef struct {
+    int64_t padded;         /* H, rounded up to registers */
+    const float *q;         /* [queries][padded] */
+    softmax_state *state;   /* [queries] */
+    float *sums;            /* [queries][padded] */
+    const float *const *keys, *const *values; /* [16] rows of this block */
+    const float *packed;    /* the keys again, in the order of pack_keys */
+    float scale;
+    int lo, hi; /* positions lo .. hi-1 of the block are seen */
+} tile_work;
 
-    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vi seen = (lanes >= lo) & (lanes < hi);
-    for (int i = 0; i < count; i++) {
-        vf scores = ((s[i][0] + s[i][1]) + (s[i][2] + s[i][3])) * scale;
-        scores = (vf)(((vi)scores & seen) | ((vi)splat(-INFINITY) & ~seen));
-#if defined(HAVE_AVX512)
-        float block_peak = _mm512_reduce_max_ps((__m512)scores);
+/* 4 channels of the rows c, c + 4, ...: one register of keys. */
+ALWAYS_INLINE vr gather(const float *const *rows, int64_t h) {
+#if WIDTH == 16
+    __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + h)), _mm_loadu_ps(rows[4] + h), 1);
+    __m256 high =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[8] + h)), _mm_loadu_ps(rows[12] + h), 1);
+    return (vr)_mm512_castpd_ps(
+        _mm512_insertf64x4(_mm512_castpd256_pd512(_mm256_castps_pd(low)), _mm256_castps_pd(high), 1));
+#elif WIDTH == 8
+    return (vr)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + h)), _mm_loadu_ps(rows[4] + h), 1);
 #else
-        float block_peak = max_lanes(scores);
+    return load_vr(rows[0] + h);
 #endif
-        if (!(block_peak <= state[i].peak)) { /* also if it is NaN: then all becomes NaN, as it should */
-            float shrink = expf(state[i].peak - block_peak); /* e^-inf = 0 the first time */
-            state[i].peak = block_peak;
-            state[i].total *= shrink;
-            for (int64_t c = 0; c < H; c += LANES)
-                store(acc + i * padded + c, load(acc + i * padded + c) * shrink);
-        }
-        vf weights = exp_lanes(scores - state[i].peak);
-        weights = (vf)((vi)weights & seen);
-        store(w[i], weights);
-#if defined(HAVE_AVX512)
-        state[i].total += _mm512_reduce_add_ps((__m512)weights);
+}
+
+/* 4 channels of a query, once for each position of a register of keys. */
+ALWAYS_INLINE vr repeat(const float *q) {
+#if WIDTH == 16
+    return (vr)_mm512_broadcast_f32x4(_mm_loadu_ps(q));
+#elif WIDTH == 8
+    return (vr)_mm256_broadcast_ps((const __m128 *)q);
 #else
-        state[i].total += sum_lanes(weights);
+    return load_vr(q);
 #endif
-    }
-    int64_t c = 0;
-    for (; c + 4 * LANES <= H; c += 4 * LANES) {
-        vf a[QUERIES][4];
-        for (int i = 0; i < count; i++)
-            for (int n = 0; n < 4; n++) a[i][n] = load(acc + i * padded + c + n * LANES);
-        for (int j = lo; j < hi; j++) {
-            const float *v = values[j] + c;
-            vf v0 = load(v), v1 = load(v + 16), v2 = load(v + 32), v3 = load(v + 48);
+}
+
+/* (s0 + s1) + (s2 + s3) of every position; `s` has the order of pack_keys, the result that of positions. */
+ALWAYS_INLINE vr add_channels(const vr s[4]) {
+#if WIDTH == 16
+    __m512 s0 = (__m512)s[0], s1 = (__m512)s[1], s2 = (__m512)s[2], s3 = (__m512)s[3];
+    __m512 a = _mm512_add_ps(_mm512_shuffle_ps(s0, s1, 0x88), _mm512_shuffle_ps(s0, s1, 0xdd));
+    __m512 b = _mm512_add_ps(_mm512_shuffle_ps(s2, s3, 0x88), _mm512_shuffle_ps(s2, s3, 0xdd));
+    return (vr)_mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+#elif WIDTH == 8
+    return (vr)_mm256_hadd_ps(_mm256_hadd_ps((__m256)s[0], (__m256)s[1]), _mm256_hadd_ps((__m256)s[2], (__m256)s[3]));
+#elif defined(HAVE_NEON)
+    return (vr)vpaddq_f32(vpaddq_f32((float32x4_t)s[0], (float32x4_t)s[1]),
+                          vpaddq_f32((float32x4_t)s[2], (float32x4_t)s[3]));
+#else
+    vr sum;
+    for (int c = 0; c < 4; c++) sum[c] = (s[c][0] + s[c][1]) + (s[c][2] + s[c][3]);
+    return sum;
+#endif
+}
+
+static void pack_keys(const float *const rows[BLOCK], int64_t padded, float *packed) {
+    for (int first = 0; first < BLOCK; first += WIDTH, packed += padded * WIDTH)
+        for (int c = 0; c < 4; c++)
+            for (int64_t h = 0; h < padded; h += 4) store_vr(packed + (h + c) * WIDTH, gather(rows + first + c, h));
+}
+
+/* Scores of the tile: [count][16]. */
+ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *t, float *scores) {
+    for (int first = 0; first < BLOCK; first += WIDTH) {
+        const float *packed = t->packed + first * t->padded, *q = t->q;
+        const float *const *rows = t->keys + first;
+        const int64_t padded = t->padded;
+        vr s[TILE][4] = {{{0}}};
+        for (int64_t h = 0; h < padded; h += 4) {
+            vr k[4];
+            for (int c = 0; c < 4; c++) k[c] = is_packed ? load_vr(packed + (h + c) * WIDTH) : gather(rows + c, h);
             for (int i = 0; i < count; i++) {
-                a[i][0] += w[i][j] * v0, a[i][1] += w[i][j] * v1;
-                a[i][2] += w[i][j] * v2, a[i][3] += w[i][j] * v3;
+                vr channels = repeat(q + i * padded + h);
+                for (int c = 0; c < 4; c++) s[i][c] += channels * k[c];
             }
         }
-        for (int i = 0; i < count; i++)
-            for (int n = 0; n < 4; n++) store(acc + i * padded + c + n * LANES, a[i][n]);
+        for (int i = 0; i < count; i++) store_vr(scores + i * BLOCK + first, add_channels(s[i]) * t->scale);
     }
-    for (; c < H; c += LANES)
-        for (int i = 0; i < count; i++) {
-            vf a = load(acc + i * padded + c);
-            if (H - c >= LANES)
-                for (int j = lo; j < hi; j++) a += w[i][j] * load(values[j] + c);
-            else
-                for (int j = lo; j < hi; j++) a += w[i][j] * load_some(values[j] + c, H - c);
-            store(acc + i * padded + c, a);
+}
+
+/* A new maximum: what was summed up under the old one shrinks. */
+static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, float peak) {
+    softmax_state *state = t->state + i;
+    float shrink = expf(state->peak - peak); /* e^-inf = 0 the first time */
+    state->peak = peak;
+    state->total *= shrink;
+    float *sums = t->sums + i * t->padded;
+    for (int64_t c = 0; c < t->padded; c += WIDTH) store_vr(sums + c, load_vr(sums + c) * shrink);
+}
+
+/* Scores of the tile into weights, in place. Each step is done for all queries before the next one: the maximum
+ * of one is awaited while those of others are under way. */
+ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t, float *scores) {
+    static const int32_t lanes[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vri seen[PARTS];
+    float peaks[TILE];
+    for (int n = 0; !is_whole && n < PARTS; n++) {
+        vri lane;
+        memcpy(&lane, lanes + n * WIDTH, sizeof lane);
+        seen[n] = (lane >= t->lo) & (lane < t->hi);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+        vr s[PARTS];
+        for (int n = 0; n < PARTS; n++) {
+            float *at = scores + i * BLOCK + n * WIDTH;
+            s[n] = load_vr(at);
+            if (!is_whole) store_vr(at, s[n] = choose_vr(seen[n], s[n], splat_vr(-INFINITY)));
         }
+        peaks[i] = max_parts(s);
+    }
+    for (int i = 0; i < count; i++)
+        if (!(peaks[i] <= t->state[i].peak)) raise_peak(t, i, peaks[i]); /* also NaN: then all becomes NaN */
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < PARTS; n++) {
+            float *at = scores + i * BLOCK + n * WIDTH;
+            vr weights = exp_lanes(load_vr(at) - t->state[i].peak);
+            store_vr(at, is_whole ? weights : (vr)((vri)weights & seen[n]));
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+        vr s[PARTS];
+        for (int n = 0; n < PARTS; n++) s[n] = load_vr(scores + i * BLOCK + n * WIDTH);
+        t->state[i].total += sum_parts(s);
+    }
+}
+
+/* Onto the sums of the tile, `registers` of channels from channel c on: weights times values. */
+ALWAYS_INLINE void add_values(const int count, const int registers, const float *weights, const tile_work *t, int64_t c) {
+    vr sum[TILE][4];
+    const int64_t padded = t->padded;
+    float *sums = t->sums + c;
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < registers; n++) sum[i][n] = load_vr(sums + i * padded + n * WIDTH);
+    for (int j = t->lo; j < t->hi; j++) {
+        vr v[4];
+        for (int n = 0; n < registers; n++) v[n] = load_vr(t->values[j] + c + n * WIDTH);
+        for (int i = 0; i < count; i++)
+            for (int n = 0; n < registers; n++) sum[i][n] += weights[i * BLOCK + j] * v[n];
+    }
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < registers; n++) store_vr(sums + i * padded + n * WIDTH, sum[i][n]);
+}
+
+/* What a query computes does not depend on the others of its tile: they share the loads of keys and values. */
+ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *t) {
+    float weights[TILE * BLOCK] __attribute__((aligned(64)));
+    score(count, is_packed, t, weights);
+    if (t->hi - t->lo == BLOCK)
+        weigh(count, 1, t, weights);
+    else
+        weigh(count, 0, t, weights);
+    int64_t c = 0;
+    for (; c + 4 * WIDTH <= t->padded; c += 4 * WIDTH) add_values(count, 4, weights, t, c);
+    for (; c < t->padded; c += WIDTH) add_values(count, 1, weights, t, c);
+}
+
+static __attribute__((noinline)) void visit_direct(int64_t count, const tile_work *t) {
+    switch (count) {
+    case 1: visit(1, 0, t); break;
+    case 2: visit(2, 0, t); break;
+    case 3: visit(3, 0, t); break;
+#if TILE > 3
+    case 4: visit(4, 0, t); break;
+#endif
+#if TILE > 4
+    case 5: visit(5, 0, t); break;
+    case 6: visit(6, 0, t); break;
+#endif
+    }
+}
+static __attribute__((noinline)) void visit_packed(int64_t count, const tile_work *t) {
+    switch (count) {
+    case 1: visit(1, 1, t); break;
+    case 2: visit(2, 1, t); break;
+    case 3: visit(3, 1, t); break;
+#if TILE > 3
+    case 4: visit(4, 1, t); break;
+#endif
+#if TILE > 4
+    case 5: visit(5, 1, t); break;
+    case 6: visit(6, 1, t); break;
+#endif
+    }
+}
+
+/* The first position that a query at `position` sees. */
+static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* Where 16 positions from `block` on lie in the cache, -1 where no query looks. */
+static void find_slots(const attend_args *a, const int64_t *table, int64_t block, int64_t low, int64_t high,
+                       int64_t slots[BLOCK]) {
+    int64_t at = block / a->block_size, offset = block - at * a->block_size;
+    for (int j = 0; j < BLOCK; j++, offset++) {
+        if (offset == a->block_size) at++, offset = 0;
+        slots[j] = block + j < low || block + j > high ? -1 : table[at] * a->block_size + offset;
+    }
+}
+
+/* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is no multiple of a register are
+ * copied into `room`, [16][padded]. Another type of cache differs here alone. */
+static void load_rows(const attend_args *a, const float *cache, int64_t g, const int64_t slots[BLOCK], int64_t padded,
+                      float *room, const float *rows[BLOCK]) {
+    static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
+    for (int j = 0; j < BLOCK; j++) {
+        rows[j] = slots[j] < 0 ? zeros : cache + (slots[j] * a->G + g) * a->H;
+        if (padded == a->H || slots[j] < 0) continue;
+        memcpy(room + j * padded, rows[j], (size_t)a->H * sizeof(float));
+        rows[j] = room + j * padded; /* what lies behind H is 0 */
+    }
 }
 
 void infer_attend(const void *args, int64_t chunk) {
     const attend_args *a = args;
     const int64_t *item = a->items + chunk / a->G * 4;
-    const int64_t g = chunk % a->G, H = a->H, row_size = a->G * a->H;
+    const int64_t g = chunk % a->G, H = a->H;
     const int64_t first = item[0], count = item[1], start = item[3];
     const int64_t *table = a->table + item[2] * a->table_stride;
-    const int64_t heads = a->N / a->G, padded = (H + LANES - 1) / LANES * LANES;
+    const int64_t heads = a->N / a->G, padded = (H + WIDTH - 1) / WIDTH * WIDTH;
     const int64_t at_once = STATE_FLOATS / padded;
-    float keys_t[MAX_HEAD * LANES] __attribute__((aligned(64)));
-    float acc[STATE_FLOATS] __attribute__((aligned(64)));
-    softmax_state state[STATE_FLOATS / LANES];
-    static const float zeros[MAX_HEAD] = {0};
+    float packed[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+    float key_room[MAX_HEAD * BLOCK] __attribute__((aligned(64))), value_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+    float queries[STATE_FLOATS] __attribute__((aligned(64))), sums[STATE_FLOATS] __attribute__((aligned(64)));
+    softmax_state state[STATE_FLOATS / WIDTH];
+    int64_t positions[STATE_FLOATS / WIDTH];
+    if (padded != H) {
+        memset(key_room, 0, sizeof key_room);
+        memset(value_room, 0, sizeof value_room);
+    }
 
     for (int64_t pair = 0; pair < count * heads; pair += at_once) { /* a pair is a token and one of its heads */
-        int64_t last_pair = pair + at_once < count * heads ? pair + at_once : count * heads;
-        int64_t first_position = start + pair / heads, last_position = start + (last_pair - 1) / heads;
-        int64_t low = a->window && first_position >= a->window ? first_position - a->window + 1 : 0;
-        memset(acc, 0, (size_t)((last_pair - pair) * padded) * sizeof(float));
-        for (int64_t i = 0; i < last_pair - pair; i++) state[i] = (softmax_state){-INFINITY, 0.0f};
-
-        for (int64_t block = low / LANES * LANES; block <= last_position; block += LANES) {
-            const float *keys[LANES], *values[LANES];
-            for (int j = 0; j < LANES; j++) {
-                int64_t p = block + j;
-                int is_needed = p >= low && p <= last_position;
-                int64_t slot =
-                    is_needed ? table[p / a->block_size] * a->block_size + p % a->block_size : 0;
-                keys[j] = is_needed ? a->keys + slot * row_size + g * H : zeros;
-                values[j] = is_needed ? a->values + slot * row_size + g * H : zeros;
-            }
-            int64_t h = 0;
-            for (; h + LANES <= H; h += LANES) transpose(keys, h, keys_t + h * LANES);
-            for (; h < H; h++)
-                for (int j = 0; j < LANES; j++) keys_t[h * LANES + j] = keys[j][h];
-            for (int64_t i = pair, num; i < last_pair; i += num) {
-                int64_t position = start + i / heads, last = start + (i + QUERIES - 1) / heads;
-                int64_t lowest = a->window && position >= a->window ? position - a->window + 1 : 0;
-                int64_t lo = lowest > block ? lowest - block : 0, hi = position - block + 1;
-                int sees_all = hi >= LANES && !(a->window && last - block >= a->window);
-                num = sees_all && i + QUERIES <= last_pair ? QUERIES : 1;
-                if (lo >= LANES || hi <= 0) continue;
-                if (hi > LANES) hi = LANES;
-                const float *q[QUERIES];
-                for (int64_t n = i; n < i + num; n++)
-                    q[n - i] = a->q + (first + n / heads) * a->q_token_stride + (g * heads + n % heads) * H;
-                softmax_state *states = state + (i - pair);
-                float *sums = acc + (i - pair) * padded;
-                if (num == QUERIES && QUERIES > 1)
-                    visit(QUERIES, q, keys_t, values, 0, LANES, H, (float)a->scale, states, sums, padded);
-                else
-                    visit(1, q, keys_t, values, (int)lo, (int)hi, H, (float)a->scale, states, sums, padded);
+        int64_t num = pair + at_once < count * heads ? at_once : count * heads - pair;
+        memset(sums, 0, (size_t)(num * padded) * sizeof(float));
+        if (padded != H) memset(queries, 0, (size_t)(num * padded) * sizeof(float));
+        for (int64_t i = 0; i < num; i++) {
+            int64_t token = first + (pair + i) / heads, head = g * heads + (pair + i) % heads;
+            memcpy(queries + i * padded, a->q + token * a->q_token_stride + head * H, (size_t)H * sizeof(float));
+            state[i] = (softmax_state){-INFINITY, 0.0f};
+            positions[i] = start + (pair + i) / heads;
+        }
+        int64_t low = lowest_seen(a, positions[0]), last_position = positions[num - 1];
+        const int is_packed = WIDTH > 4 && num > TILE;
+        for (int64_t block = low / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
+            const float *keys[BLOCK], *values[BLOCK];
+            int64_t slots[BLOCK];
+            find_slots(a, table, block, low, last_position, slots);
+            load_rows(a, a->keys, g, slots, padded, key_room, keys);
+            load_rows(a, a->values, g, slots, padded, value_room, values);
+            if (is_packed) pack_keys(keys, padded, packed);
+            for (int64_t i = 0, together; i < num; i += together) {
+                int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
+                int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
+                if (hi >= BLOCK && lowest_seen(a, positions[last]) <= block) { /* all of them see the whole block */
+                    together = last - i + 1;
+                } else { /* heads of one token */
+                    for (together = 1; i + together <= last && positions[i + together] == positions[i];) together++;
+                }
+                if (lo < 0) lo = 0;
+                if (lo >= BLOCK || hi <= 0) continue;
+                tile_work t = {padded, queries + i * padded, state + i, sums + i * padded, keys, values, packed,
+                               (float)a->scale, (int)lo, (int)(hi < BLOCK ? hi : BLOCK)};
+                if (is_packed) visit_packed(together, &t);
+                else visit_direct(together, &t);
             }
         }
-        for (int64_t i = pair; i < last_pair; i++) {
-            float *out = a->out + ((first + i / heads) * a->N + g * heads + i % heads) * H;
-            float inverse = 1.0f / state[i - pair].total;
-            for (int64_t h = 0; h < H; h++) out[h] = acc[(i - pair) * padded + h] * inverse;
+        for (int64_t i = 0; i < num; i++) {
+            float *out = a->out + ((first + (pair + i) / heads) * a->N + g * heads + (pair + i) % heads) * H;
+            float inverse = 1.0f / state[i].total;
+            for (int64_t h = 0; h < H; h++) out[h] = sums[i * padded + h] * inverse;
         }
     }
 }

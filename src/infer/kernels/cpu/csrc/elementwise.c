@@ -1,16 +1,11 @@
 /* The small steps between the matrices: norms, rotary positions, gates, scales, cache writes.
  *
  * Each touches every number once or twice; what they cost a program is not arithmetic but the calls.
- * Rows are independent, and a row is always computed by one thread in one order. */
+ * Rows are independent, and a row is always computed by one thread in one order.
+ *
+ * A row is taken 16 numbers at a time, in PARTS registers. Each loop calls its step with a constant 16 but for
+ * the end of a row: the compiler then drops the tests for an end. */
 #include "infer.h"
-
-static inline vf load_up_to(const float *p, int64_t left) { return left >= LANES ? load(p) : load_some(p, left); }
-static inline void store_up_to(float *p, vf v, int64_t left) {
-    if (left >= LANES)
-        store(p, v);
-    else
-        store_some(p, v, left);
-}
 
 typedef struct {
     int64_t T;
@@ -26,29 +21,58 @@ typedef struct {
     int64_t tokens_per_chunk;
 } norm_args;
 
+/* x, or x + residual, which is kept, of 16 numbers: added to `sums`, or its squares are. */
+ALWAYS_INLINE void add_up(const float *x, const float *residual, float *kept, int64_t left, const int is_squared,
+                          vr sums[PARTS]) {
+    for (int n = 0; n < 16; n += WIDTH) {
+        vr v = load_up_to(x + n, left - n);
+        if (residual) {
+            v += load_up_to(residual + n, left - n);
+            store_up_to(kept + n, v, left - n);
+        }
+        sums[n / WIDTH] += is_squared ? v * v : v;
+    }
+}
+ALWAYS_INLINE float sum_of_row(const float *x, const float *residual, float *kept, int64_t D, const int is_squared) {
+    vr sums[PARTS] = {0};
+    for (int64_t i = 0; i < D; i += 16) {
+        const float *other = residual ? residual + i : NULL;
+        if (D - i >= 16)
+            add_up(x + i, other, kept + i, 16, is_squared, sums);
+        else
+            add_up(x + i, other, kept + i, D - i, is_squared, sums);
+    }
+    return sum_parts(sums);
+}
+
+ALWAYS_INLINE void put_scaled(const float *x, float inverse, const float *weight, float offset, float *y, int64_t left) {
+    for (int n = 0; n < 16; n += WIDTH)
+        store_up_to(y + n, load_up_to(x + n, left - n) * inverse * (load_up_to(weight + n, left - n) + offset),
+                    left - n);
+}
+
 /* y = x / sqrt(mean(x^2) + eps) * (weight + offset), of the rounded sum where there is one. */
 void infer_rms_norm(const void *args, int64_t chunk) {
     const norm_args *a = args;
+    const float offset = (float)a->offset;
     int64_t first = chunk * a->tokens_per_chunk * a->N, last = first + a->tokens_per_chunk * a->N, D = a->D;
     if (last > a->T * a->N) last = a->T * a->N;
     for (int64_t row = first; row < last; row++) {
         const float *x = a->x + row / a->N * a->token_stride + row % a->N * a->head_stride;
-        float *y = a->y + row * D;
-        vf squares = {0};
-        for (int64_t i = 0; i < D; i += LANES) {
-            vf v = load_up_to(x + i, D - i);
-            if (a->residual) {
-                v += load_up_to(a->residual + row * a->residual_stride + i, D - i);
-                store_up_to(a->sum + row * D + i, v, D - i);
-            }
-            squares += v * v;
+        float *y = a->y + row * D, total;
+        if (a->residual) {
+            float *sum = a->sum + row * D;
+            total = sum_of_row(x, a->residual + row * a->residual_stride, sum, D, 1);
+            x = sum;
+        } else {
+            total = sum_of_row(x, NULL, y, D, 1);
         }
-        if (a->residual) x = a->sum + row * D;
-        float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)D + (float)a->eps);
-        for (int64_t i = 0; i < D; i += LANES) {
-            vf weight = load_up_to(a->weight + i, D - i) + (float)a->offset;
-            store_up_to(y + i, load_up_to(x + i, D - i) * inverse * weight, D - i);
-        }
+        float inverse = 1.0f / sqrtf(total / (float)D + (float)a->eps);
+        for (int64_t i = 0; i < D; i += 16)
+            if (D - i >= 16)
+                put_scaled(x + i, inverse, a->weight + i, offset, y + i, 16);
+            else
+                put_scaled(x + i, inverse, a->weight + i, offset, y + i, D - i);
     }
 }
 
@@ -66,6 +90,16 @@ typedef struct {
     int64_t tokens_per_chunk;
 } layer_norm_args;
 
+ALWAYS_INLINE void put_differences(const float *x, float mean, float *y, int64_t left) {
+    for (int n = 0; n < 16; n += WIDTH) store_up_to(y + n, load_up_to(x + n, left - n) - mean, left - n);
+}
+ALWAYS_INLINE void put_shifted(float inverse, const float *weight, const float *bias, float *y, int64_t left) {
+    for (int n = 0; n < 16; n += WIDTH) {
+        vr scaled = load_up_to(y + n, left - n) * inverse * load_up_to(weight + n, left - n);
+        store_up_to(y + n, scaled + load_up_to(bias + n, left - n), left - n);
+    }
+}
+
 /* y = (x - mean) / sqrt(variance + eps) * weight + bias, of the rounded sum where there is one. The variance
  * is that of the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
 void infer_layer_norm(const void *args, int64_t chunk) {
@@ -74,28 +108,26 @@ void infer_layer_norm(const void *args, int64_t chunk) {
     if (last > a->T) last = a->T;
     for (int64_t t = first; t < last; t++) {
         const float *x = a->x + t * a->stride;
-        float *y = a->y + t * D;
-        vf total = {0}, squares = {0};
-        for (int64_t i = 0; i < D; i += LANES) {
-            vf v = load_up_to(x + i, D - i);
-            if (a->residual) {
-                v += load_up_to(a->residual + t * a->residual_stride + i, D - i);
-                store_up_to(a->sum + t * D + i, v, D - i);
-            }
-            total += v;
+        float *y = a->y + t * D, total;
+        if (a->residual) {
+            float *sum = a->sum + t * D;
+            total = sum_of_row(x, a->residual + t * a->residual_stride, sum, D, 0);
+            x = sum;
+        } else {
+            total = sum_of_row(x, NULL, y, D, 0);
         }
-        if (a->residual) x = a->sum + t * D;
-        float mean = sum_lanes(total) / (float)D;
-        for (int64_t i = 0; i < D; i += LANES) { /* y keeps the differences; past the row's end they count as 0 */
-            store_up_to(y + i, load_up_to(x + i, D - i) - mean, D - i);
-            vf v = load_up_to(y + i, D - i);
-            squares += v * v;
-        }
-        float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)D + (float)a->eps);
-        for (int64_t i = 0; i < D; i += LANES) {
-            vf scaled = load_up_to(y + i, D - i) * inverse * load_up_to(a->weight + i, D - i);
-            store_up_to(y + i, scaled + load_up_to(a->bias + i, D - i), D - i);
-        }
+        float mean = total / (float)D;
+        for (int64_t i = 0; i < D; i += 16)
+            if (D - i >= 16)
+                put_differences(x + i, mean, y + i, 16);
+            else
+                put_differences(x + i, mean, y + i, D - i);
+        float inverse = 1.0f / sqrtf(sum_of_row(y, NULL, y, D, 1) / (float)D + (float)a->eps);
+        for (int64_t i = 0; i < D; i += 16)
+            if (D - i >= 16)
+                put_shifted(inverse, a->weight + i, a->bias + i, y + i, 16);
+            else
+                put_shifted(inverse, a->weight + i, a->bias + i, y + i, D - i);
     }
 }
 
@@ -114,7 +146,7 @@ void infer_scale(const void *args, int64_t chunk) {
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
     if (last > a->T) last = a->T;
     for (int64_t t = first; t < last; t++)
-        for (int64_t i = 0; i < D; i += LANES)
+        for (int64_t i = 0; i < D; i += WIDTH)
             store_up_to(a->y + t * D + i, load_up_to(a->x + t * a->stride + i, D - i) * (float)a->factor, D - i);
 }
 
@@ -130,14 +162,23 @@ typedef struct {
 } gate_args;
 
 /* x * sigmoid(u): u = x is SiLU; GELU's tanh form is u = 2 sqrt(2/pi) (x + 0.044715 x^3). */
-static inline vf activate(vf x, int64_t kind) {
+ALWAYS_INLINE vr activate(vr x, const int kind) {
     if (kind == 2) {
-        vf y;
-        for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
-        return y;
+        for (int i = 0; i < WIDTH; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+        return x;
     }
-    vf u = kind == 0 ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
+    vr u = kind == 0 ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp_lanes(-u));
+}
+ALWAYS_INLINE void activate_row(const float *gate, const float *up, float *y, int64_t count, const int kind) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        vr v = activate(load_vr(gate + i), kind);
+        store_vr(y + i, up ? v * load_vr(up + i) : v);
+    }
+    if (i == count) return;
+    vr v = activate(load_up_to(gate + i, count - i), kind);
+    store_up_to(y + i, up ? v * load_up_to(up + i, count - i) : v, count - i);
 }
 
 /* act(gate) * up, or act(gate) alone. */
@@ -146,12 +187,11 @@ void infer_activation(const void *args, int64_t chunk) {
     int64_t per_row = (a->F + a->columns_per_chunk - 1) / a->columns_per_chunk;
     int64_t row = chunk / per_row, first = chunk % per_row * a->columns_per_chunk;
     int64_t last = first + a->columns_per_chunk < a->F ? first + a->columns_per_chunk : a->F;
-    const float *gate = a->gate_up + row * a->stride, *up = gate + a->F;
-    for (int64_t i = first; i < last; i += LANES) {
-        vf y = activate(load_up_to(gate + i, last - i), a->kind);
-        if (a->is_gated) y *= load_up_to(up + i, last - i);
-        store_up_to(a->y + row * a->F + i, y, last - i);
-    }
+    const float *gate = a->gate_up + row * a->stride + first, *up = a->is_gated ? gate + a->F : NULL;
+    float *y = a->y + row * a->F + first;
+    if (a->kind == 0) activate_row(gate, up, y, last - first, 0);
+    else if (a->kind == 1) activate_row(gate, up, y, last - first, 1);
+    else activate_row(gate, up, y, last - first, 2);
 }
 
 typedef struct {
@@ -168,9 +208,9 @@ typedef struct {
 /* Turn the pairs of some heads (channels i and i + R) by the angles of their position. */
 static void turn(const float *x, int64_t num_heads, const float *cos, const float *sin, int64_t R, float *y) {
     for (const float *end = x + num_heads * 2 * R; x < end; x += 2 * R, y += 2 * R)
-        for (int64_t i = 0; i < R; i += LANES) {
-            vf c = load_up_to(cos + i, R - i), s = load_up_to(sin + i, R - i);
-            vf x1 = load_up_to(x + i, R - i), x2 = load_up_to(x + R + i, R - i);
+        for (int64_t i = 0; i < R; i += WIDTH) {
+            vr c = load_up_to(cos + i, R - i), s = load_up_to(sin + i, R - i);
+            vr x1 = load_up_to(x + i, R - i), x2 = load_up_to(x + R + i, R - i);
             store_up_to(y + i, x1 * c - x2 * s, R - i);
             store_up_to(y + R + i, x2 * c + x1 * s, R - i);
         }

@@ -8,9 +8,13 @@
  * them without knowing C's alignment rules. The first is always the number of rows, the one thing that
  * changes when a recorded list of operations is run again for another batch.
  *
- * `vf` is 16 floats. The compiler turns it into one AVX-512 register, two of AVX2 or four of NEON, and
- * into plain loops where there is nothing: one source for every processor. Only the dot products of
- * small integers (linear.c) are written per instruction set, because C has no way to say them. */
+ * `vr` is one register of floats: WIDTH is 16 with AVX-512, 8 with AVX2, and 4 with NEON and elsewhere. Its
+ * operators are the same C for every processor; only what C has no way to say (shuffles, dot products of small
+ * integers) is written per instruction set. Sums keep 16 partial sums in 16 / WIDTH registers and add them as
+ * one tree, so that every width gives the same bits.
+ *
+ * `vf` is 16 floats whatever the width. Where registers are narrower the compiler takes such values through
+ * the stack, so loops that matter there are written with `vr`. */
 #ifndef INFER_H
 #define INFER_H
 
@@ -41,11 +45,23 @@
 #define VARIANT "portable"
 #endif
 
+#if defined(HAVE_AVX512)
+#define WIDTH 16
+#elif defined(HAVE_AVX2)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define PARTS (16 / WIDTH) /* registers that hold 16 floats */
+
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define LANES 16
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef int8_t bytes16 __attribute__((vector_size(16)));
+typedef float vr __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t vri __attribute__((vector_size(4 * WIDTH)));
+typedef vr vr_unaligned __attribute__((aligned(4), may_alias));
 typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
 
 static inline vf load(const float *p) { return *(const vf_unaligned *)p; }
@@ -93,26 +109,79 @@ static inline float peak_of_lanes(vf v) {
 #endif
 }
 
+ALWAYS_INLINE vr load_vr(const float *p) { return *(const vr_unaligned *)p; }
+ALWAYS_INLINE void store_vr(float *p, vr v) { *(vr_unaligned *)p = v; }
+ALWAYS_INLINE vr splat_vr(float x) { return (vr){0} + x; }
+ALWAYS_INLINE vr choose_vr(vri mask, vr a, vr b) { return (vr)(((vri)a & mask) | ((vri)b & ~mask)); }
+
+/* The same of a row's end, where `left` floats are left: zeros after them, and nothing past them is touched. */
+ALWAYS_INLINE vr load_up_to(const float *p, int64_t left) {
+    if (left >= WIDTH) return load_vr(p);
+    float lanes[WIDTH] = {0};
+    for (int64_t i = 0; i < left; i++) lanes[i] = p[i];
+    return load_vr(lanes);
+}
+ALWAYS_INLINE void store_up_to(float *p, vr v, int64_t left) {
+    if (left >= WIDTH)
+        store_vr(p, v);
+    else
+        for (int64_t i = 0; i < left; i++) p[i] = v[i];
+}
+
+/* Sum of 16 lanes in PARTS registers: the tree of sum_lanes. */
+ALWAYS_INLINE float sum_parts(const vr v[PARTS]) {
+#if WIDTH == 16
+    return _mm512_reduce_add_ps((__m512)v[0]);
+#elif WIDTH == 8
+    __m256 eight = (__m256)(v[0] + v[1]);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    vr four = (v[0] + v[2]) + (v[1] + v[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+#endif
+}
+/* The largest of 16 lanes; which one where some are NaN is not said. */
+ALWAYS_INLINE float max_parts(const vr v[PARTS]) {
+#if WIDTH == 16
+    return _mm512_reduce_max_ps((__m512)v[0]);
+#elif WIDTH == 8
+    __m256 eight = _mm256_max_ps((__m256)v[0], (__m256)v[1]);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#elif defined(HAVE_NEON)
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32((float32x4_t)v[0], (float32x4_t)v[1]),
+                                vmaxq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
+#else
+    vr a = choose_vr(v[0] > v[1], v[0], v[1]), b = choose_vr(v[2] > v[3], v[2], v[3]);
+    vr four = choose_vr(a > b, a, b);
+    float low = four[0] > four[1] ? four[0] : four[1], high = four[2] > four[3] ? four[2] : four[3];
+    return low > high ? low : high;
+#endif
+}
+
 /* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
-static inline vf exp_lanes(vf x) {
-    vi too_small = x < splat(-87.0f);
-    vf clamped = choose(too_small, splat(-87.0f), x);
-    vi too_big = clamped > splat(88.0f);
-    clamped = choose(too_big, splat(88.0f), clamped);
-    vf shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    vf n = shifted - 12582912.0f;
-    vf r = clamped - n * 0.693359375f;
+ALWAYS_INLINE vr exp_lanes(vr x) {
+    vri too_small = x < splat_vr(-87.0f);
+    vr clamped = choose_vr(too_small, splat_vr(-87.0f), x);
+    vri too_big = clamped > splat_vr(88.0f);
+    clamped = choose_vr(too_big, splat_vr(88.0f), clamped);
+    vr shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vr n = shifted - 12582912.0f;
+    vr r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    vf p = splat(1.9875691500e-4f);
+    vr p = splat_vr(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vi exponent = (vi)shifted << 23; /* the integer sits in the low bits of the sum */
-    vf y = (vf)((vi)p + exponent);
-    return choose(x != x, x, (vf)((vi)y & ~too_small)); /* NaN stays NaN */
+    vri exponent = (vri)shifted << 23; /* the integer sits in the low bits of the sum */
+    vr y = (vr)((vri)p + exponent);
+    return choose_vr(x != x, x, (vr)((vri)y & ~too_small)); /* NaN stays NaN */
 }
 
 /* IEEE half precision, for the scales of weight groups. */
