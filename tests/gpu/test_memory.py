@@ -102,6 +102,11 @@ def reserved_by_pool() -> Counter[tuple[int, int]]:
     return held
 
 
+def spare_bytes() -> int:
+    """Bytes that PyTorch's allocator holds and has free."""
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def count_repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that found no memory, from now on."""
     repeated: list[int] = []
@@ -150,7 +155,7 @@ def test_graphs_take_no_more_than_was_left_for_them(
     kept = torch.cuda.memory_allocated() - allocated
     print(f"planned {steps[0].graphs >> 20} MiB, taken by pool {taken}, tensors {kept >> 20} MiB")
     assert not engine._runner._graphs._uncaptured  # type: ignore[attr-defined]
-    assert sum(grown.values()) <= steps[0].graphs + (64 << 20), f"planned {steps[0]}, taken by pool {taken}"
+    assert sum(grown.values()) <= steps[0].graphs, f"planned {steps[0]}, taken by pool {taken}"
 
 
 @pytest.mark.parametrize("limit", ["8GiB", "24GiB"])
@@ -185,6 +190,7 @@ def test_a_neighbour_that_takes_everything_costs_no_request(
 
 
 def test_an_arena_is_kept_when_memory_runs_out(loaded: LoadedModel) -> None:
+    before = spare_bytes()  # most of it gaps between weights, which are kept with them
     arena = Arena(GIB, loaded.device)
     with neighbour("0B"):
         with pytest.raises(torch.OutOfMemoryError):  # PyTorch gives back all it can before that
@@ -195,8 +201,8 @@ def test_an_arena_is_kept_when_memory_runs_out(loaded: LoadedModel) -> None:
     assert len(pieces) + len(small) == 109
     del pieces, small, arena
     _free()
-    spare = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    assert spare < 64 << 20, f"it is gone with its engine; {spare >> 20} MiB are still held"
+    grown = spare_bytes() - before
+    assert grown <= 0, f"it is gone with its engine; {grown >> 20} MiB more than before are held"
 
 
 def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(

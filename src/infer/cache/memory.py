@@ -28,7 +28,8 @@ from infer.errors import ConfigError, NoRoom
 
 ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
 FLOAT32_BYTES = 4
-GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the largest of them
+GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
+GRAPH_WORKSPACE = 32 << 20  # of the matrix library, for the stream in which steps are captured; on Hopper
 SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
 SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
 GPU_RUNTIME_BYTES = 800 << 20  # CUDA's context, libraries, graph nodes; 693 MiB on an H200 before any graph
@@ -83,6 +84,11 @@ class StepBytes(NamedTuple):
     def activations(self) -> int:
         """The most that a step takes at any time."""
         return max(self.layers, self.logits)
+
+    @property
+    def graph_block(self) -> int:
+        """The part of `graphs` that all captured steps share; streams beside theirs have blocks too."""
+        return int((self.graphs - GRAPH_WORKSPACE) / GRAPH_FACTOR) + GRAPH_WORKSPACE if self.graphs else 0
 
     @property
     def total(self) -> int:
@@ -181,9 +187,14 @@ def step_bytes(
     return StepBytes(
         layers,
         logits,
-        graphs=int(GRAPH_FACTOR * (captured + num_rows * sizes.vocab_size * each)),
+        graphs=graph_pool_bytes(captured, num_rows * sizes.vocab_size * each),
         buffers=splits + num_rows * sizes.vocab_size * SAMPLER_BYTES,
     )
+
+
+def graph_pool_bytes(layers: int, logits: int) -> int:
+    """Bytes of the pool of captured steps, of which the largest takes these."""
+    return int(GRAPH_FACTOR * (layers + logits)) + GRAPH_WORKSPACE
 
 
 def fit_cache(

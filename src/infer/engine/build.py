@@ -101,7 +101,8 @@ def build_engine(
         max_seq_len=config.max_seq_len,
     )
     with phases("warm up"):
-        runner = _make_runner(config, loaded, store, scheduler.state)
+        graph_bytes = 0 if step is None else step.graph_block
+        runner = _make_runner(config, loaded, store, scheduler.state, graph_bytes)
         if step is not None:  # behind the runner's own buffers, which would lie in the arena for good
             runner.arena = _make_arena(step, loaded.device)
     with phases("compile"):
@@ -277,7 +278,7 @@ def _rehearse(
 
 
 def _make_runner(
-    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, state: BatchState
+    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, state: BatchState, graph_bytes: int = 0
 ) -> ModelRunner | DeviceRunner:
     """Return the runner that keeps its state on the GPU, or the one that is plain PyTorch and C."""
     if not config.uses_gpu_runner:
@@ -301,6 +302,7 @@ def _make_runner(
         attention_backend=config.backends.attention,
         decode_attention_backend=config.backends.decode_attention,
         steps_ahead=config.steps_ahead,
+        graph_bytes=graph_bytes,
     )
 
 

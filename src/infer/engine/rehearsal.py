@@ -6,8 +6,9 @@ which are sampled. All of it is padding, so nothing is written. The peaks of bot
 gaps that tensors of other sizes leave, are the arena of all later steps (device_memory.py). The step also
 compiles the kernels that the first prompts need.
 
-Captured steps have a pool of their own, for their layers and for what samples them. The largest of them has
-fewer tokens than the largest step, and its share of the tokens is its share of the memory.
+Captured steps have a pool of their own, for their layers and for what samples them: one block, which is taken
+when the first of them is captured (execution/gpu/graphs.py). The largest of them has fewer tokens than the
+largest step, and its share of the tokens is its share of the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import GRAPH_FACTOR, StepBytes, format_bytes
+from infer.cache.memory import StepBytes, format_bytes, graph_pool_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.engine import device_memory
 from infer.engine.gc_freeze import collect
@@ -63,7 +64,7 @@ def rehearse(
     graphs = 0
     if graph_tokens is not None:
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
-        graphs = int(GRAPH_FACTOR * (layers * share + logits))
+        graphs = graph_pool_bytes(int(layers * share), logits)
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers

@@ -185,3 +185,26 @@ def test_few_prompt_tokens_beside_rows_are_hardly_padded(
 def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Steps(monkeypatch, max_tokens=512).graphs.size_for(0, 600) is None
     assert Steps(monkeypatch, max_tokens=0).graphs.size_for(0, 6) is None
+
+
+def test_the_pool_begins_as_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = StepGraphs(
+        lambda _: LOGITS,
+        lambda *_: None,
+        lambda: None,
+        max_rows=4,
+        max_tokens=0,
+        captures=True,
+        pool_bytes=5000,
+    )
+    taken: list[int] = []
+
+    def empty(num_bytes: int, **_: Any) -> None:
+        taken.append(num_bytes)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs._take_block()
+    graphs._take_block()  # there is no room for it: tried once
+    assert taken == [5000]

@@ -15,8 +15,10 @@ A step is two graphs: the *forward*, from rows to logits, and the *sampler*, fro
 fill token masks while the forward runs, and launches the sampler when they are there.
 
 A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
-needed. All graphs share one memory pool, because only one runs at a time. The largest is captured first: the
-others find room in what it took, while small ones before it would leave pieces that hold nothing larger.
+needed. All graphs share one memory pool, because only one runs at a time. It begins as one block of the size
+that was planned, which the allocator splits and joins again as tensors come and go; taken piece by piece, it
+would be a block for each size of a tensor, and twice as much. The largest step is captured first: the others
+find room in what it took.
 
 More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
 launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
@@ -91,8 +93,9 @@ class StepGraphs:
     """One captured step per size.
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
-    them. `blank` makes the inputs of a step padding. `splits`: False records both as one graph, for steps
-    without masks: to measure what the second one costs.
+    them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
+    begins. `splits`: False records both as one graph, for steps without masks: to measure what the second one
+    costs.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         captures: bool,
+        pool_bytes: int = 0,
         splits: bool = True,
     ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
@@ -125,6 +129,7 @@ class StepGraphs:
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
+        self._pool_bytes = pool_bytes  # of its first block, until that is taken
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
@@ -207,6 +212,7 @@ class StepGraphs:
         torch.cuda.synchronize()
         with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
             with self._recording() as forward:
+                self._take_block()
                 logits_SV = self._forward(size)
                 if not self._splits:
                     self._sample(size, logits_SV)
@@ -215,6 +221,12 @@ class StepGraphs:
             with self._recording() as sampler:  # while the logits are held: their memory is no other tensor's
                 self._sample(size, logits_SV)
             return CapturedStep(forward, sampler, borrow(logits_SV))
+
+    def _take_block(self) -> None:
+        """Let the pool begin as one block; without room for it, it grows piece by piece."""
+        num_bytes, self._pool_bytes = self._pool_bytes, 0
+        if num_bytes:
+            torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:

@@ -88,6 +88,7 @@ class DeviceRunner:
         attention_backend: str = "triton",
         decode_attention_backend: str = "triton",
         steps_ahead: int = 1,
+        graph_bytes: int = 0,
     ) -> None:
         config, device = model.config, store.device
         self._model, self._store, self._state, self._device = model, store, state, device
@@ -139,6 +140,7 @@ class DeviceRunner:
             max_rows=max_batch_size,
             max_tokens=max_graph_tokens,
             captures=use_cuda_graphs and is_gpu(device),
+            pool_bytes=graph_bytes,
         )
 
     @property
