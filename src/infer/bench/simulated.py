@@ -9,7 +9,7 @@ thrashes the cache or wastes its budget does so here as it would on the machine.
 the clock has reached their arrival; the clock jumps when there is nothing to do. Nothing depends on
 the real time: the same workload gives the same figures on every machine. That makes them fit for comparing
 policies and cache sizes (`infer simulate`, `infer bench policies`), and for a gate that no load on a build
-machine can trip (`counts`).
+machine can trip (benchmarks/counts.py).
 
     ├─ queue wait ─┤─ prompt ─┤
     arrival        first chunk  first token    ...    a gap    ...   last token
@@ -28,7 +28,7 @@ import msgspec
 from infer.bench.report import Row, make_row
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.traces import draw_trace, to_workload
-from infer.bench.workloads import Workload, make_workload
+from infer.bench.workloads import Workload
 from infer.cache.memory import size_cache
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
@@ -183,7 +183,7 @@ def nearest_rank(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
-# -- infer bench policies, and the gate --------------------------------------------------------------------
+# -- infer bench policies ----------------------------------------------------------------------------------
 
 # A machine that stays as slow as it is, whatever the default cost is fitted to, so that counts and
 # reports of different commits can be compared: the default model in float32 on two cores.
@@ -248,37 +248,3 @@ def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
             about = f"{num_requests} requests, simulated"
             rows.append(make_row(f"{load} {policy}", about, [kept], settings=settings))
     return rows
-
-
-GATE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "static": (
-        "continuous_batching",
-        {"batching_mode": "static", "kv_cache_backend": "contiguous", "num_blocks": 128, "max_batch_size": 8},
-    ),
-    "continuous": ("continuous_batching", {"num_blocks": 512, "max_batch_size": 8}),
-    "paged, small cache": ("paged_attention", {"num_blocks": 128, "max_batch_size": 48}),
-    "swap": (
-        "paged_attention",
-        {"num_blocks": 96, "max_batch_size": 48, "swap_blocks": 512, "preemption": "swap"},
-    ),
-    "chunked": ("chunked_prefill", {"num_blocks": 2048, "prefill_chunk_size": 128}),
-    "prefix": ("prefix_caching", {"num_blocks": 512}),
-    "no prefix": ("prefix_caching", {"num_blocks": 512, "use_prefix_caching": False}),
-    "sessions": ("agent_session", {"num_blocks": 1024}),
-    "round robin": ("w2_mixed", {"num_blocks": 1024, "scheduler_policy": "decode_round_robin"}),
-}
-
-
-def counts(names: Sequence[str] = tuple(GATE)) -> dict[str, dict[str, float]]:
-    """Return steps, preemptions, cache hits and tokens per step of each row of GATE; no times."""
-    found = {}
-    for name in names:
-        workload, knobs = GATE[name]
-        result = run_knobs(make_workload(workload, seed=42), **knobs)
-        found[name] = {
-            **result.counters,
-            "num_errors": sum(not trace.is_ok for trace in result.traces),
-            "tokens_per_step": round(result.counters["num_step_tokens"] / result.counters["num_steps"], 3),
-            "peak_running": max(result.running),
-        }
-    return found
