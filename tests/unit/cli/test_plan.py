@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infer.cache import memory
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
@@ -60,6 +61,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
+    monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
 
 
 def planned(infer: Infer, *arguments: str | Path) -> dict[str, Any]:
