@@ -103,7 +103,7 @@ class GuidedWorld(OracleWorld):
         requests = self.engine._requests
         requests.jumps = jumps
         if always_jumps:
-            requests._is_worth_it = lambda guided, num_sequences: True  # type: ignore[method-assign]
+            requests._is_worth_it = lambda num_saved, num_sequences: num_saved > 0  # type: ignore[method-assign]
 
     def check_books(self) -> None:
         super().check_books()

@@ -25,12 +25,13 @@ def walk(grammar: Grammar, rng: random.Random, max_tokens: int = 300) -> list[in
     """The ids of an output that has ended; None: it would have gone on. In a hurry to close what is open."""
     guide, output = Guide(grammar), list[int]()
     while len(output) < max_tokens:
+        choices = allowed_ids(guide).tolist()  # before the grammar is asked what must come
+        assert guide.error is None, guide.error
+        assert choices, "nothing may follow"
         forced = guide.forced()
-        if not forced:
-            allowed = allowed_ids(guide)
-            assert guide.error is None, guide.error
-            assert len(allowed), "nothing may follow"
-            choices = allowed.tolist()
+        if forced:
+            assert choices == [forced[0]], "its own mask says the same"
+        else:
             if (ends := [i for i in choices if i in EOS_IDS]) and rng.random() < 0.5:
                 return output
             hurry = min(0.4 + len(output) / 100, 1.0)

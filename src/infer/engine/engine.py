@@ -23,10 +23,10 @@ steps are launched ahead of the one that is read:
 Integers decide, never a clock: a run that is repeated makes the same plans.
 
 A step with *guided* sequences (structured/) samples late, when the ids before it are known and the masks made
-of them are filled. The model runs meanwhile:
+of them are filled. The model runs meanwhile, and what else the ids mean comes when the sampler is launched:
 
-    CPU      plan 2  begin 2  retire 1  fill masks  sample 2  plan 3 ...
-    device   step 1 ][ model 2                   ][ sampler 2 ][ model 3
+    CPU      plan 2  begin 2  wait 1  fill masks  sample 2  retire 1  plan 3  begin 3 ...
+    device   step 1          ][ model 2                  ][ sampler 2         ][ model 3
 
 A request whose constraint must be compiled first waits for that beside the scheduler's queue (`_compiling`).
 It counts as waiting, may be aborted, and takes its place in the queue in the step after.
@@ -76,7 +76,15 @@ class _Flight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     wait: Callable[[], StepResult]
-    dropped: frozenset[int] = frozenset()  # chunks whose ids are not wanted: others took their place
+    dropped: set[int]  # chunks whose ids are not wanted: others took their place
+
+
+class _Arrived(NamedTuple):
+    """A step that the device has done."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    result: StepResult
 
 
 class Engine:
@@ -286,31 +294,42 @@ class Engine:
         self._has_drafts = plan.chunks.num_drafts > 0
         if step is not None:
             return self._sample(plan, sequences, step)
-        self._flights.append(_Flight(plan, sequences, wait))
+        self._flights.append(_Flight(plan, sequences, wait, set()))
         return self._retire(all_but=self._num_ahead)
 
     def _sample(self, plan: StepPlan, sequences: list[Sequence], step: UnsampledStep) -> list[StepOutput]:
-        """Sample a step that has begun, once all ids before it are known: they say what may come next."""
-        outputs: list[StepOutput] = []
+        """Sample a step that has begun, once all ids before it are known: they say what may come next.
+
+        The device waits for that. The rest of what they mean is found out while it samples.
+        """
+        requests, outputs = self._requests, list[StepOutput]()
+        last: _Arrived | None = None
         try:
-            outputs += self._retire()
-            masked, dropped, made = self._requests.next_of_guided(plan, sequences)
-            outputs += made
+            outputs += self._retire(all_but=1)
+            if self._flights:
+                last = self._read()
+                requests.show_guides(last.sequences, last.result)
+            masked = requests.masked_of(plan, sequences)
             broken = self._masks.fill(masked.values(), step.masks(len(masked)))
-            for number, guide in masked.items():
-                if guide in broken:
-                    outputs += self._requests.fail_guided(sequences[number], guide)
             wait = step.sample(list(masked))
         except DeviceLost:
-            self._unreported += outputs
+            self._unreported += outputs + (self._conclude(*last) if last else [])
             raise
         except Exception as error:
             logger.exception("step %d could not be sampled", plan.step)
+            outputs += self._conclude(*last) if last else []
             return outputs + self._give_up(plan, sequences, error)
         except BaseException as error:
-            self._unreported += outputs + self._give_up(plan, sequences, error)
+            self._unreported += outputs + (self._conclude(*last) if last else [])
+            self._unreported += self._give_up(plan, sequences, error)
             raise
+        dropped: set[int] = set()
         self._flights.append(_Flight(plan, sequences, wait, dropped))
+        outputs += self._conclude(*last) if last else []
+        for number, guide in masked.items() if broken else ():
+            if guide in broken and sequences[number].finish_reason is None:
+                outputs += requests.fail_guided(sequences[number], guide)
+        outputs += requests.jump(plan, sequences, dropped)
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
@@ -336,19 +355,27 @@ class Engine:
         """Wait for the steps under way, but for the last ones, and report what came of them."""
         outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
-            plan, sequences, wait, dropped = self._flights[0]
             try:
-                result = wait()
-            except BaseException as error:
+                arrived = self._read()
+            except BaseException:
                 self._unreported += outputs
-                if isinstance(error, Exception) and not isinstance(error, DeviceLost):
-                    raise DeviceLost(f"what step {plan.step} computed cannot be read") from error
                 raise
-            self._flights.popleft()
-            for number in dropped:
-                result.ids[number] = result.logprobs[number] = ()
-            outputs += self._conclude(plan, sequences, result)
+            outputs += self._conclude(*arrived)
         return outputs
+
+    def _read(self) -> _Arrived:
+        """Wait for the oldest of the steps under way."""
+        plan, sequences, wait, dropped = self._flights[0]
+        try:
+            result = wait()
+        except DeviceLost:
+            raise
+        except Exception as error:
+            raise DeviceLost(f"what step {plan.step} computed cannot be read") from error
+        self._flights.popleft()
+        for number in dropped:
+            result.ids[number] = result.logprobs[number] = ()
+        return _Arrived(plan, sequences, result)
 
     def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
         if plan.chunks.num_drafts:

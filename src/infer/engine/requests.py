@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from infer.execution.runner import StepResult
-from infer.sampling.params import RowLogprobs
+from infer.sampling.params import NO_TOKEN, RowLogprobs
 from infer.scheduling.beam import advance_beams, best_outputs, num_logprobs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import StepOutput
@@ -204,17 +204,10 @@ class RequestTable:
         self, seq: Sequence, guide: Guide, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]
     ) -> list[StepOutput]:
         """Append ids to a guided sequence, up to the one that ends it or its request."""
-        num_taken, has_ended = 0, False
-        for token_id in ids:
-            seq.tokens.append(token_id)
-            num_taken += 1
-            if token_id in seq.stop_ids:
-                break
-            guide.consume((token_id,))
-            if guide.error is not None:
-                return self.fail_guided(seq, guide)
-            if has_ended := guide.state == ENDED and guide.grammar is not None:
-                break
+        num_taken, has_ended = guide.take(ids, seq.stop_ids)
+        seq.tokens.extend(ids[:num_taken])
+        if guide.error is not None:
+            return self.fail_guided(seq, guide)
         if guide.state == ENDED:
             del self.guides[seq.seq_id]
         if not has_ended and len(seq.tokens) < seq.bare_until and seq.tokens[-1] not in seq.stop_ids:
@@ -233,66 +226,83 @@ class RequestTable:
         guides = self.guides
         return bool(guides) and any(seq.seq_id in guides for seq in sequences)
 
-    def next_of_guided(
-        self, plan: StepPlan, sequences: Seq[Sequence]
-    ) -> tuple[dict[int, Guide], frozenset[int], list[StepOutput]]:
-        """What a step under way may draw: guides that have a mask, by chunk; chunks whose ids are not wanted.
+    def show_guides(self, sequences: Seq[Sequence], result: StepResult) -> None:
+        """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
+        guides = self.guides
+        for seq, ids in zip(sequences, result.ids, strict=True):
+            guide = guides.get(seq.seq_id)
+            if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
+                continue
+            if result.is_whole or NO_TOKEN not in ids:
+                guide.advance(ids, seq.stop_ids)
 
-        Ids that must follow are appended; the outputs say so.
-        """
-        masked: dict[int, Guide] = {}
-        dropped: set[int] = set()
-        outputs: list[StepOutput] = []
-        guided = [
-            (number, seq)
-            for number in plan.chunks.draws.nonzero()[0].tolist()
-            if (seq := sequences[number]).seq_id in self.guides and seq.finish_reason is None
-        ]
-        jumps = self._is_worth_it([seq for _, seq in guided], len(sequences))
-        for number, seq in guided:
-            guide = self.guides[seq.seq_id]
-            if jumps and (made := self._jump(seq)):
-                outputs += made
-                dropped.add(number)
-            elif guide.has_mask:
+    def masked_of(self, plan: StepPlan, sequences: Seq[Sequence]) -> dict[int, Guide]:
+        """The guides under whose masks a step draws, by the number of the chunk."""
+        guides, masked = self.guides, dict[int, Guide]()
+        for number in plan.chunks.draws.nonzero()[0].tolist():
+            guide = guides.get(sequences[number].seq_id)
+            if guide is not None and guide.has_mask and guide.error is None:
                 masked[number] = guide
-        return masked, frozenset(dropped), outputs
+        return masked
+
+    def jump(self, plan: StepPlan, sequences: Seq[Sequence], dropped: set[int]) -> list[StepOutput]:
+        """Append what must follow in the sequences of a step under way; the outputs say so.
+
+        `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
+        """
+        drawing = plan.chunks.draws.nonzero()[0].tolist()
+        guided = [
+            (number, sequences[number]) for number in drawing if sequences[number].seq_id in self.guides
+        ]
+        outputs: list[StepOutput] = []
+        for place, ids, num_drawn in self._jumps_of([seq for _, seq in guided], len(sequences)):
+            number, seq = guided[place]
+            outputs += self._append(seq, ids, num_drawn)
+            dropped.add(number)
+        return outputs
 
     def jump_all(self) -> list[StepOutput]:
         """Append what must follow in every guided sequence, while no step is under way."""
         running = self._scheduler.running
         guided = [seq for seq in running if seq.seq_id in self.guides]
-        jumps = self._is_worth_it(guided, len(running))
-        return [output for seq in guided for output in self._jump(seq)] if jumps else []
+        jumps = self._jumps_of(guided, len(running))
+        return [output for place, ids, num in jumps for output in self._append(guided[place], ids, num)]
 
-    def _is_worth_it(self, guided: Seq[Sequence], num_sequences: int) -> bool:
-        """Whether ids that must follow are appended: the step that computes them is longer for all.
+    def _jumps_of(self, guided: Seq[Sequence], num_sequences: int) -> list[tuple[int, tuple[int, ...], int]]:
+        """Which of these sequences get ids that must follow, and what `_due` says; none: it is not worth it.
 
-        It must save as many draws as the batch has sequences. Otherwise they are drawn one by one, under
-        masks that allow nothing else.
+        The step that computes them is longer for all.
         """
-        return sum(len(ids) - num_drawn for ids, num_drawn in map(self._due, guided)) >= num_sequences
+        due = [(place, *self._due(seq)) for place, seq in enumerate(guided)]
+        jumps = [each for each in due if each[1]]
+        num_saved = sum(len(ids) - num_drawn for _, ids, num_drawn in jumps)
+        return jumps if self._is_worth_it(num_saved, num_sequences) else []
+
+    def _is_worth_it(self, num_saved: int, num_sequences: int) -> bool:
+        """Whether enough draws are saved: as many as the batch has sequences.
+
+        Otherwise the ids are drawn one by one, under masks that allow nothing else.
+        """
+        return num_saved >= num_sequences
 
     def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
         """The ids that must follow, where they may be appended, and how many of them are being drawn.
 
         A request that asks for logprobs gets all its tokens from steps, as the prompt's come with its first.
+        Its guide is asked as well: what is forced once stays so, appended or drawn.
         """
-        guide, group = self.guides[seq.seq_id], seq.group
-        asks = num_logprobs(group) is not None or group.request.params.prompt_logprobs is not None
-        may_jump = self.jumps and seq.is_running and seq.num_samples == 1 and not asks
+        guide = self.guides[seq.seq_id]
+        ids = guide.forced() if guide.has_mask else ()
+        if not ids or not (self.jumps and seq.is_running and seq.num_samples == 1):
+            return (), 0
+        if num_logprobs(seq.group) is not None or seq.group.request.params.prompt_logprobs is not None:
+            return (), 0
         num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
-        ids = guide.forced()[: seq.max_total - len(seq.tokens)] if may_jump and guide.has_mask else ()
+        ids = ids[: seq.max_total - len(seq.tokens)]
         return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)
 
-    def _jump(self, seq: Sequence) -> list[StepOutput]:
-        """Append the ids that must follow; the outputs that say so, or none.
-
-        A token that a step under way draws meanwhile must be dropped: the first of these ids is in its place.
-        """
-        ids, num_drawn = self._due(seq)
-        if not ids:
-            return []
+    def _append(self, seq: Sequence, ids: tuple[int, ...], num_drawn: int) -> list[StepOutput]:
+        """Append ids that must follow; the outputs that say so."""
         outputs = self._follow(seq, self.guides[seq.seq_id], ids, (None,) * len(ids))
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
         if seq.finish_reason is None:

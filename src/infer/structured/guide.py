@@ -17,7 +17,7 @@ several ways; the tokenizer's own is the one that comes, whether the ids are app
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +35,8 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_num_reasoned", "_tail", "error", "grammar", "matcher", "reasoning",
-        "state",
+        "_due", "_is_early_end", "_num_reasoned", "_tail", "_taken", "error", "grammar", "matcher",
+        "reasoning", "state",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
@@ -47,6 +47,7 @@ class Guide:
         self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
+        self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
         self.state = REASONING
         if reasoning is None:
             self._begin()
@@ -66,6 +67,11 @@ class Guide:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
 
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Those of the ids that must come next which are known without asking the grammar."""
+        return self._due or ()
+
     def forced(self) -> tuple[int, ...]:
         """Ids that must come next, whatever the model says; none: it has a choice."""
         if self._due is None:
@@ -74,10 +80,13 @@ class Guide:
         return self._due
 
     def fill(self, mask_W: np.ndarray) -> None:
-        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true."""
-        if forced := self.forced():
+        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
+
+        Of ids that must come, the first: the grammar's own mask allows no other.
+        """
+        if known := self.known:
             mask_W[:] = 0
-            mask_W.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
+            mask_W.view(np.uint32)[known[0] // 32] = 1 << known[0] % 32
             return
         assert self.matcher is not None, f"a guide that is {self.state} has no mask"
         self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
@@ -102,6 +111,29 @@ class Guide:
                 return number
             trial.consume((token_id,))
         return len(ids)
+
+    def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
+        """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""
+        self._taken = self._take(ids, stop_ids)
+
+    def take(self, ids: Sequence[int], stop_ids: Container[int]) -> tuple[int, bool]:
+        """Consume ids, unless `advance` has: how many of them are the output's, and whether it is complete.
+
+        None behind the first that stops it, completes it, or was not possible.
+        """
+        taken, self._taken = self._taken, None
+        return self._take(ids, stop_ids) if taken is None else taken
+
+    def _take(self, ids: Sequence[int], stop_ids: Container[int]) -> tuple[int, bool]:
+        for count, token_id in enumerate(ids, 1):
+            if token_id in stop_ids:
+                return count, False
+            self.consume((token_id,))
+            if self.error is not None:
+                return count, False
+            if self.state == ENDED and self.grammar is not None:
+                return count, True
+        return len(ids), False
 
     def consume(self, ids: Sequence[int]) -> None:
         """Take note of ids that were appended to the output; `error` says if that was not possible."""
@@ -162,7 +194,8 @@ class Guide:
 
     def _match(self, token_id: int) -> None:
         assert self.matcher is not None and self.grammar is not None
-        self._due = (self._due or ())[1:] or None  # what is left of them still comes first
+        due = self._due or ()
+        self._due = due[1:] or None if due[:1] == (token_id,) else None  # what is left still comes first
         is_taken = self.matcher.consume_token(token_id)
         if not is_taken or self.matcher.is_stopped():
             self.check()

@@ -158,6 +158,26 @@ def test_forced_ids_come_in_their_order_however_they_are_taken() -> None:
     assert one.state == ENDED
 
 
+def test_ids_that_were_shown_ahead_are_taken_once() -> None:
+    stops = {token_of("x")}
+    for ids, taken in (("12", (2, False)), ("1x3", (2, False)), ("1234", (3, True))):
+        ahead, late = Guide(compiled(NUMBER)), Guide(compiled(NUMBER))
+        given = [token_of(text) for text in ids]
+        ahead.advance(given, stops)
+        assert ahead.take(given, stops) == late.take(given, stops) == taken
+        assert ahead.state == late.state == (ENDED if taken[1] else CONSTRAINED)
+        if not taken[1]:
+            assert allowed(ahead) == allowed(late)
+
+
+def test_an_id_that_was_not_expected_among_forced_ones_is_asked_about_anew() -> None:
+    guide = Guide(compiled(Structured.choice(["abc"])))
+    guide._due = (token_of("12"), token_of("1"))  # as if a grammar had said what its mask does not
+    (first, *_) = guide.matcher.compute_ff_tokens() if guide.matcher else ()
+    guide.consume([first])
+    assert guide.error is None and guide.known == ()
+
+
 def test_validate_says_how_many_fit_and_changes_nothing() -> None:
     guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
     digits = ids_of("9") * 4

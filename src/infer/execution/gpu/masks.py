@@ -37,7 +37,9 @@ class DeviceMasks:
             torch.zeros((num_rows, num_words), dtype=torch.int32, pin_memory=self._is_cuda)
             for _ in range(_NUM_SETS)
         ]
+        self._arrays = [lines_RW.numpy() for lines_RW in self._sets]
         self._last = 0  # of the sets, the one that was filled last
+        self._rows: np.ndarray | None = None  # of the last step, while the device knows their lines
         self._lines_R = np.full(num_rows, _NONE, dtype=np.int32)  # of each row, as the device will know it
         self.has_any = False  # a row may be under a mask
         if self._is_cuda:
@@ -47,7 +49,7 @@ class DeviceMasks:
 
     def forget(self, row: int) -> None:
         """Note that a row was entered anew, and has no mask."""
-        self._lines_R[row] = _NONE
+        self._lines_R[row], self._rows = _NONE, None
 
     def clear(self) -> None:
         """Let the steps launched from now on sample no row under a mask."""
@@ -63,7 +65,7 @@ class DeviceMasks:
         self._last = (self._last + 1) % _NUM_SETS
         if self._is_cuda:
             self._copied[self._last].synchronize()
-        lines_KW: np.ndarray = self._sets[self._last][:count].numpy()
+        lines_KW: np.ndarray = self._arrays[self._last][:count]
         return lines_KW
 
     def send(self, rows: np.ndarray) -> None:
@@ -71,20 +73,26 @@ class DeviceMasks:
         if not self._is_cuda:
             self._put(rows)
             return
+        copied = self._copied[self._last]
         self._aside.wait_event(self._marked)
         with torch.cuda.stream(self._aside):
             self._put(rows)
-            self._copied[self._last].record(self._aside)
-        torch.cuda.current_stream(self._device).wait_event(self._copied[self._last])
+            copied.record(self._aside)
+        copied.wait()  # the stream of the steps
 
     def _put(self, rows: np.ndarray) -> None:
+        if len(rows):
+            masks_KW = self._sampling.masks_RW[: len(rows)]
+            masks_KW.copy_(self._sets[self._last][: len(rows)], non_blocking=True)
+        if rows is self._rows:  # all that were under masks last
+            return
         lines_R = np.full_like(self._lines_R, _NONE)
         lines_R[rows] = np.arange(len(rows))
-        if len(rows):
-            send_into(self._sampling.masks_RW[: len(rows)], self._sets[self._last][: len(rows)])
         if not np.array_equal(lines_R, self._lines_R):
             self._put_lines(lines_R)
+        self._rows = rows
 
     def _put_lines(self, lines_R: np.ndarray) -> None:
         send_into(self._sampling.mask_row_R, torch.from_numpy(lines_R))
         self._lines_R, self.has_any = lines_R.copy(), bool((lines_R != _NONE).any())
+        self._rows = None

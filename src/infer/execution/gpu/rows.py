@@ -88,12 +88,6 @@ class DeviceRows:
             self.forget(np.array([seq.row for seq in arrived], dtype=np.int64))
             raise
 
-    def grown(self, rows: np.ndarray) -> np.ndarray:
-        """The rows that got tokens from the host since their state was last sent to the device."""
-        sent = self._tenancy[rows]
-        found: np.ndarray = rows[(sent != NOBODY) & (sent != self._state.tenancy[rows])]
-        return found
-
     def forget(self, rows: np.ndarray) -> None:
         """Let these rows be entered anew."""
         self._tenancy[rows] = NOBODY

@@ -346,17 +346,14 @@ class DeviceRunner:
         self, plan: StepPlan, sequences: Sequence[TokenSequence], numbers: Sequence[int], sample: Sample
     ) -> WaitForStep:
         """Launch what samples a plan that was begun; these of its chunks have masks, in the lines taken."""
+        rows = plan.chunks.rows
         try:
             try:
-                self._rows.masks.send(plan.chunks.rows[numbers])
+                self._rows.masks.send(rows if len(numbers) == len(rows) else rows[numbers])
                 return sample()
             except torch.OutOfMemoryError as error:
                 plan.masks = {seq_id: mask_W.copy() for seq_id, mask_W in plan.masks.items()}
-                # what these draw is not wanted: the host has put other tokens in its place
-                grown = self._rows.grown(plan.chunks.rows)
-                wait = self._launch_smaller(plan, sequences, error)
-                self._rows.forget(grown)
-                return wait
+                return self._launch_smaller(plan, sequences, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
