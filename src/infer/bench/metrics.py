@@ -20,6 +20,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from infer.errors import ConfigError
 
 PERCENTS = (50, 95, 99)
@@ -104,12 +106,7 @@ def read_slo(text: str) -> Slo:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the value below which `percent` of all lie, interpolated; `values` need not be sorted."""
-    assert values, "nothing has no percentiles"
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent))
 
 
 def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> dict[str, float]:

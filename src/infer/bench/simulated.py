@@ -19,12 +19,13 @@ machine can trip (benchmarks/counts.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
+from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_row
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.traces import draw_trace, to_workload
@@ -95,63 +96,42 @@ def run_simulated(workload: Workload, config: EngineConfig, cost: StepCost) -> O
 # -- infer simulate: policies and cache sizes side by side -----------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationResult:
-    """What came of one load under one configuration; seconds are virtual unless they say otherwise."""
+def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[str, Any]:
+    """Run a workload to its end and return what came of it; the config must give `num_blocks`.
 
-    policy: str
-    num_blocks: int
-    num_finished: int
-    num_refused: int  # could never be served, or the queue was full
-    num_late: int  # finished after their deadline
-    num_steps: int
-    seconds: float
-    output_tokens_per_second: float
-    ttft_p50: float
-    ttft_p99: float
-    itl_p50: float
-    itl_p99: float
-    longest_gap: float  # between two tokens of one sequence: preempted, or left out
-    longest_queue_wait: float  # from arrival to the first chunk
-    num_preemptions: int
-    cache_hit_rate: float  # of the prompt tokens admitted
-    kv_use_mean: float  # share of blocks that sequences hold, over time
-    kv_use_peak: float
-    steps_per_real_second: float
-
-
-def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> SimulationResult:
-    """Run a workload to its end; the config must give `num_blocks`."""
+    Seconds are virtual unless they say otherwise.
+    """
     started = perf_counter()
     result = run_simulated(workload, config, cost)
     real_seconds = perf_counter() - started
     done = [trace for trace in result.traces if trace.is_ok]
     ends = [(trace.ended, workload.sessions[trace.session].deadline) for trace in done]
-    ttft = sorted(trace.ttft for trace in done)
-    gaps = sorted(gap for trace in done for gap in trace.gaps())
+    ttft = [trace.ttft for trace in done] or [0.0]
+    gaps = [gap for trace in done for gap in trace.gaps()] or [0.0]
     count, seconds = result.counters, result.seconds
     held = sum(use * spent for use, spent in zip(result.kv_use, result.step_s, strict=True))
-    return SimulationResult(
-        policy=config.scheduler.scheduler_policy,
-        num_blocks=result.num_blocks,
-        num_finished=len(done),
-        num_refused=len(result.traces) - len(done),
-        num_late=sum(deadline is not None and ended > deadline for ended, deadline in ends),
-        num_steps=len(result.step_s),
-        seconds=seconds,
-        output_tokens_per_second=sum(trace.num_output for trace in done) / seconds if seconds else 0.0,
-        ttft_p50=nearest_rank(ttft, 50),
-        ttft_p99=nearest_rank(ttft, 99),
-        itl_p50=nearest_rank(gaps, 50),
-        itl_p99=nearest_rank(gaps, 99),
-        longest_gap=max(gaps, default=0.0),
-        longest_queue_wait=max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
-        num_preemptions=int(count["num_preemptions"]),
-        cache_hit_rate=count["num_hit_tokens"] / max(count["num_queried_tokens"], 1),
-        kv_use_mean=held / seconds if seconds else 0.0,
-        kv_use_peak=max(result.kv_use, default=0.0),
-        steps_per_real_second=len(result.step_s) / real_seconds if real_seconds else 0.0,
-    )
+    return {
+        "policy": config.scheduler.scheduler_policy,
+        "num_blocks": result.num_blocks,
+        "num_finished": len(done),
+        "num_refused": len(result.traces) - len(done),  # could never be served, or the queue was full
+        "num_late": sum(deadline is not None and ended > deadline for ended, deadline in ends),
+        "num_steps": len(result.step_s),
+        "seconds": seconds,
+        "output_tokens_per_second": sum(trace.num_output for trace in done) / seconds if seconds else 0.0,
+        "ttft_p50": percentile(ttft, 50),
+        "ttft_p99": percentile(ttft, 99),
+        "itl_p50": percentile(gaps, 50),
+        "itl_p99": percentile(gaps, 99),
+        "longest_gap": max(gaps),  # between two tokens of one sequence: preempted, or left out
+        # from arrival to the first chunk
+        "longest_queue_wait": max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
+        "num_preemptions": int(count["num_preemptions"]),
+        "cache_hit_rate": count["num_hit_tokens"] / max(count["num_queried_tokens"], 1),  # of prompt tokens
+        "kv_use_mean": held / seconds if seconds else 0.0,  # share of blocks that sequences hold, over time
+        "kv_use_peak": max(result.kv_use, default=0.0),
+        "steps_per_real_second": len(result.step_s) / real_seconds if real_seconds else 0.0,
+    }
 
 
 def compare(
@@ -161,7 +141,7 @@ def compare(
     *,
     policies: Sequence[str],
     num_blocks: Sequence[int],
-) -> list[SimulationResult]:
+) -> list[dict[str, Any]]:
     """Return one result for every policy and every size of the cache."""
     return [
         simulate(
@@ -176,11 +156,6 @@ def compare(
         for count in num_blocks
         for policy in policies
     ]
-
-
-def nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    """Return the smallest value that at least `percent` of all do not exceed; 0 of nothing."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
 # -- infer bench policies ----------------------------------------------------------------------------------

@@ -7,20 +7,19 @@ prints follows from the trace, the knobs and the cost alone, and not from this m
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.cli.readers import numbers, positive
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infer.bench.simulated import SimulationResult
     from infer.bench.workloads import Workload
-    from infer.tools.step_cost import StepCost
 
 EXAMPLES = """\
 a trace has one request per line; only the first three keys are needed:
@@ -38,7 +37,7 @@ examples:
 OWN_FLAGS = {"num_blocks", "kv_cache_memory", "scheduler_policy", "seed"}
 OWN_FLAGS |= {"attention_backend", "decode_attention_backend", "mlp_backend"}
 OWN_FLAGS |= {"device_memory", "kv_cache_share", "itl_target_ms"}
-DEFAULT_BLOCKS = "256,1024"
+DEFAULT_BLOCKS = (256, 1024)
 
 # of a result: (title, format)
 COLUMNS = {
@@ -59,7 +58,6 @@ COLUMNS = {
     "num_late": ("late", "d"),
     "steps_per_real_second": ("steps/s", ".0f"),
 }
-WIDTH = 140  # at most: a row that does not fit the terminal is better than figures cut short
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers",
     )
     load.add_argument(
-        "--num-requests", metavar="N", type=int, help="requests of a built-in load (default: 300)"
+        "--num-requests", metavar="N", type=positive, help="requests of a built-in load (default: 300)"
     )
     load.add_argument("--seed", metavar="N", type=int, help="seed of a built-in load (default: 0)")
     load.add_argument(
@@ -95,7 +93,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     load.add_argument(
         "--num-blocks",
         metavar="NUMBERS",
-        help=f"cache sizes to compare, with commas; default: {DEFAULT_BLOCKS}, or the one in --config",
+        type=numbers,
+        help="cache sizes to compare, with commas; default: 256,1024, or the one in --config",
     )
     load.add_argument(
         "--cost",
@@ -118,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
             f"give a load: --trace FILE, or --workload with one of {', '.join(LOADS)}; --policy compares all "
             f"policies unless it names some of {', '.join(knob_table()['scheduler_policy'].choices)}"
         )
+    from msgspec import structs
+
     from infer.bench.simulated import compare
     from infer.tools.step_cost import StepCost, read_cost
 
@@ -125,13 +126,15 @@ def run(args: argparse.Namespace) -> int:
     cost = StepCost() if args.cost is None else read_cost(args.cost)
     knobs = flags.knobs_from(args)
     policies = read_policies(args.policy or knobs.get("scheduler_policy") or "all")
-    num_blocks = read_counts(args.num_blocks or str(knobs.pop("num_blocks", None) or DEFAULT_BLOCKS))
+    in_file = knobs.pop("num_blocks", None)
+    num_blocks = args.num_blocks or (DEFAULT_BLOCKS if in_file is None else [in_file])
     knobs.pop("kv_cache_memory", None)  # of a config file: the cache is sized in blocks here
     results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
     if args.json:
-        write_out(json.dumps(to_json(load, cost, results), indent=2) + "\n")
+        told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}
+        write_out(json.dumps(told | {"results": results}, indent=2) + "\n")
     else:
-        print_table(load, results)
+        write_out(to_table(load, results))
     return 0
 
 
@@ -146,10 +149,7 @@ def read_load(args: argparse.Namespace) -> Workload:
                     f"--{name.replace('_', '-')} is for --workload; a trace has its own requests"
                 )
         return to_workload(args.trace.name, read_trace(args.trace))
-    num_requests = 300 if args.num_requests is None else args.num_requests
-    if num_requests < 1:
-        raise ConfigError(f"--num-requests must be 1 or more, got {num_requests}")
-    requests = draw_trace(args.workload, num_requests=num_requests, seed=args.seed or 0)
+    requests = draw_trace(args.workload, num_requests=args.num_requests or 300, seed=args.seed or 0)
     return to_workload(args.workload, requests)
 
 
@@ -163,52 +163,19 @@ def read_policies(text: str) -> list[str]:
     return policies
 
 
-def read_counts(text: str) -> list[int]:
-    """Return the cache sizes of a list with commas."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise ConfigError(f"--num-blocks must be numbers of 1 or more with commas between, got {text!r}")
-    return counts
-
-
-def to_json(load: Workload, cost: StepCost, results: list[SimulationResult]) -> dict[str, Any]:
-    """Return the object that `--json` prints."""
-    import msgspec
-
-    return {
-        "load": load.name,
-        "num_requests": load.num_requests,
-        "cost": msgspec.structs.asdict(cost),
-        "results": [dataclasses.asdict(result) for result in results],
-    }
-
-
-def print_table(load: Workload, results: list[SimulationResult]) -> None:
-    """Print one row per policy and cache size."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+def to_table(load: Workload, results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with one row per policy and cache size."""
+    from infer.bench.render import align
 
     has_deadlines = any(session.deadline is not None for session in load.sessions)
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        title=f"{load.name}: {load.num_requests} requests, {load.num_output_tokens} output tokens\n",
-        title_justify="left",
-        caption="times in seconds of the simulated machine; the last column is this machine's",
-        caption_justify="left",
-    )
     columns = {name: how for name, how in COLUMNS.items() if has_deadlines or name != "num_late"}
-    for name, (title, _) in columns.items():
-        table.add_column(title, justify="left" if name == "policy" else "right", no_wrap=True)
-    for result in results:
-        table.add_row(*(f"{getattr(result, name):{spec}}" for name, (_, spec) in columns.items()))
-    console = Console(width=WIDTH, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    write_out("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    heads = [("\n" + title).split("\n")[-2:] for title, _ in columns.values()]
+    rows = [[f"{result[name]:{spec}}" for name, (_, spec) in columns.items()] for result in results]
+    lines = [
+        f"{load.name}: {load.num_requests} requests, {load.num_output_tokens} output tokens",
+        "",
+        *align([*zip(*heads, strict=True), *rows]),
+        "",
+        "times in seconds of the simulated machine; the last column is this machine's",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import math
-import random
 
-import numpy as np
 import pytest
 
 from infer.bench.metrics import (
@@ -34,14 +32,6 @@ def trace(
         num_output=len(chunks) if tokens is None else tokens,
         error=error,
     )
-
-
-@pytest.mark.parametrize("percent", [0, 1, 50, 90, 95, 99, 100])
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 1001])
-def test_percentiles_equal_numpys(percent: float, count: int) -> None:
-    rng = random.Random(count)
-    values = [rng.expovariate(1) for _ in range(count)]
-    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-12)
 
 
 def test_percentiles_of_known_distributions() -> None:

@@ -83,9 +83,6 @@ def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, 
             "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers",
         ),
         (["--workload", "mixed", "--policy", "best"], "--policy must be all, or some of fcfs"),
-        (["--workload", "mixed", "--num-blocks", "12,many"], "--num-blocks must be numbers of 1 or more"),
-        (["--workload", "mixed", "--num-blocks", "0"], "--num-blocks must be numbers of 1 or more"),
-        (["--workload", "mixed", "--num-requests", "0"], "--num-requests must be 1 or more, got 0"),
         (["--trace", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--trace", "absent.jsonl", "--seed", "1"], "--seed is for --workload"),
         (["--workload", "mixed", "--cost", "{"], "the cost is not JSON"),
@@ -98,6 +95,20 @@ def test_an_impossible_simulation_is_refused_in_one_line(
     assert outcome.code == 2
     assert outcome.err.startswith(f"infer: error: {message}")
     assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-blocks", "12,many"], "--num-blocks must be whole numbers of 1 or more with commas between"),
+        (["--num-blocks", "0"], "--num-blocks must be whole numbers of 1 or more with commas between"),
+        (["--num-requests", "0"], "--num-requests must be a whole number of 1 or more, for example 300"),
+    ],
+)
+def test_numbers_of_nothing_are_refused(infer: Infer, arguments: list[str], message: str) -> None:
+    outcome = infer("simulate", "--workload", "mixed", *arguments)
+    assert outcome.code == 2
+    assert f"infer simulate: error: {message}" in outcome.err
 
 
 def test_flags_that_would_do_nothing_do_not_exist(infer: Infer) -> None:
@@ -117,7 +128,7 @@ def test_the_table_of_the_page_is_what_its_command_prints(infer: Infer) -> None:
     [command] = [found for found in page_commands() if "--policy" in found and "--workload" in found]
     printed = infer(*command).out.splitlines()
     header = next(number for number, line in enumerate(printed) if line.startswith("policy"))
-    rows = [line.split()[:-1] for line in (printed[header], *printed[header + 2 : -1])]
+    rows = [line.split()[:-1] for line in (printed[header], *printed[header + 1 : -2])]
     [table] = re.findall(r"^```\n( +TTFT .*?)```", PAGE.read_text("utf-8"), re.M | re.S)
     assert [line.split() for line in table.splitlines()[1:]] == rows
     assert len(rows) == 7

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from infer.bench.simulated import SLOW_MACHINE, nearest_rank, run_simulated
+from infer.bench.metrics import percentile
+from infer.bench.simulated import SLOW_MACHINE, run_simulated
 from infer.bench.traces import draw_trace, to_workload
 from infer.config.settings import EngineConfig
 from infer.scheduling.policies import POLICIES
@@ -158,7 +159,7 @@ def test_a_simulation_shows_what_newcomers_gain(monkeypatch: pytest.MonkeyPatch)
             for trace, session in zip(traces, workload.sessions, strict=True)
             if (session.turns[0].prompt_len > 1) == is_long
         ]
-        return nearest_rank(sorted(kept), 95)
+        return percentile(kept, 95)
 
     shared, shared_long = ttft(False), ttft(True)
     monkeypatch.setattr("infer.scheduling.scheduler.FIRST_SHARE", 1)  # the first takes whole steps
