@@ -15,35 +15,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.functions import Tools, as_choice
 from infer.frontend.llm import TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
+    ChatOptions,
     Conversation,
     Prompt,
     RequestOptions,
     check_single,
     open_embeddings,
     read_prompt,
+    split_options,
 )
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
-
-
-class _Chat(NamedTuple):
-    """A conversation that is to be a prompt."""
-
-    messages: Conversation
-    tools: Tools | None
-    tool_choice: object
-    max_reasoning_tokens: int | None
-    template_options: Mapping[str, Any] | None
 
 
 class AsyncLLM(TextModel):
@@ -107,7 +98,7 @@ class AsyncLLM(TextModel):
 
         Options are those of `RequestOptions`: priority, deadline and cache_salt.
         """
-        return await self._generate(prompt, params, request_id, options)
+        return await self._answer(*await self._open(prompt, params, request_id, options, is_chat=False))
 
     def stream(
         self,
@@ -118,39 +109,29 @@ class AsyncLLM(TextModel):
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        return self._stream(prompt, params, request_id, options)
+        return self._stream(prompt, params, request_id, options, is_chat=False)
 
     async def chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Tools | None = None,
-        tool_choice: object = None,
-        max_reasoning_tokens: int | None = None,
-        template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation, or a text as its only message; returns the whole answer, see `LLM.chat`."""
-        chat = _Chat(messages, tools, tool_choice, max_reasoning_tokens, template_options)
-        return await self._generate(chat, params, request_id, options)
+        return await self._answer(*await self._open(messages, params, request_id, options, is_chat=True))
 
     def stream_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Tools | None = None,
-        tool_choice: object = None,
-        max_reasoning_tokens: int | None = None,
-        template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        chat = _Chat(messages, tools, tool_choice, max_reasoning_tokens, template_options)
-        return self._stream(chat, params, request_id, options)
+        return self._stream(messages, params, request_id, options, is_chat=True)
 
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
@@ -164,14 +145,7 @@ class AsyncLLM(TextModel):
         (request,) = job.requests(self.encoder.next_id)
         return job.finish(await embed(self.client, request))
 
-    async def _generate(
-        self,
-        prompt: Prompt | _Chat,
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions,
-    ) -> RequestOutput:
-        request, builder = await self._open(prompt, params, request_id, options)
+    async def _answer(self, request: Request, builder: OutputBuilder) -> RequestOutput:
         async with contextlib.aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
                 self._take(builder, output)
@@ -181,12 +155,14 @@ class AsyncLLM(TextModel):
 
     async def _stream(
         self,
-        prompt: Prompt | _Chat,
+        prompt: Any,  # or a conversation, in a chat
         params: SamplingParams | None,
         request_id: str | None,
-        options: RequestOptions,
+        options: RequestOptions | ChatOptions,
+        *,
+        is_chat: bool,
     ) -> AsyncGenerator[TextDelta, None]:
-        request, builder = await self._open(prompt, params, request_id, options)
+        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
         check_streams(request.params, "use generate")
         async with contextlib.aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
@@ -198,27 +174,19 @@ class AsyncLLM(TextModel):
 
     async def _open(
         self,
-        prompt: Prompt | _Chat,
+        prompt: Any,  # or a conversation, in a chat
         params: SamplingParams | None,
         request_id: str | None,
-        options: RequestOptions,
+        options: RequestOptions | ChatOptions,
+        *,
+        is_chat: bool,
     ) -> tuple[Request, OutputBuilder]:
-        text = prompt if isinstance(prompt, str) else None
-        is_chat = isinstance(prompt, _Chat)
-        form = None
-        if isinstance(prompt, _Chat):
-            check_single(prompt.messages)
-            ids, params, form = await asyncio.to_thread(
-                self.encoder.open_chat,
-                prompt.messages,
-                params,
-                tools=prompt.tools,
-                tool_choice=as_choice(prompt.tool_choice),
-                max_reasoning_tokens=prompt.max_reasoning_tokens,
-                template_options=prompt.template_options,
-            )
-            prompt = ids
         check_single(prompt)
+        text = prompt if isinstance(prompt, str) and not is_chat else None
+        form = None
+        if is_chat:
+            chat, options = split_options(options)
+            prompt, params, form = await asyncio.to_thread(self.encoder.open_chat, prompt, params, **chat)
         request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
         return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat, form=form)
 

@@ -30,9 +30,9 @@ from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
-from infer.frontend.functions import Tools, as_choice
 from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
+    ChatOptions,
     Conversation,
     Message,
     Prompt,
@@ -42,6 +42,7 @@ from infer.frontend.prompts import (
     open_embeddings,
     open_model,
     read_prompt,
+    split_options,
 )
 from infer.log import progress
 from infer.sampling.params import SamplingParams
@@ -245,34 +246,21 @@ class LLM(TextModel):
         self,
         messages: Conversation | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
-        *,
-        tools: Tools | None = None,
-        tool_choice: object = None,
-        max_reasoning_tokens: int | None = None,
-        template_options: Mapping[str, object] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several; a text is a conversation of one message.
 
         An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
-        `tools` are as OpenAI's API has them, or Python functions (functions.py); `tool_choice` is 'auto',
-        'none', 'required', or the name of a tool.
+        Options are those of `ChatOptions`: `tools` are as OpenAI's API has them, or Python functions
+        (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
+        max_reasoning_tokens, template_options; priority, deadline and cache_salt as of `generate`.
         """
-        opened = [
-            self.encoder.open_chat(
-                conversation,
-                params,
-                tools=tools,
-                tool_choice=as_choice(tool_choice),
-                max_reasoning_tokens=max_reasoning_tokens,
-                template_options=template_options,
-            )
-            for conversation in as_conversations(messages)
-        ]
+        chat, request = split_options(options)
+        opened = [self.encoder.open_chat(each, params, **chat) for each in as_conversations(messages)]
         prompts: list[Prompt] = [ids for ids, _, _ in opened]
-        each: Any = [bound for _, bound, _ in opened]
+        each_params: Any = [bound for _, bound, _ in opened]
         with self._in_turn():
-            return self._generate(prompts, each, options, forms=[form for _, _, form in opened])
+            return self._generate(prompts, each_params, request, forms=[form for _, _, form in opened])
 
     def embed(
         self,
@@ -344,23 +332,12 @@ class LLM(TextModel):
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        tools: Tools | None = None,
-        tool_choice: object = None,
-        max_reasoning_tokens: int | None = None,
-        template_options: Mapping[str, object] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> TextStream:
         """Answer one conversation, piece by piece; a piece's `events` tell reasoning and calls from text."""
-        prompt, params, form = self.encoder.open_chat(
-            messages,
-            params,
-            tools=tools,
-            tool_choice=as_choice(tool_choice),
-            max_reasoning_tokens=max_reasoning_tokens,
-            template_options=template_options,
-        )
-        return self._stream(prompt, params, options, is_chat=True, form=form)
+        chat, request = split_options(options)
+        prompt, params, form = self.encoder.open_chat(messages, params, **chat)
+        return self._stream(prompt, params, request, is_chat=True, form=form)
 
     def _open(
         self,

@@ -27,7 +27,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.dialects.answer import EFFORTS, AnswerFormat, find_format, read_choice, read_tools
 from infer.dialects.table import check_parsers, find_dialect, find_think
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
-from infer.frontend.functions import Tools, as_schemas
+from infer.frontend.functions import Tools, as_choice, as_schemas
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams
@@ -43,15 +43,33 @@ Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a user
 
 
-CHAT_OPTIONS = ("tools", "tool_choice", "max_reasoning_tokens", "template_options")  # of chat and stream_chat
-
-
 class RequestOptions(TypedDict, total=False):
     """The options of a request beside its prompt and its params; `Request` has the defaults."""
 
     priority: int  # smaller is more urgent; read by the `priority` policy
     deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
     cache_salt: str  # only requests with the same salt share cached prefixes
+
+
+class ChatOptions(RequestOptions, total=False):
+    """The options of a conversation: those of a request, and what its answer may hold."""
+
+    tools: Tools | None  # as OpenAI's API has them, or Python functions (functions.py)
+    tool_choice: object  # 'auto', 'none', 'required', or the name of a tool
+    max_reasoning_tokens: int | None  # None: any number
+    template_options: Mapping[str, Any] | None  # what the chat template reads beside messages and tools
+
+
+def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
+    """The options that `PromptEncoder.open_chat` takes, and those of the request."""
+    request = {name: value for name, value in options.items() if name not in CHAT_OPTIONS}
+    chat = {name: value for name, value in options.items() if name in CHAT_OPTIONS}
+    if "tool_choice" in chat:
+        chat["tool_choice"] = as_choice(chat["tool_choice"])
+    return chat, cast("RequestOptions", request)
+
+
+CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
 
 class PromptEncoder:
@@ -350,8 +368,7 @@ def _check_options(options: RequestOptions) -> None:
         if name not in RequestOptions.__annotations__:
             if name in CHAT_OPTIONS:
                 raise RequestError(f"{name} is an option of a chat: use chat or stream_chat", param=name)
-            known = (*RequestOptions.__annotations__, *CHAT_OPTIONS)
-            hint = closest(name, known, listed="known")
+            hint = closest(name, list(ChatOptions.__annotations__), listed="known")
             raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):

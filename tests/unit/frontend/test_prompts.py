@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.async_llm import AsyncLLM
-from infer.frontend.llm import LLM
-from infer.frontend.prompts import CHAT_OPTIONS, PromptEncoder, find_source, make_encoder
+from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
 from infer.loader.load import read_headers
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
@@ -113,12 +110,6 @@ def test_an_option_that_no_request_has_is_refused_with_the_one_that_was_meant(
         encoder_of(folder).make_request([1, 2], None, **options)
     assert str(caught.value) == message
     assert caught.value.param in options
-
-
-def test_the_options_of_a_chat_are_those_that_its_method_has() -> None:
-    for method in (LLM.chat, LLM.stream_chat, AsyncLLM.chat, AsyncLLM.stream_chat):
-        names = set(inspect.signature(method).parameters)
-        assert names - {"self", "messages", "params", "request_id", "options"} == set(CHAT_OPTIONS)
 
 
 def test_a_request_has_its_options(folder: Path) -> None:
