@@ -10,24 +10,18 @@ or not at all, and tool calls, which are shown when they are whole.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from infer.cli.flags import knobs_from
-from infer.cli.interrupts import importing
-from infer.cli.readers import natural
-from infer.config.settings import EngineConfig
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, ToolCall
+from infer.dialects.events import AnswerEvent, ReasoningDelta, ToolCall, join_calls
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
-    from infer.engine.observer import EngineObserver
-    from infer.frontend.llm import LLM, TextDelta
+    from infer.frontend.llm import TextDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,36 +61,6 @@ class Interrupted(KeyboardInterrupt):
         self.answer = answer  # as far as it came
 
 
-def add_reasoning_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of what a model thinks before it answers."""
-    group.add_argument(
-        "--max-reasoning-tokens",
-        metavar="N",
-        type=natural,
-        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
-    )
-    group.add_argument(
-        "--show-reasoning",
-        action=argparse.BooleanOptionalAction,
-        help="print what the model thinks before its answer; default: at a terminal",
-    )
-
-
-def shows_reasoning(args: argparse.Namespace) -> bool:
-    """Whether reasoning is shown: as the flag says, else where standard error is a terminal."""
-    return sys.stderr.isatty() if args.show_reasoning is None else bool(args.show_reasoning)
-
-
-def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
-    """Load the model the flags ask for; torch is imported here and not before."""
-    knobs = knobs_from(args)
-    EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
-    with importing():
-        from infer.frontend.llm import LLM
-
-    return LLM(**knobs, show_progress=True, observer=observer)
-
-
 def show_answer(
     deltas: Iterator[TextDelta] | Iterator[RemoteDelta],
     show: Callable[[str], None],
@@ -107,7 +71,7 @@ def show_answer(
     started = perf_counter()
     first_token_s = 0.0
     pieces: list[str] = []
-    beside = _Beside(show_reasoning)
+    events: list[AnswerEvent] = []
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -118,8 +82,9 @@ def show_answer(
                 first_token_s = perf_counter() - started
             token_ids += delta.token_ids
             finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
-            for event in delta.events:
-                beside.take(event)
+            events += delta.events
+            for thought in _reasoning_of(delta.events):
+                show_reasoning(thought)
             if delta.text:
                 pieces.append(delta.text)
                 show(delta.text)
@@ -139,38 +104,16 @@ def show_answer(
         stop_reason=stop_reason,
         first_token_s=first_token_s,
         total_s=total_s,
-        reasoning="".join(beside.reasoning),
-        calls=beside.calls(),
+        reasoning="".join(_reasoning_of(events)),
+        calls=join_calls(events),
     )
     if is_interrupted:
         raise Interrupted(answer)
     return answer
 
 
-class _Beside:
-    """What an answer holds beside its text, collected from its events."""
-
-    def __init__(self, show_reasoning: Callable[[str], None]) -> None:
-        self._show = show_reasoning
-        self.reasoning: list[str] = []
-        self.starts: list[CallStart] = []
-        self.arguments: dict[int, list[str]] = {}  # pieces, by the index of the call
-
-    def take(self, event: AnswerEvent) -> None:
-        if isinstance(event, ReasoningDelta):
-            self.reasoning.append(event.text)
-            self._show(event.text)
-        elif isinstance(event, CallStart) and event.index not in self.arguments:
-            self.starts.append(event)
-            self.arguments[event.index] = []
-        elif isinstance(event, CallDelta) and event.index in self.arguments:
-            self.arguments[event.index].append(event.arguments)
-
-    def calls(self) -> tuple[ToolCall, ...]:
-        return tuple(
-            ToolCall(call_id=start.call_id, name=start.name, arguments="".join(self.arguments[start.index]))
-            for start in self.starts
-        )
+def _reasoning_of(events: Iterable[AnswerEvent]) -> list[str]:
+    return [event.text for event in events if isinstance(event, ReasoningDelta)]
 
 
 class Screen:
@@ -222,3 +165,8 @@ def write_out(text: str) -> None:
 def notice(text: str) -> None:
     """Tell the user something that is not part of the answer."""
     print(text, file=sys.stderr, flush=True)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return the beginning of a text, as a label for the whole."""
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -32,19 +32,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
-from infer.cli.answer import (
-    Screen,
-    ShownAnswer,
-    add_reasoning_flags,
-    notice,
-    open_llm,
-    show_answer,
-    shows_reasoning,
-    write_out,
-)
-from infer.cli.answer_form import add_form_flags, form_from
+from infer.cli.answer import Screen, ShownAnswer, notice, shorten, show_answer, write_out
+from infer.cli.asking import add_asking_flags, chat_options, open_model, params_from, shows_reasoning
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
-from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
+from infer.cli.remote import RemoteModel
 from infer.dialects.events import ToolCall
 from infer.errors import (
     ConfigError,
@@ -58,6 +49,7 @@ from infer.errors import (
 
 if TYPE_CHECKING:
     from infer.frontend.llm import LLM
+    from infer.frontend.prompts import ChatOptions
     from infer.sampling.params import SamplingParams
 
 COMMANDS = {
@@ -92,10 +84,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(run=run)
     conversation = parser.add_argument_group("conversation")
-    conversation.add_argument("--system", metavar="TEXT", help="the system message to begin with")
-    add_url_flags(conversation)
-    flags.add_thinking_flag(conversation)
-    add_reasoning_flags(conversation)
     conversation.add_argument(
         "--tools",
         metavar="FILE",
@@ -112,13 +100,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="call tools without asking; needed where input is no terminal",
     )
-    conversation.add_argument(
-        "--stats", action="store_true", help="print times and speed of each answer to standard error"
-    )
-    add_form_flags(parser)
-    flags.add_sampling_flags(parser)
-    flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
-    flags.add_common_flags(parser)
+    add_asking_flags(parser, conversation)
 
 
 class ChatSession:
@@ -129,10 +111,9 @@ class ChatSession:
         llm: LLM | RemoteModel,
         params: SamplingParams,
         system: str | None,
-        options: dict[str, object],
+        options: ChatOptions,
         toolbox: ToolBox | None = None,
         tool_choice: str | dict[str, Any] | None = None,
-        max_reasoning_tokens: int | None = None,
     ) -> None:
         self.llm = llm
         self.params = params
@@ -140,7 +121,6 @@ class ChatSession:
         self.options = options
         self.toolbox = toolbox
         self.tool_choice = tool_choice  # of the first answer to a message
-        self.max_reasoning_tokens = max_reasoning_tokens
         self.turns: list[dict[str, Any]] = []  # a user's message, what follows it, the next; oldest first
         self.num_answers = 0  # forgotten ones included: each is drawn with a seed of its own
 
@@ -190,17 +170,12 @@ class ChatSession:
         self, screen: Screen, is_stopped: Callable[[], bool], tool_choice: str | dict[str, Any] | None
     ) -> ShownAnswer:
         params = flags.nth_draw(self.params, self.num_answers)
-        tools = None if self.toolbox is None else self.toolbox.schemas
+        options: ChatOptions = {**self.options, "tool_choice": tool_choice}
+        if self.toolbox is not None:
+            options["tools"] = self.toolbox.schemas
         while True:
             try:
-                deltas = self.llm.stream_chat(
-                    self.messages(),
-                    params,
-                    tools=tools,
-                    tool_choice=tool_choice,
-                    max_reasoning_tokens=self.max_reasoning_tokens,
-                    template_options=self.options,
-                )
+                deltas = self.llm.stream_chat(self.messages(), params, **options)
                 return show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
             except ContextOverflow:  # raised before the first piece of text
                 later = [index for index, turn in enumerate(self.turns) if turn["role"] == "user"][1:]
@@ -210,7 +185,7 @@ class ChatSession:
                 del self.turns[: later[0]]
                 notice(
                     f"[the context of {self.llm.context_len} tokens is full: "
-                    f"forgot your oldest message and its answer: {_shorten(forgotten['content'])!r}]"
+                    f"forgot your oldest message and its answer: {shorten(forgotten['content'], 40)!r}]"
                 )
 
 
@@ -225,10 +200,10 @@ def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves; exit code 1 if a line of a pipe has no answer."""
-    params = dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
+    params = params_from(args)
     is_typed = sys.stdin.isatty()
     toolbox, tool_choice = open_tools(args, is_typed=is_typed)
-    llm = open_server(args) if is_remote(args) else open_llm(args)
+    llm = open_model(args)
     if not llm.has_chat_template:
         raise ConfigError(
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
@@ -237,10 +212,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(llm, RemoteModel) and llm.encoder.template_warning is not None:
         notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    options = flags.template_options(args)
-    conversation = ChatSession(
-        llm, params, args.system, options, toolbox, tool_choice, args.max_reasoning_tokens
-    )
+    conversation = ChatSession(llm, params, args.system, chat_options(args), toolbox, tool_choice)
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
     num_failed = 0
@@ -415,7 +387,3 @@ def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
         yield lambda: was_pressed
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _shorten(text: str, limit: int = 40) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

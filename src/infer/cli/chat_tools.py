@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infer.cli.answer import notice
+from infer.cli.answer import notice, shorten
 from infer.dialects.events import ToolCall
 from infer.errors import ConfigError
 from infer.frontend.functions import PythonTool
@@ -171,8 +171,7 @@ def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:
         cut = f"[cut: {MAX_RESULT_LEN} of {len(result)} characters]"
         result = f"{result[:MAX_RESULT_LEN]}\n{cut}"
         notice(f"[{tool.name} gave more than the model is shown; {cut[1:]}")
-    shown = result if len(result) <= MAX_SHOWN_LEN else result[: MAX_SHOWN_LEN - 3] + "..."
-    notice(f"[{tool.name}: {escape(shown)}]")
+    notice(f"[{tool.name}: {escape(shorten(result, MAX_SHOWN_LEN))}]")
     return result
 
 

@@ -211,20 +211,6 @@ def fit_to_model(
     return dataclasses.replace(params, **changes)
 
 
-def add_thinking_flag(group: argparse._ArgumentGroup) -> None:
-    """Add the switch of chat templates that can turn a model's thinking on and off, as Qwen 3's can."""
-    group.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="let a model that can think first do so; default: as its template does",
-    )
-
-
-def template_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options of the chat template that flags set."""
-    return {} if args.thinking is None else {"enable_thinking": args.thinking}
-
-
 def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warning") -> None:
     """Add the flags that every subcommand has; `log_level` is the default of --log-level."""
     group = parser.add_argument_group("messages, on standard error")

@@ -23,7 +23,6 @@ time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import sys
@@ -36,19 +35,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
-from infer.cli.answer import (
-    Interrupted,
-    Screen,
-    ShownAnswer,
-    add_reasoning_flags,
-    notice,
-    open_llm,
-    show_answer,
-    shows_reasoning,
-    write_out,
-)
-from infer.cli.answer_form import add_form_flags, form_from
-from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_server
+from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, shorten, show_answer, write_out
+from infer.cli.asking import add_asking_flags, chat_options, open_model, params_from, shows_reasoning
+from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, is_remote
 from infer.errors import (
     ConfigError,
     DeviceLost,
@@ -118,15 +107,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="answer each line of this file, all at once and printed in order",
     )
-    prompt.add_argument("--system", metavar="TEXT", help="the system message to put before the prompt")
-    add_url_flags(prompt)
     prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
-    flags.add_thinking_flag(prompt)
-    add_reasoning_flags(prompt)
     prompt.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt, when it is done"
     )
-    prompt.add_argument("--stats", action="store_true", help="print times and speed to standard error")
     prompt.add_argument(
         "--record",
         metavar="FILE",
@@ -134,10 +118,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write down the run, for 'infer replay'; holds the prompts",
     )
     prompt.add_argument("--overwrite", action="store_true", help="let --record replace a file that is there")
-    add_form_flags(parser)
-    flags.add_sampling_flags(parser)
-    flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
-    flags.add_common_flags(parser)
+    add_asking_flags(parser, prompt)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--record needs an engine here, and --url leaves it to the server; give one of them"
         )
-    params = dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
+    params = params_from(args)
     prompts = read_prompts(args)
     with recording(args.record, may_replace=args.overwrite) as observer:
         num_failed = answer_all(prompts, params, args, observer)
@@ -172,7 +153,7 @@ def answer_all(
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     try:
-        llm = open_server(args, counts=args.json) if is_remote(args) else open_llm(args, observer)
+        llm = open_model(args, observer, counts=args.json)
     except KeyboardInterrupt:
         if args.stats:
             notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
@@ -232,11 +213,6 @@ def answer_each(
             notice(f"load {load_s:.2f} s, {answer.stats()}")
 
 
-def shorten(text: str, length: int) -> str:
-    """Return the beginning of a text, as a label for the whole."""
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
 def ask_all(
     llm: LLM | RemoteModel, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> Iterator[AskedPrompt]:
@@ -279,12 +255,7 @@ def _open_stream(
     """Ask with a user's message where the model has a chat template, else with plain text."""
     has_template = isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template
     if has_template and not args.raw:
-        return llm.stream_chat(
-            to_messages(text, args),
-            params,
-            max_reasoning_tokens=args.max_reasoning_tokens,
-            template_options=flags.template_options(args),
-        )
+        return llm.stream_chat(to_messages(text, args), params, **chat_options(args))
     if needs := _needs_template(args):
         raise ConfigError(
             f"{needs} needs a chat template, and {llm.name} came without one; give it one with "

@@ -27,13 +27,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.cli import flags
-from infer.cli.answer_form import to_fields
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Structured
+
+if TYPE_CHECKING:
+    from infer.frontend.prompts import ChatOptions
 
 TIMEOUT_S = 600.0
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a server that is full is asked again; the last one is repeated
@@ -123,22 +126,13 @@ class RemoteModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        max_reasoning_tokens: int | None = None,
-        template_options: Mapping[str, object] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> RemoteStream:
         """Answer a conversation, piece by piece; closing the iterator hangs up, which ends the request."""
         body = {"messages": list(messages), **self._body(params)}
-        if tools:
-            body["tools"] = list(tools)
-        if tool_choice is not None:
-            body["tool_choice"] = tool_choice
-        if max_reasoning_tokens is not None:
-            body["max_reasoning_tokens"] = max_reasoning_tokens
-        if template_options:
-            body["chat_template_kwargs"] = dict(template_options)
+        for name, value in options.items():
+            if value not in (None, {}, []):
+                body["chat_template_kwargs" if name == "template_options" else name] = value
         return RemoteStream(self, "/chat/completions", body)
 
     def stream(self, prompt: str, params: SamplingParams) -> RemoteStream:
@@ -239,6 +233,17 @@ class RemoteStream(Iterator[RemoteDelta]):
                 pause_s = min(max(growing_s, error.retry_after_s or 0.0), MAX_PAUSE_S)
             sleep(pause_s)
             num_refused, waited_s = num_refused + 1, waited_s + pause_s
+
+
+def to_fields(structured: Structured) -> dict[str, Any]:
+    """A constraint in the words that a server most likely knows: OpenAI's for a schema, else vLLM's."""
+    if structured.kind == "json_schema":
+        described = {"name": "answer", "schema": json.loads(structured.text), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": described}}
+    if structured.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    value = structured.choices if structured.kind == "choice" else structured.text
+    return {"structured_outputs": {structured.kind: value}}
 
 
 def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:

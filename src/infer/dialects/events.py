@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a function that a model may call
@@ -55,6 +56,23 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str  # a JSON object, as the model wrote it
+
+
+def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
+    """The calls of an answer, their arguments joined.
+
+    Pieces of a call before its start, and a second start of it, do not count: other servers may send both.
+    """
+    calls: dict[int, tuple[CallStart, list[str]]] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.setdefault(event.index, (event, []))
+        elif isinstance(event, CallDelta) and event.index in calls:
+            calls[event.index][1].append(event.arguments)
+    return tuple(
+        ToolCall(call_id=start.call_id, name=start.name, arguments="".join(pieces))
+        for start, pieces in calls.values()
+    )
 
 
 def is_complete(arguments: str) -> bool:

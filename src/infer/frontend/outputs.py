@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from infer.dialects.answer import AnswerFormat
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, ToolCall
+from infer.dialects.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCall, join_calls
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -241,7 +241,7 @@ class _SequenceText:
             text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
             self.events += events
             if self.finish_reason is not None and self._form is not None:
-                self.finish_reason = self._form.finish_reason(self.finish_reason, self.calls())
+                self.finish_reason = self._form.finish_reason(self.finish_reason, join_calls(self.events))
             self.num_reasoning += num_reasoning
         self._pieces.append(text)
         return TextDelta(
@@ -256,19 +256,6 @@ class _SequenceText:
             num_reasoning=num_reasoning,
         )
 
-    def calls(self) -> tuple[ToolCall, ...]:
-        arguments: dict[int, list[str]] = {}
-        for event in self.events:
-            if isinstance(event, CallDelta):
-                arguments.setdefault(event.index, []).append(event.arguments)
-        return tuple(
-            ToolCall(
-                call_id=event.call_id, name=event.name, arguments="".join(arguments.get(event.index, ()))
-            )
-            for event in self.events
-            if isinstance(event, CallStart)
-        )
-
     def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:
         reasoning = "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
         return CompletionOutput(
@@ -280,7 +267,7 @@ class _SequenceText:
             logprobs=self.logprobs if has_logprobs else None,
             cumulative_logprob=self.cumulative_logprob if has_cumulative else None,
             reasoning=reasoning or None,
-            tool_calls=self.calls(),
+            tool_calls=join_calls(self.events),
             num_reasoning_tokens=self.num_reasoning,
             events=tuple(self.events),
         )

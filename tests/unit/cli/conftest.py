@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli import answer, chat, generate
+from infer.cli import asking
 from infer.cli.flags import knobs_from
 from infer.cli.main import main
 from tests.unit.cli.fake_llm import FakeLLM
@@ -40,8 +40,7 @@ def infer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             llm.knobs = knobs_from(args)
             return llm
 
-        for module in (answer, chat, generate):
-            monkeypatch.setattr(module, "open_llm", open_fake)
+        monkeypatch.setattr(asking, "open_llm", open_fake)
         monkeypatch.setattr(sys, "stdin", Typed(stdin) if is_typed else io.StringIO(stdin))
         capsys.readouterr()
         try:

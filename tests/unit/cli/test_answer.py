@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cli.answer import Interrupted, open_llm, show_answer
+from infer.cli.answer import Interrupted, show_answer
+from infer.cli.asking import open_llm
 from infer.cli.main import build_parser
 from infer.errors import ConfigError
 from infer.frontend.outputs import TextDelta

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli.answer_form import to_fields
+from infer.cli.remote import to_fields
 from infer.sampling.structured import Structured
 from infer.server.protocol.schemas import CompletionRequest
 from infer.server.protocol.structured import read_structured

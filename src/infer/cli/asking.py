@@ -1,0 +1,137 @@
+"""What `generate` and `chat` share before an answer: their flags, its parameters, the model that gives it.
+
+A model is loaded here, or a server of `--url` has it (remote.py). The form of an answer can be given, by one
+flag at a time:
+
+    --json-schema '{"type": "object", ...}'     or the name of a file that holds it
+    --regex '[0-9]{4}'                          of the whole answer
+    --choice yes --choice no
+    --grammar FILE                              in Lark's notation, or in EBNF
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infer.cli import flags
+from infer.cli.interrupts import importing
+from infer.cli.readers import natural
+from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
+from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Structured
+
+if TYPE_CHECKING:
+    from infer.engine.observer import EngineObserver
+    from infer.frontend.llm import LLM
+    from infer.frontend.prompts import ChatOptions
+
+
+def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Give `parser` the flags of a question; those of a conversation go to `group`."""
+    group.add_argument("--system", metavar="TEXT", help="the system message to begin with")
+    add_url_flags(group)
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="let a model that can think first do so; default: as its template does",
+    )
+    group.add_argument(
+        "--max-reasoning-tokens",
+        metavar="N",
+        type=natural,
+        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
+    )
+    group.add_argument(
+        "--show-reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="print what the model thinks before its answer; default: at a terminal",
+    )
+    group.add_argument(
+        "--stats", action="store_true", help="print times and speed of each answer to standard error"
+    )
+    _add_form_flags(parser)
+    flags.add_sampling_flags(parser)
+    flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
+    flags.add_common_flags(parser)
+
+
+def params_from(args: argparse.Namespace) -> SamplingParams:
+    """The parameters that flags ask for, the form of the answer among them."""
+    return dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
+
+
+def chat_options(args: argparse.Namespace) -> ChatOptions:
+    """The options of a conversation that flags set."""
+    template = {} if args.thinking is None else {"enable_thinking": args.thinking}
+    return {"max_reasoning_tokens": args.max_reasoning_tokens, "template_options": template}
+
+
+def shows_reasoning(args: argparse.Namespace) -> bool:
+    """Whether reasoning is shown: as the flag says, else where standard error is a terminal."""
+    return sys.stderr.isatty() if args.show_reasoning is None else bool(args.show_reasoning)
+
+
+def open_model(
+    args: argparse.Namespace, observer: EngineObserver | None = None, *, counts: bool = False
+) -> LLM | RemoteModel:
+    """The model that flags ask for, of a server or loaded here; a server is asked to count tokens."""
+    return open_server(args, counts=counts) if is_remote(args) else open_llm(args, observer)
+
+
+def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
+    """Load the model the flags ask for; torch is imported here and not before."""
+    knobs = flags.knobs_from(args)
+    EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
+    with importing():
+        from infer.frontend.llm import LLM
+
+    return LLM(**knobs, show_progress=True, observer=observer)
+
+
+def _add_form_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags; at most one may be given."""
+    group = parser.add_argument_group("form of the answer, one of these")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", metavar="FILE|JSON", help="JSON that this schema allows")
+    one.add_argument(
+        "--regex", metavar="PATTERN", help="text that this regular expression matches as a whole"
+    )
+    one.add_argument(
+        "--choice", metavar="TEXT", action="append", help="this text, or that of another --choice"
+    )
+    one.add_argument(
+        "--grammar",
+        metavar="FILE",
+        type=Path,
+        help="text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
+    )
+
+
+def form_from(args: argparse.Namespace) -> Structured | None:
+    """The constraint that flags ask for, checked; None where they ask for none."""
+    if args.json_schema is not None:
+        given: str = args.json_schema
+        text = given if given.lstrip().startswith("{") else _read("--json-schema", Path(given))
+        return Structured.json_schema(text, param="--json-schema")
+    if args.regex is not None:
+        return Structured.regex(args.regex, param="--regex")
+    if args.choice is not None:
+        return Structured.choice(args.choice, param="--choice")
+    if args.grammar is not None:
+        return Structured.grammar(_read("--grammar", args.grammar), param="--grammar")
+    return None
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path} is not UTF-8: {error}") from None
