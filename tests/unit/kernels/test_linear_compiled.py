@@ -110,7 +110,7 @@ def test_all_that_a_model_asks_for_is_compiled_once(compiled: list[dict[str, int
     )  # fmt: skip
     assert {d["MT"] for d in compiled} == {1}
     assert linears.pdl.ready == {
-        (1, matrix.N, matrix.K, bool(matrix.activation)): choose_config(
+        (1, matrix.N, matrix.K, bool(matrix.activation), None): choose_config(
             8, matrix.N, matrix.K, gated=bool(matrix.activation)
         )
         for matrix in MATRICES
@@ -159,7 +159,7 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
 
 def test_what_was_loaded_is_used_where_it_fits() -> None:
     linears = CompiledLinears(CPU)
-    linears.pdl.ready[1, 64, 128, False] = CONFIG
+    linears.pdl.ready[1, 64, 128, False, None] = CONFIG
     x, w = torch.zeros(8, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def config(x: torch.Tensor, w: torch.Tensor = w, *, gated: bool = False) -> object:
@@ -188,7 +188,7 @@ def test_either_kernel_may_add_for_the_other(monkeypatch: pytest.MonkeyPatch) ->
     def can_add() -> bool:
         return linear_small.can_add(x, many, few, gated=False, compiled=linears)
 
-    writer, reader = (1, 8192, 64, False), (1, 64, 8192, False)
+    writer, reader = (1, 8192, 64, False, None), (1, 64, 8192, False, None)
     ready[writer] = PdlConfig(2, 8)  # 256 parts
     assert can_add()
     ready[writer] = PdlConfig(1, 8)
@@ -271,7 +271,7 @@ def test_each_kernel_is_loaded_for_what_it_is_good_at(compiled: list[dict[str, i
     linears.load()
 
     def shapes(kernel: Any) -> set[tuple[int, int]]:
-        return {(N, K) for _, N, K, _ in kernel.ready}
+        return {(N, K) for _, N, K, *_ in kernel.ready}
 
     layers = {(matrix.N, matrix.K) for matrix in MATRICES}
     assert shapes(linears.pdl) == layers

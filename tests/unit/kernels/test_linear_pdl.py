@@ -104,7 +104,7 @@ def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatc
     first, second, third = random(D, K, scale=0.05), random(2 * 40, D, scale=0.05), random(40, D, scale=0.05)
     shapes = [(D, K, False), (40, D, True), (40, D, False)]
     compiled = CompiledLinears(x.device)
-    compiled.pdl.ready.update({(1, *shape): FOUR_WARPS for shape in shapes})
+    compiled.pdl.ready.update({(1, *shape, None): FOUR_WARPS for shape in shapes})
     monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
     assert_near(linear(x, first, compiled=compiled), F.linear(x.double(), first.double()))
     assert can_add(x, first, second, gated=True, compiled=compiled) and can_add(

@@ -98,6 +98,14 @@ class CodedWeights:
         )
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, as of the matrix that it stands for."""
+        return self.num_rows, self.size
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
     def num_bytes(self) -> int:
         """The memory of all three."""
         tensors = [self.codes, self.scales, *([] if self.minima is None else [self.minima])]

@@ -8,6 +8,7 @@ of them stay Triton's.
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
     65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
+    1 to 64, to 128     matrices of coded weights, of layers and head                           wgmma.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -20,6 +21,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import Matrix, is_for
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.wgmma import WgmmaConfig
@@ -32,34 +34,43 @@ class CompiledLinears:
         self.device, self._enabled = device, enabled and is_for(device)
         self.pdl, self.wgmma = pdl.make_kernel(), wgmma.make_kernel(wgmma.TOKENS)
         self.wgmma_more = wgmma.make_kernel(wgmma.MORE_TOKENS)
-        self._kernels = (self.pdl, self.wgmma, self.wgmma_more)
+        self.coded = wgmma.make_kernel(wgmma.CODED_TOKENS, coded=True)
+        self.coded_more = wgmma.make_kernel(wgmma.MORE_TOKENS, coded=True)
+        self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded, self.coded_more)
+        self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
 
     def want(self, matrix: Matrix, *, is_head: bool = False) -> None:
         """Note a matrix of the model: of its layers, or its head, which the layers do not wait for."""
-        if self._enabled:
+        if self._enabled and matrix.form is not None:
+            self._coded[matrix] = None
+        elif self._enabled:
             (self._heads if is_head else self._layers)[matrix] = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether there is a matrix of a layer to compile for."""
-        return bool(self._layers)
+        return bool(self._layers or self._coded)
 
     def compile(self) -> None:
         """Compile what `load` will load, and touch no GPU."""
         self.pdl.compile(self._of_pdl())
         self.wgmma.compile(self._of_wgmma())
         self.wgmma_more.compile(self._of_wgmma_more())
+        self.coded.compile(list(self._coded))
+        self.coded_more.compile(list(self._coded))
 
     def load(self) -> None:
         """Compile and load all that was wanted; until then no step may run."""
         self.pdl.load(self._of_pdl(), self.device)
         self.wgmma.load(self._of_wgmma(), self.device)
         self.wgmma_more.load(self._of_wgmma_more(), self.device)
+        self.coded.load(list(self._coded), self.device)
+        self.coded_more.load(list(self._coded), self.device)
 
     def find(
-        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool
+        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
     ) -> PdlConfig | WgmmaConfig | None:
         """How a product is cut that runs in CUDA C++; None: it is Triton's or cuBLAS's."""
         for kernel in self._kernels:

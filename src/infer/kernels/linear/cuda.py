@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear/linear.cuh counts them
 
 Defines = tuple[tuple[str, int], ...]
-Shape = tuple[int, int, int, bool]  # bucket of tokens, N, K, gated
+Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, gated, form of weights
 Config = TypeVar("Config")
 
 NUM_SMS = 132  # of an H100 or H200, which the cuts of matrices are made for
@@ -48,6 +49,7 @@ class Matrix(NamedTuple):
     bias: bool = False
     reads: bool = False  # a `ResidualSum`, in its prologue
     writes: bool = False  # a `ResidualSum`, in its epilogue
+    form: CodedForm | None = None  # of coded weights
 
 
 @dataclass(slots=True)
@@ -63,12 +65,15 @@ class CudaLinear(Generic[Config]):
     load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, with PDL
     ready: dict[Shape, Config] = field(default_factory=dict)
 
-    def find(self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool) -> Config | None:
+    def find(
+        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
+    ) -> Config | None:
         """How a matrix that was loaded is cut; None: this product is not for this kernel."""
         M = x_MX.shape[0]
         if M not in self.tokens or not self.ready:
             return None
-        config = self.ready.get((self.bucket(M), N, K, gated))
+        form = w.form if isinstance(w, CodedWeights) else None
+        config = self.ready.get((self.bucket(M), N, K, gated, form))
         return config if config and are_pieces(x_MX, w) else None
 
     def compile(self, matrices: Sequence[Matrix]) -> None:
@@ -116,7 +121,7 @@ class CudaLinear(Generic[Config]):
                 if config is None:
                     logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
                     return None
-                chosen[bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
+                chosen[bucket, matrix.N, matrix.K, bool(matrix.activation), matrix.form] = config
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
         return (chosen, list(variants)) if chosen else None
 
@@ -126,13 +131,14 @@ class CudaLinear(Generic[Config]):
                 yield self.defines(config, matrix, bucket, adds, parts)
 
 
-def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
+def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
     """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
+    stored = w.codes if isinstance(w, CodedWeights) else w
     return (
         x_MX.dtype is torch.bfloat16
-        and w.is_contiguous()
+        and stored.is_contiguous()
         and x_MX.stride(1) == 1
-        and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or w.data_ptr() % 16)
+        and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or stored.data_ptr() % 16)
     )
 
 
@@ -156,15 +162,16 @@ class OuterArguments(NamedTuple):
 
 
 def outer_arguments(
-    x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
+    x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
     """Check that the kernels can read these tensors; an address stands in for what a product has not."""
-    assert w.shape[1] == x_MK.shape[1] and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
-    assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1, (x_MK.dtype, w.dtype, x_MK.stride())
-    is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16)
-    assert is_aligned, f"pieces of 16 bytes: {x_MK.stride()}"
+    stored = w.codes if isinstance(w, CodedWeights) else w
+    assert w.shape[1] == x_MK.shape[1] and stored.is_contiguous(), f"{w.shape} and {x_MK.shape}"
+    assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)
+    is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or stored.data_ptr() % 16)
+    assert is_aligned and x_MK.stride(1) == 1, f"pieces of 16 bytes: {x_MK.stride()}"
     bias_N, _, add, prologue, _ = epilogue
-    residual, gain, total, offset = x_MK, w, y_MN, 0.0
+    residual, gain, total, offset = x_MK, x_MK, y_MN, 0.0
     squares = y_MN if prologue is None else prologue.squares_PM
     if add is not None:
         (residual, gain, offset), (total, _, squares) = add

@@ -54,6 +54,7 @@ import torch.nn.functional as F
 from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.residual import Epilogue, ResidualInput, ResidualSum
@@ -280,7 +281,7 @@ def _plan(
 def launch(
     plan: Plan,
     x_MK: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | CodedWeights,
     *,
     bias_N: torch.Tensor | None = None,
     activation: str = "",
@@ -294,6 +295,7 @@ def launch(
         assert norm is None, "tensor cores take what `linear_add` has left"
         _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation))
         return y_MN
+    assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
     M, K = _check_product(x_MK, w)
     residual = x_MK if norm is None or norm.residual is None else norm.residual
     gemv_kernel[(-(-N // plan.block_n),)](
@@ -314,7 +316,7 @@ def launch_add(
     plan: TilePlan,
     stream: ResidualInput,
     x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
+    w_NK: torch.Tensor | CodedWeights,
     bias_N: torch.Tensor | None = None,
 ) -> ResidualSum:
     """Run the kernel with the addition in its epilogue."""
@@ -330,7 +332,7 @@ def launch_add(
 def launch_of_sum(
     plan: TilePlan,
     total: ResidualSum,
-    w: torch.Tensor,
+    w: torch.Tensor | CodedWeights,
     *,
     eps: float,
     bias_N: torch.Tensor | None = None,
@@ -345,14 +347,15 @@ def launch_of_sum(
 
 
 def _launch_tiles(
-    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
+    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> None:
     """Launch a linear as planned: Triton's kernel or one of those in CUDA C++."""
-    if isinstance(plan, PdlConfig):
-        pdl.launch(plan, x_MK, w, y_MN, epilogue)
-        return
     if isinstance(plan, WgmmaConfig):
         wgmma.launch(plan, x_MK, w, y_MN, epilogue)
+        return
+    assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
+    if isinstance(plan, PdlConfig):
+        pdl.launch(plan, x_MK, w, y_MN, epilogue)
         return
     bias_N, activation, add, prologue, eps = epilogue
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]

@@ -36,7 +36,15 @@
        ROWS                   of W, of a gated layer half of them the gate's and half `up`'s
        STAGES, SPLIT          as above
        BLOCKS                 to an SM
-   N and K are arguments: one kernel serves all matrices that are cut alike. */
+   N and K are arguments: one kernel serves all matrices that are cut alike.
+
+   With WEIGHTS, W comes in codes of 8 or 4 bits, a stage has 128 columns of them (linear/coded.py has the layout), and
+   lanes of the loading warp bring 32 rows each. A lane of a warpgroup unpacks what is its own (coded.cuh) and multiplies
+   from registers. The sums of a group of columns are multiplied with its scale in float32, and added up:
+
+       GROUP                  columns that share a scale; 0: a row has one, applied at the end
+       MINIMA                 sums += minimum * sum of x, which is a product with ones
+       SCALE_ROWS             rows that share a scale, 1 or 128 */
 
 #ifndef __cluster_dims__
 #define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
@@ -47,14 +55,31 @@
 
 typedef unsigned int u32;
 
+#ifndef WEIGHTS
+#define WEIGHTS 0
+#endif
+
+enum Weights { AS_TOKENS, FP8, INT8, INT4 };
+constexpr bool CODED = WEIGHTS != AS_TOKENS;
+constexpr int BITS = WEIGHTS == AS_TOKENS ? 16 : WEIGHTS == INT4 ? 4 : 8;
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int WARPS = ROWS / 16;  // that multiply
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 
-constexpr int CHUNK = 64;  // columns of a stage: 128 bytes
-constexpr int W_BYTES = ROWS * CHUNK * 2, X_BYTES = TOKENS * CHUNK * 2;
+constexpr int BOX = 64, CHUNK = CODED ? 128 : BOX;  // columns of a box, 128 bytes, and of a stage
+constexpr int W_BYTES = ROWS * CHUNK * BITS / 8, X_BYTES = TOKENS * CHUNK * 2;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+
+#if WEIGHTS
+constexpr int BAND_ROWS = 32, BANDS = ROWS / BAND_ROWS, BAND_BYTES = W_BYTES / BANDS;
+constexpr int SPAN = GROUP == 0 || GROUP > CHUNK ? CHUNK : GROUP, SPANS = CHUNK / SPAN;  // columns under one scale
+constexpr int NUM_SCALES = GROUP && SCALE_ROWS == 1 ? ROWS * SPANS : 0;                  // of a stage
+constexpr int NUM_SUMS = TOKENS / 2;
+constexpr int KEPT = SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups whose sums are kept apart
+#else
+constexpr int BANDS = 1, NUM_SCALES = 0, MINIMA = 0;
+#endif
 
 constexpr int OWN = (TOKENS + SPLIT - 1) / SPLIT;  // tokens that this block finishes
 constexpr int OWN_OF_WARP = (OWN + WARPS - 1) / WARPS;
@@ -65,15 +90,21 @@ constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 1
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
 static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
-static_assert(TOKENS % 16 == 0 && TOKENS <= 128, "one instruction for all tokens");
+static_assert(TOKENS % 8 == 0 && TOKENS <= 128, "one instruction for all tokens");
 static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the stream, and has no bias");
 
 #include "linear.cuh"
 #include "wgmma.cuh"
+#if WEIGHTS
+#include "coded.cuh"
+#endif
 
 struct Shared {
     union {
-        alignas(1024) char stages[STAGES][STAGE_BYTES];
+        struct {
+            alignas(1024) char stages[STAGES][STAGE_BYTES];
+            alignas(16) float scales[STAGES][NUM_SCALES ? NUM_SCALES * (1 + MINIMA) : 1];
+        };
         float sums[TOKENS][PITCH];
     };
     u64 full[STAGES], empty[STAGES];
@@ -82,7 +113,13 @@ struct Shared {
 
 // grid: SPLIT blocks for each tile.
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS) linear_wgmma(
+#if WEIGHTS
+    const char* __restrict__ codes,     // [N / 32][K / 128][bytes of a band]; when gated, of 2N rows
+    const float* __restrict__ scales,   // [N / 32][groups][32], or [N / 32][groups]
+    const float* __restrict__ minima,   // the same
+#else
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
+#endif
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of TOKENS
     const char* __restrict__ bias,            // [N]
     char* __restrict__ y,                     // [M, N]; with ADDS, r * gain
@@ -99,29 +136,57 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const int first_chunk = split * num_chunks / SPLIT;
     const int count = (split + 1) * num_chunks / SPLIT - first_chunk;
     const int num_ahead = min(count, STAGES);
-    const bool is_loader = threadIdx.x == 32 * WARPS;
+    const bool is_loader = warp == WARPS && lane < BANDS;
 
+#if WEIGHTS
+    const int num_groups = GROUP == 0 ? 1 : GROUP > CHUNK ? (num_chunks * CHUNK + GROUP - 1) / GROUP : num_chunks * SPANS;
+    auto group_of = [&](int chunk) { return GROUP > CHUNK ? chunk * CHUNK / GROUP : chunk * SPANS; };
+    auto band_of = [&](int band) {  // where the band-th of this tile is; past the end, the last
+        constexpr int OUT_BANDS = OUT_ROWS / BAND_ROWS;
+        const int num_bands = (N + BAND_ROWS - 1) / BAND_ROWS;
+        return (long long)(min(tile * OUT_BANDS + band % OUT_BANDS, num_bands - 1) + band / OUT_BANDS * num_bands);
+    };
+    const long long loaded_band = band_of(lane % BANDS);
+#endif
     auto load_weights_of = [&](int i) {
         u64* full = &shared.full[i % STAGES];
         char* to = shared.stages[i % STAGES];
+#if WEIGHTS
+        const int chunk = first_chunk + i;
+        if (lane == 0) expect_bytes(full, STAGE_BYTES + NUM_SCALES * (1 + MINIMA) * 4);
+        copy_bytes(to + lane * BAND_BYTES, codes + (loaded_band * num_chunks + chunk) * BAND_BYTES, BAND_BYTES, full);
+        if (NUM_SCALES) {
+            constexpr int COUNT = SPANS * BAND_ROWS;
+            float* scales_to = shared.scales[i % STAGES] + lane * COUNT;
+            const long long from = (loaded_band * num_groups + group_of(chunk)) * BAND_ROWS;
+            copy_bytes(scales_to, scales + from, COUNT * 4, full);
+            if (MINIMA) copy_bytes(scales_to + NUM_SCALES, minima + from, COUNT * 4, full);
+        }
+#else
         const int column = (first_chunk + i) * CHUNK;
         expect_bytes(full, STAGE_BYTES);
         copy_box(to, w_map, tile * OUT_ROWS, column, full, READ_ONCE);
         if (GATED) copy_box(to + W_BYTES / 2, w_map, N + tile * OUT_ROWS, column, full, READ_ONCE);
+#endif
     };
     auto load_tokens_of = [&](int i) {
         char* to = shared.stages[i % STAGES] + W_BYTES;
-        copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
+        for (int box = lane; box < CHUNK / BOX; box += BANDS)
+            copy_box(to + box * (TOKENS * BOX * 2), x_map, 0, (first_chunk + i) * CHUNK + box * BOX,
+                     &shared.full[i % STAGES], READ_AGAIN);
     };
 
     // -- weights, before the wait
 
-    if (is_loader) {
+    if (threadIdx.x == 32 * WARPS) {
         for (int s = 0; s < STAGES; ++s) {
             make_barrier(&shared.full[s], 1);
             make_barrier(&shared.empty[s], WARPS);
         }
         publish_barriers();
+    }
+    if (CODED && warp == WARPS) __syncwarp();
+    if (is_loader) {
         for (int i = 0; i < num_ahead; ++i) load_weights_of(i);
         fetch_map(x_map);
         if (count <= STAGES) let_next_kernel_start();
@@ -168,6 +233,114 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
         // -- the product
 
+#if WEIGHTS
+        const Pairs all_one = {{OF_ONE, OF_ONE, OF_ONE, OF_ONE}};
+        float sums[NUM_SUMS], products[KEPT][NUM_SUMS], ones[MINIMA ? KEPT : 1][NUM_SUMS];
+        auto clear = [](float* values) {
+#pragma unroll
+            for (int j = 0; j < NUM_SUMS; ++j) values[j] = 0.0f;
+        };
+        clear(sums);
+        for (int j = 0; j < KEPT; ++j) {
+            clear(products[j]);
+            if (MINIMA) clear(ones[j]);
+        }
+        const long long band = band_of(warp / 2);
+        const int row_of_band = warp % 2 * 16 + lane / 4;
+        auto own_scales = [&](int i, u32* words) {  // of all rows of a band, or of a whole row
+            const float* at = scales + band * num_groups;
+            if (GROUP) {
+                words[0] = words[1] = __float_as_uint(load_scale(at + group_of(first_chunk + i)));
+            } else {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) words[r] = __float_as_uint(load_scale(scales + band * BAND_ROWS + row_of_band + 8 * r));
+            }
+        };
+        u32 words[SPANS][2], next[2] = {0, 0};
+        if (!NUM_SCALES) own_scales(0, GROUP ? next : words[0]);
+        auto add_up = [&](int span, int kept, const float* least) {
+            const float scale[2] = {scale_of(words[span][0]), scale_of(words[span][1])};
+#pragma unroll
+            for (int j = 0; j < NUM_SUMS; ++j) {
+                sums[j] += scale[j / 2 % 2] * products[kept][j];
+                if (MINIMA) sums[j] += least[j / 2 % 2] * ones[kept][j];
+            }
+        };
+        for (int i = 0; i < count; ++i) {
+            const char* stage = shared.stages[i % STAGES];
+            if (GROUP && !NUM_SCALES) {
+                words[0][0] = words[0][1] = next[0];
+                if (i + 1 < count) own_scales(i + 1, next);
+            }
+            wait_until(&shared.full[i % STAGES], i / STAGES & 1);
+            float least[SPANS][2];
+            if (NUM_SCALES) {
+                const float* at = shared.scales[i % STAGES] + warp / 2 * (SPANS * BAND_ROWS) + row_of_band;
+#pragma unroll
+                for (int span = 0; span < SPANS; ++span)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        words[span][r] = __float_as_uint(at[span * BAND_ROWS + 8 * r]);
+                        if (MINIMA) least[span][r] = at[NUM_SCALES + span * BAND_ROWS + 8 * r];
+                    }
+            }
+            Pairs w[CHUNK / 16];
+#pragma unroll
+            for (int box = 0; box < CHUNK / BOX; ++box) {
+                constexpr int BLOCK_BYTES = 16 * BOX * BITS / 8, PIECES = BITS / 4;
+                const char* at = stage + warp / 2 * BAND_BYTES + (box * 2 + warp % 2) * BLOCK_BYTES + lane * 16;
+                Piece pieces[PIECES];
+#pragma unroll
+                for (int j = 0; j < PIECES; ++j) pieces[j] = load_codes(at + j * 512);
+#pragma unroll
+                for (int step = 0; step < 4; ++step)
+                    w[box * 4 + step] = pairs_of(pieces, step, words[(box * 4 + step) * 16 / SPAN]);
+                const u64 x = operand(stage + W_BYTES + box * (TOKENS * BOX * 2));
+                begin_products();
+#pragma unroll
+                for (int step = 0; step < 4; ++step) {
+                    const int column = box * BOX + step * 16, span = column / SPAN, kept = span % KEPT;
+                    const bool is_first = GROUP && column % SPAN == 0;
+                    add_product<TOKENS>(products[kept], w[box * 4 + step], x + step * 2, is_first);
+                    if (MINIMA) add_product<TOKENS>(ones[kept], all_one, x + step * 2, is_first);
+                    if (GROUP && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one at a time
+                        end_products();
+                        wait_for_products<0>();
+                        take<NUM_SUMS>(products[0]);
+                        if (MINIMA) take<NUM_SUMS>(ones[0]);
+                        add_up(span, 0, least[span]);
+                        begin_products();
+                    }
+                }
+                end_products();
+                if (!GROUP) {
+                    wait_for_products<1>();  // of the columns before
+                    if (box == 0 && i > 0 && lane == 0) arrive(&shared.empty[(i - 1) % STAGES]);
+                }
+            }
+            if (GROUP) {
+                wait_for_products<0>();
+                if (lane == 0) arrive(&shared.empty[i % STAGES]);
+                if (KEPT == SPANS) {
+#pragma unroll
+                    for (int span = 0; span < SPANS; ++span) {
+                        take<NUM_SUMS>(products[span]);
+                        if (MINIMA) take<NUM_SUMS>(ones[span]);
+                        add_up(span, span, least[span]);
+                    }
+                }
+            }
+        }
+        wait_for_products<0>();
+        if (!GROUP) {
+            take<NUM_SUMS>(products[0]);
+            if (MINIMA) take<NUM_SUMS>(ones[0]);
+            float least[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) least[r] = MINIMA ? load_scale(minima + band * BAND_ROWS + row_of_band + 8 * r) : 0.0f;
+            add_up(0, 0, least);
+        }
+#else
         const int group = warp / 4;
         float sums[TOKENS / 2];
 #pragma unroll
@@ -185,6 +358,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             if (i > 0 && lane == 0) arrive(&shared.empty[(i - 1) % STAGES]);
         }
         wait_for_products<0>();
+#endif
 
         // -- the sums, to where any thread can read them
 

@@ -19,6 +19,9 @@ Clusters of more than two blocks do not find room everywhere: of four, 30 run at
 each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some with 80 to 128, in
 steps of three models.
 
+Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on, with
+cuts of their own: there are fewer bytes to wait for, so more blocks share an SM.
+
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
 
@@ -26,12 +29,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infer.kernels.linear.coded import BAND, PADDED_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
     NUM_SMS,
     CudaLinear,
@@ -63,14 +67,17 @@ SOURCE = Path(__file__).with_name("wgmma.cu")
 _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
 TOKENS = range(2, 65)  # one token needs no tensor cores
 MORE_TOKENS = range(65, MAX_TOKENS + 1)
-_TYPES = (
-    TensorMap,
+CODED_TOKENS = range(1, 65)
+_OUTER_TYPES = (
     TensorMap,
     *(ctypes.c_void_p,) * 6,
     ctypes.c_longlong,
     *(ctypes.c_int,) * 4,
     *(ctypes.c_float,) * 2,
 )
+_TYPES = (TensorMap, *_OUTER_TYPES)
+_CODED_TYPES = (*(ctypes.c_void_p,) * 3, *_OUTER_TYPES)
+_WEIGHTS = ("", "fp8", "int8", "int4")  # as wgmma.cu counts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class WgmmaConfig:
     stages: int
     split: int = 1  # blocks that split K
     blocks: int = 1  # that an SM holds
+    form: CodedForm | None = None  # of coded weights
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
         """How many tiles the N outputs of a matrix are cut into."""
@@ -107,15 +115,29 @@ class WgmmaConfig:
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
-        stages = self.stages * (self.rows + self.width) * _CHUNK * 2
+        stages = self.stages * stage_bytes(self.rows, self.width, self.form)
         sums = self.width * (self.rows + 4) * 4
         barriers, squares = 16 * self.stages, 3 * 8 * -(-self.width // self.split)
         return max(stages, sums) + barriers + squares + 2 * 1024
 
 
+def stage_bytes(rows: int, width: int, form: CodedForm | None) -> int:
+    """What a stage holds: so many columns of W and of x, and the scales of them."""
+    if form is None:
+        return (rows + width) * _CHUNK * 2
+    scales = rows * 4 * (1 + form.has_minima) if form.group and form.scale_rows == 1 else 0
+    spans = max(1, PADDED_COLUMNS // form.group) if form.group else 1
+    return rows * PADDED_COLUMNS * form.bits // 8 + width * PADDED_COLUMNS * 2 + spans * scales
+
+
 def token_width(num_tokens: int) -> int:
     """The tokens of a block that multiplies this many."""
     return next(width for width in _WIDTHS if num_tokens <= width)
+
+
+def coded_width(num_tokens: int) -> int:
+    """The same for coded weights."""
+    return 8 if num_tokens <= 8 else token_width(num_tokens)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,11 +173,38 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
             rows = min(one_round)
         else:
             rows, blocks = (64, 3) if width <= 32 else (128, 2 if width <= 64 else 1)
-    stages = -(-num_chunks // split)
-    room = _SHARED_BYTES // blocks - _RESERVED_BYTES
-    while stages > 1 and WgmmaConfig(width, rows, stages, split, blocks).shared_bytes > room:
-        stages -= 1
-    return WgmmaConfig(width, rows, stages, split, blocks)
+    return _with_stages(WgmmaConfig(width, rows, -(-num_chunks // split), split, blocks))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig | None:
+    """The cut of a matrix of coded weights; None: this kernel is not for it."""
+    if (
+        not 0 < M <= MAX_TOKENS
+        or N % (BAND if gated else 8)
+        or K % 8
+        or (form.has_minima and M > _MAX_NARROW)
+    ):
+        return None
+    width, num_chunks = coded_width(M), -(-K // PADDED_COLUMNS)
+    num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128)}
+    rows = 128 if num_tiles[128] >= NUM_SMS // 2 else 64
+    blocks = 2 if width <= 64 else 1
+    splits = [
+        split
+        for split in (1, 2, 4)
+        if num_tiles[rows] * split <= NUM_SMS * blocks and num_chunks >= split * _MIN_CHUNKS
+    ]
+    split = max(splits, default=1)
+    return _with_stages(WgmmaConfig(width, rows, -(-num_chunks // split), split, blocks, form))
+
+
+def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
+    """As many stages as there is room for."""
+    room = _SHARED_BYTES // config.blocks - _RESERVED_BYTES
+    while config.stages > 1 and config.shared_bytes > room:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def defines_of(
@@ -167,6 +216,17 @@ def defines_of(
     parts: bool = False,
 ) -> Defines:
     """The constants a kernel is compiled with."""
+    form = config.form
+    coded = (
+        ()
+        if form is None
+        else (
+            ("WEIGHTS", _WEIGHTS.index(form.codes)),
+            ("GROUP", form.group),
+            ("MINIMA", int(form.has_minima)),
+            ("SCALE_ROWS", form.scale_rows),
+        )
+    )
     return (
         ("IS_BFLOAT16", int(dtype is torch.bfloat16)),
         ("TOKENS", config.width),
@@ -174,12 +234,17 @@ def defines_of(
         ("STAGES", config.stages),
         ("SPLIT", config.split),
         ("BLOCKS", config.blocks),
+        *coded,
         *outer_defines(activation, bias, adds, parts),
     )
 
 
 def launch(
-    config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
+    config: WgmmaConfig,
+    x_MK: torch.Tensor,
+    w: torch.Tensor | CodedWeights,
+    y_MN: torch.Tensor,
+    epilogue: Epilogue,
 ) -> None:
     """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
@@ -189,9 +254,15 @@ def launch(
         x_MK.get_device(), dispatch.PDL, config, x_MK.dtype, epilogue.activation,
         epilogue.bias_N is not None, epilogue.add is not None, epilogue.prologue is not None,
     )  # fmt: skip
+    weights: tuple[Boxes | int, ...]
+    if isinstance(w, CodedWeights):
+        assert w.form == config.form, f"{w.form} with {config}"
+        weights = (w.codes.data_ptr(), w.scales.data_ptr(), 0 if w.minima is None else w.minima.data_ptr())
+    else:
+        weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     kernel(
         config.num_blocks(N, gated=gated),
-        Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),
+        *weights,
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
     )  # fmt: skip
@@ -206,24 +277,35 @@ def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
 @functools.cache
 def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     encoder()  # without one, nothing of this can be launched
-    known = dict(defines)
-    config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
+    config = _config_of(dict(defines))
+    types = _TYPES if config.form is None else _CODED_TYPES
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         return kernels.prepare(
-            "linear_wgmma", config.num_threads, _TYPES,
+            "linear_wgmma", config.num_threads, types,
             pdl=with_pdl, shared_bytes=config.shared_bytes,
         )  # fmt: skip
 
 
+def _config_of(known: dict[str, int]) -> WgmmaConfig:
+    form = None
+    if code := known.get("WEIGHTS"):
+        form = CodedForm(_WEIGHTS[code], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
+    return WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")), form)
+
+
 def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
-    return choose_config(num_tokens, matrix.N, matrix.K, gated=bool(matrix.activation))
+    gated = bool(matrix.activation)
+    if matrix.form is not None:
+        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated)
+    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated)
 
 
 def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def make_kernel(tokens: range) -> CudaLinear[WgmmaConfig]:
+def make_kernel(tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig]:
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
-    return CudaLinear(SOURCE, _ARCH, tokens, token_width, _choose, _defines, lambda *variant: _load(*variant))
+    width = coded_width if coded else token_width
+    return CudaLinear(SOURCE, _ARCH, tokens, width, _choose, _defines, lambda *variant: _load(*variant))

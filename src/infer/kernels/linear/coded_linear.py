@@ -1,0 +1,156 @@
+"""Products with coded weights (coded.py): which kernel runs, for how many tokens.
+
+    up to 128 tokens on Hopper    one kernel with prologue and epilogue, as dense weights have  wgmma.cu
+    up to 128 elsewhere           unpacked tile by tile                                       coded_triton.py
+    above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
+                                  and the library multiplies on FP8 matrix units
+    above                         W is unpacked to the type of x, and the library multiplies
+    CPU                           the specification, in float32
+
+Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
+from infer.kernels.linear.coded import PADDED_COLUMNS, CodedWeights, padded
+from infer.kernels.linear.coded_triton import (
+    coded_skinny_kernel,
+    expand_kernel,
+    lookup_kernel,
+    quantize_rows_kernel,
+)
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.small import launch
+from infer.kernels.linear.triton_configs import MAX_SMALL_M
+from infer.kernels.linear.wgmma import WgmmaConfig
+from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
+
+_EXPAND_CHUNKS = 4  # of 64 columns: a program's
+_FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
+
+
+def coded_linear_reference(
+    x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The specification: float32 numbers, and a product of float32."""
+    y_MN = F.linear(x_MK.float(), w.dequantized())
+    return (y_MN if bias_N is None else y_MN + bias_N).to(x_MK.dtype)
+
+
+def plan_of(
+    x_MX: torch.Tensor, w: CodedWeights, *, gated: bool, compiled: CompiledLinears | None
+) -> WgmmaConfig | None:
+    """How the kernel in CUDA C++ is cut for as many tokens as `x_MX` has; None: another one multiplies."""
+    if compiled is None or x_MX.dim() != 2:
+        return None
+    N = w.num_rows // 2 if gated else w.num_rows
+    plan = compiled.find(x_MX, w, N, w.size, gated=gated)
+    assert plan is None or isinstance(plan, WgmmaConfig)
+    return plan
+
+
+def coded_linear(
+    x_MK: torch.Tensor,
+    w: CodedWeights,
+    bias_N: torch.Tensor | None = None,
+    *,
+    activation: str = "",
+    compiled: CompiledLinears | None = None,
+) -> torch.Tensor:
+    """The product of every row of `x_MK` with every row of W; with an activation, of gate and up, gated."""
+    if activation:
+        find_activation(activation)
+    gated = bool(activation) and bias_N is None
+    if (plan := plan_of(x_MK, w, gated=gated, compiled=compiled)) is not None:
+        y_MN = launch(plan, x_MK, w, bias_N=bias_N, activation=activation if gated else "")
+        return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
+    if not use_triton(x_MK):
+        y_MN = coded_linear_reference(x_MK, w, bias_N)
+    elif len(x_MK) <= MAX_SMALL_M and x_MK.element_size() == 2:
+        y_MN = _multiply_few(x_MK, w, bias_N)
+    elif _has_fp8_units(x_MK, w):
+        y_MN = _multiply_in_fp8(x_MK, w, bias_N)
+    else:
+        y_MN = F.linear(x_MK, expand(w, x_MK.dtype), bias_N)
+    return gated_activation(y_MN, activation=activation) if activation else y_MN
+
+
+def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
+    """W as plain rows, [N, K]; in the type of its codes, these alone."""
+    raw = w.form.codes == "fp8" and dtype is torch.float8_e4m3fn
+    out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.codes.device)
+    grid = (len(w.codes), -(-padded(w.size) // (64 * _EXPAND_CHUNKS)))
+    expand_kernel[grid](
+        w.codes, w.scales, w.scales if w.minima is None else w.minima, out_NK, *w.shape,
+        padded(w.size) // 64, w.scales.shape[1], **_constants(w), RAW=raw, CHUNKS=_EXPAND_CHUNKS,
+    )  # fmt: skip
+    return out_NK.view(dtype)
+
+
+def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of W."""
+    if not use_triton(w.codes):
+        return w.dequantized()[ids_T].to(dtype)
+    out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.codes.device)
+    if ids_T.numel():
+        lookup_kernel[(ids_T.numel(), -(-w.size // 512))](
+            ids_T.contiguous(), w.codes, w.scales, w.scales if w.minima is None else w.minima, out_TK, w.size,
+            padded(w.size) // 64, w.scales.shape[1], **_constants(w), BLOCK=512,
+        )  # fmt: skip
+    return out_TK
+
+
+def _constants(w: CodedWeights) -> dict[str, Any]:
+    return {
+        "FORM": w.form.codes,
+        "GROUP": w.form.group,
+        "MINIMA": w.form.has_minima,
+        "BY_BAND": w.form.scale_rows > 1,
+    }
+
+
+def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
+    (M, K), N = x_MK.shape, w.num_rows
+    assert w.size == K and x_MK.stride(1) == 1, (w.shape, x_MK.shape, x_MK.stride())
+    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    block_m = 16 if M <= 16 else 64
+    coded_skinny_kernel[(len(w.codes), -(-M // block_m))](
+        x_MK, w.codes, w.scales, w.scales if w.minima is None else w.minima,
+        x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
+        padded(K) // 64, w.scales.shape[1], **_constants(w), BIAS=bias_N is not None,
+        WIDEN=INTERPRETED, BLOCK_M=block_m, CHUNKS=PADDED_COLUMNS // 64,
+    )  # fmt: skip
+    return y_MN
+
+
+def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
+    """Whether the library multiplies these codes as they are: a scale for each row, sizes of whole pieces."""
+    is_for_rows = w.form.codes == "fp8" and not w.form.group and x_MK.dtype is torch.bfloat16
+    return (
+        is_for_rows and not (w.num_rows % 16 or w.size % 16) and nvidia_capability(x_MK.device) >= _FP8_UNITS
+    )
+
+
+def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in FP8, and a scale for each of them, [M, 1]."""
+    codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scales_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32, device=x_MK.device)
+    quantize_rows_kernel[(len(x_MK),)](
+        x_MK, codes_MK, scales_M1, x_MK.stride(0), x_MK.shape[1], BLOCK=2048, num_warps=8
+    )
+    return codes_MK, scales_M1
+
+
+def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
+    codes_MK, scales_M1 = quantize_rows(x_MK)
+    scales_1N = w.scales.view(1, -1)[:, : w.num_rows]
+    return torch._scaled_mm(
+        codes_MK, expand(w, torch.float8_e4m3fn).t(), scale_a=scales_M1, scale_b=scales_1N,
+        bias=bias_N, out_dtype=x_MK.dtype, use_fast_accum=True,
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""What every way to multiply with coded weights has to give: the numbers that the codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.elementwise.gated_activation import gated_activation_reference
+from infer.kernels.linear.coded_linear import coded_linear, expand, look_up
+from tests.unit.kernels.test_linear_coded import FORMS, Filled
+
+
+class CodedContract:
+    """Run by the interpreter on a CPU, and on a GPU."""
+
+    device: str
+    sizes = [(72, 200)]
+    tokens = [17]
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_rows_are_unpacked_and_looked_up(self, name: str) -> None:
+        for sizes in self.sizes:
+            filled = Filled(name, *sizes, device=self.device)
+            expected = filled.weights.dequantized()
+            torch.testing.assert_close(expand(filled.weights, torch.float32), expected, rtol=1e-6, atol=1e-7)
+            ids = torch.tensor([sizes[0] - 1, 0, 9, 9], device=self.device)
+            rows = look_up(filled.weights, ids, torch.float32)
+            torch.testing.assert_close(rows, expected[ids], rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_products(self, name: str) -> None:
+        for num_rows, size in self.sizes:
+            filled = Filled(name, num_rows, size, device=self.device)
+            for num_tokens in self.tokens:
+                x = torch.randn(num_tokens, 2 * size, device=self.device).bfloat16()[:, :size] * 0.1
+                check_products(filled, x, torch.randn(num_rows, device=self.device).bfloat16())
+
+
+def check_products(filled: Filled, x: torch.Tensor, bias: torch.Tensor, tolerance: float = 2**-7) -> None:
+    """Plain, with a bias, and gated; an error is measured by the sum of what was added."""
+    numbers = filled.numbers.to(x.device)
+    expected = F.linear(x.float(), numbers)
+    bound = tolerance * F.linear(x.float().abs(), numbers.abs()) + 1e-3
+    assert ((coded_linear(x, filled.weights).float() - expected).abs() <= bound).all()
+    biased = coded_linear(x, filled.weights, bias).float()
+    assert ((biased - expected - bias.float()).abs() <= bound + 2**-7 * bias.float().abs()).all()
+    if len(numbers) % 2 == 0:
+        gated = coded_linear(x, filled.weights, activation="silu").float()
+        expected = gated_activation_reference(expected, "silu")
+        assert torch.isclose(gated, expected, rtol=0.05, atol=0.05 * expected.abs().max().item()).all()

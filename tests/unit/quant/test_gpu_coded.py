@@ -1,0 +1,52 @@
+"""The projection of coded weights on a CPU, where its products are the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from infer.kernels.elementwise.gated_activation import gated_activation_reference
+from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.quant.gpu_coded import Coded
+from infer.quant.projection import IN, OUT, Leaf, Neighbours, WeightSpec
+from tests.unit.kernels.test_linear_coded import FORMS, Filled
+
+N, K = 96, 320
+
+
+class InFours(Coded):
+    scheme = "fours"
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        return {"weight": Leaf(torch.float32, (OUT, IN))}
+
+    def coded_form(self) -> CodedForm:
+        return CodedForm("int4", 64)
+
+
+def spec(device: str = "cpu", num_experts: int | None = None) -> WeightSpec:
+    return WeightSpec(N, K, torch.float32, torch.device(device), num_experts=num_experts)
+
+
+def test_products_gates_and_rows_are_of_the_numbers() -> None:
+    for name in FORMS:
+        filled = Filled(name, N, K)
+        projection = InFours(spec(), [filled.weights])
+        projection.prepare(CompiledLinears(torch.device("cpu")), Neighbours(reads_sum=True, writes_sum=True))
+        projection.bias = torch.randn(N)
+        x = torch.randn(2, 5, K)
+        expected = F.linear(x, filled.numbers, projection.bias)
+        torch.testing.assert_close(projection.multiply(x), expected, rtol=1e-5, atol=1e-4)
+        gated = projection.project(x, "silu")
+        torch.testing.assert_close(gated, gated_activation_reference(expected, "silu"), rtol=1e-4, atol=1e-3)
+        assert not projection.reads_sum(x[0], 4, "") and not projection.can_add
+        torch.testing.assert_close(projection.lookup(torch.tensor([3, 95])), filled.numbers[[3, 95]])
+
+
+def test_memory_is_counted_without_having_any() -> None:
+    counted, had = InFours(spec("meta", num_experts=3)), InFours(spec(num_experts=3))
+    assert counted.num_bytes() == had.num_bytes() == 3 * CodedWeights.empty(N, K, "int4", 64).num_bytes
+    assert had.expert(1).tensors["codes_0"] is had.matrices[1].codes
