@@ -17,7 +17,9 @@ of a real vocabulary, which may be smaller than the model's: ids without a token
 
 Runs alternate. The cost is 1 - (tokens per second over those of `free` in the same round), in per cent; the
 cost of a step is its time over that of `free`, less 1. Then the times of one step's work on the host: all
-masks of a step in which every row has one, one consumed id, and the compilation of ordinary schemas.
+masks of a step in which every row has one, one consumed id, and the compilation of ordinary schemas. At last
+where a step of `json` spends its time on the host, in microseconds, in the order of the step (engine.py); of
+`wait` it works on nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +44,13 @@ from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget, open_target
 from infer.engine.engine import Engine
+from infer.engine.requests import RequestTable
+from infer.execution.gpu.runner import MaskedStep
+from infer.execution.runner import LateStep
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
+from infer.scheduling.scheduler import Scheduler
 from infer.structured.compiler import Compiler
 from infer.structured.guide import Guide
 from infer.structured.masks import MaskFiller
@@ -249,6 +255,33 @@ def timed(owner: type, name: str) -> Iterator[list[tuple[float, tuple[Any, ...]]
         yield calls
 
 
+def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -> dict[str, float]:
+    """The microseconds that the parts of a step of `json` take, on average; what is left of it is `rest`."""
+    parts: dict[str, list[tuple[type, str]]] = {
+        "step": [(Engine, "step")],
+        "plan": [(Scheduler, "plan"), (Scheduler, "advance")],
+        "begin": [(type(engine._runner), "begin")],
+        "wait": [(Engine, "_read")],
+        "consume": [(RequestTable, "show_guides")],
+        "fill": [(MaskFiller, "fill")],
+        "sample": [(MaskedStep, "sample"), (LateStep, "sample")],
+        "report": [(Engine, "_conclude")],
+        "jump": [(RequestTable, "jump"), (RequestTable, "jump_all")],
+    }
+    with ExitStack() as stack:
+        calls = {
+            name: [stack.enter_context(timed(owner, method)) for owner, method in methods]
+            for name, methods in parts.items()
+        }
+        made = run(engine, VARIANTS["json"], args.rows, args.tokens, vocab_size)
+    found = {
+        name: sum(seconds for times in lists for seconds, _ in times) / made.num_steps * 1e6
+        for name, lists in calls.items()
+    }
+    step_us = found.pop("step")
+    return {f"host_{name}_us": us for name, us in (found | {"rest": step_us - sum(found.values())}).items()}
+
+
 def num_chars(tokenizer: Tokenizer, outputs: list[list[int]]) -> int:
     """The characters of all outputs; an id without a token has none."""
     return sum(map(len, tokenizer.decode_batch(outputs, skip_special_tokens=False)))
@@ -349,7 +382,7 @@ def measure(target: BenchTarget, text: str, args: argparse.Namespace) -> int:
     token_bytes.prepare()
     host = {"vocabulary_s": time.perf_counter() - start} | compile_times(token_bytes)
     found, times = compare(engine, Tokenizer.from_str(text), args)
-    host |= times
+    host |= times | where_time_goes(engine, args, Tokenizer.from_str(text).get_vocab_size())
     settings = {"rows": args.rows, "prompt_len": PROMPT_LEN, "tokens": args.tokens}
     rows = [make_row(name, ABOUT[name], rounds, settings=settings) for name, rounds in found.items()]
     show(f"{target.loaded.name}, {args.rows} rows on {target.device}", rows)
