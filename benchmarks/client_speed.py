@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infer.bench.processes import fast_loop, run_load
+from infer.bench.load import fast_loop, run_load
 from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from infer.bench.offline import batch, run_once, warm_up
 from infer.bench.repeats import measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
-from infer.bench.resize import fit
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import Workload
+from infer.bench.workloads import Workload, fit
 from infer.config.backends import OPERATIONS, REFERENCE
 from infer.engine.engine import Engine
 from infer.errors import ConfigError, closest

@@ -4,20 +4,37 @@
     open loop      a session starts at its time, however many are still running
 
 Bodies are made before the clock starts, except those that need an answer first. The client's own CPU time
-is part of the result: a client that is busy for most of the run measures itself.
+is part of the result: a client that is busy for most of the run measures itself. One Python process feeds one
+core, so a large load is divided among several:
+
+    parent ──► spawn ──► worker 0: sessions 0, 2, 4 ...     each its own event loop and connections
+                    └──► worker 1: sessions 1, 3, 5 ...     all begin at the same moment of the same clock
+           ◄── a number for every answer, the traces at the end
+
+`perf_counter` is one clock for all processes of a machine, so a moment named by the parent is the same
+moment in all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
 from typing import Any
 
 from infer.bench.metrics import RequestTrace
 from infer.bench.sse_client import Client, Clock, Endpoint
 from infer.bench.workloads import Session, Workload
+from infer.errors import EngineError
+
+STREAMS_PER_PROCESS = 128
+START_S = 1.0  # for all workers to be ready once the last has said so
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,75 +52,7 @@ class LoadResult:
         return any(trace.is_ok and not trace.is_counted for trace in self.traces)
 
 
-class _Run:
-    """Sends the requests of one workload and keeps their traces."""
-
-    def __init__(self, client: Client, workload: Workload, on_done: Callable[[RequestTrace], None]) -> None:
-        self._client = client
-        self._workload = workload
-        self._on_done = on_done
-        self._path = "/v1/chat/completions" if workload.is_chat else "/v1/completions"
-        self._first = [self._message(session, []) for session in workload.sessions]
-        self.traces: list[RequestTrace] = []
-        self.lag_s = 0.0
-        self._started = 0.0
-
-    async def go(self) -> None:
-        """Send all requests and wait for the last answer."""
-        self._started = self._client.clock()
-        if self._workload.arrival.kind == "open":
-            await self._open_loop()
-        else:
-            await self._closed_loop()
-
-    async def _open_loop(self) -> None:
-        order = sorted(range(len(self._first)), key=lambda number: self._workload.sessions[number].start_s)
-        async with asyncio.TaskGroup() as tasks:
-            for number in order:
-                due = self._started + self._workload.sessions[number].start_s
-                wait = due - self._client.clock()
-                if wait > 0:
-                    await asyncio.sleep(wait)
-                self.lag_s = max(self.lag_s, self._client.clock() - due)
-                tasks.create_task(self._session(number))
-
-    async def _closed_loop(self) -> None:
-        numbers = iter(range(len(self._first)))
-
-        async def client() -> None:
-            for number in numbers:
-                await self._session(number)
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._workload.arrival.concurrency or len(self._first)):
-                tasks.create_task(client())
-
-    async def _session(self, number: int) -> None:
-        session = self._workload.sessions[number]
-        answers: list[str] = []
-        for index, _ in enumerate(session.turns):
-            message = self._first[number] if index == 0 else self._message(session, answers)
-            trace = RequestTrace(session=number, turn=index, asked=self._client.clock())
-            has_more = index + 1 < len(session.turns)
-            answers.append(await self._client.ask(message, trace, keeps_text=has_more))
-            self.traces.append(trace)
-            self._on_done(trace)
-            if trace.error is not None:
-                break  # there is nothing to go on from
-
-    def _message(self, session: Session, answers: Sequence[str]) -> bytes:
-        """Return the request of the turn after these answers."""
-        turn = session.turns[len(answers)]
-        prompt: dict[str, Any] = {"prompt": turn.text or tuple(turn.ids)}
-        if self._workload.is_chat:
-            messages = [{"role": "system", "content": session.system}] if session.system else []
-            for said, answer in zip(session.turns, answers, strict=False):
-                messages += [{"role": "user", "content": said.text}, {"role": "assistant", "content": answer}]
-            prompt = {"messages": [*messages, {"role": "user", "content": turn.text}]}
-        else:
-            assert len(session.turns) == 1, "only chats have several turns"
-        endpoint = self._client.endpoint
-        return endpoint.message("POST", self._path, endpoint.body(prompt, turn.max_tokens))
+# -- in this event loop --------------------------------------------------------------------------------
 
 
 async def run_workload(
@@ -111,24 +60,175 @@ async def run_workload(
     workload: Workload,
     *,
     clock: Clock = time.perf_counter,
-    on_done: Callable[[RequestTrace], None] = lambda trace: None,
+    on_done: Callable[[], None] = lambda: None,
     starts_at: float | None = None,
 ) -> LoadResult:
     """Run a workload in this event loop; `starts_at` lets several processes begin together."""
-    client = Client(endpoint, clock)
-    run = _Run(client, workload, on_done)
+    client, traces, lag_s = Client(endpoint, clock), list[RequestTrace](), 0.0
+    sessions = workload.sessions
+    first = [_message(endpoint, workload, session, []) for session in sessions]
+
+    async def hold(numbers: Iterable[int]) -> None:
+        """Ask all turns of some sessions, one after the other."""
+        for number in numbers:
+            session, answers, message = sessions[number], list[str](), first[number]
+            while True:
+                trace = RequestTrace(session=number, turn=len(answers), asked=clock())
+                has_more = len(answers) + 1 < len(session.turns)
+                answers.append(await client.ask(message, trace, keeps_text=has_more))
+                traces.append(trace)
+                on_done()
+                if trace.error is not None or not has_more:  # after an error there is nothing to go on from
+                    break
+                message = _message(endpoint, workload, session, answers)
+
     if starts_at is not None:
         await asyncio.sleep(max(0.0, starts_at - clock()))
     started, cpu_started = clock(), time.process_time()
     try:
-        await run.go()
+        async with asyncio.TaskGroup() as tasks:
+            if workload.arrival.kind == "open":
+                for number in sorted(range(len(sessions)), key=lambda number: sessions[number].start_s):
+                    due = started + sessions[number].start_s
+                    if (early := due - clock()) > 0:
+                        await asyncio.sleep(early)
+                    lag_s = max(lag_s, clock() - due)
+                    tasks.create_task(hold([number]))
+            else:
+                waiting = iter(range(len(sessions)))  # one for all clients: each takes the next
+                for _ in range(workload.arrival.concurrency or len(sessions)):
+                    tasks.create_task(hold(waiting))
     finally:
         client.close()
     seconds, cpu_s = clock() - started, time.process_time() - cpu_started
-    for trace in run.traces:
+    for trace in traces:
         trace.asked -= started
         trace.ended -= started
         trace.chunks = [when - started for when in trace.chunks]
     return LoadResult(
-        traces=run.traces, seconds=seconds, cpu_share=cpu_s / seconds if seconds else 0.0, lag_s=run.lag_s
+        traces=traces, seconds=seconds, cpu_share=cpu_s / seconds if seconds else 0.0, lag_s=lag_s
     )
+
+
+def _message(endpoint: Endpoint, workload: Workload, session: Session, answers: Sequence[str]) -> bytes:
+    """Return the request of the turn after these answers."""
+    turn = session.turns[len(answers)]
+    if not workload.is_chat:
+        assert len(session.turns) == 1, "only chats have several turns"
+        body = endpoint.body({"prompt": turn.text or tuple(turn.ids)}, turn.max_tokens)
+        return endpoint.message("POST", "/v1/completions", body)
+    messages = [{"role": "system", "content": session.system}] if session.system else []
+    for said, answer in zip(session.turns, answers, strict=False):
+        messages += [{"role": "user", "content": said.text}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": turn.text})
+    body = endpoint.body({"messages": messages}, turn.max_tokens)
+    return endpoint.message("POST", "/v1/chat/completions", body)
+
+
+# -- in as many processes as it needs ------------------------------------------------------------------
+
+
+def run_load(
+    endpoint: Endpoint,
+    workload: Workload,
+    *,
+    processes: int | None = None,
+    on_done: Callable[[int], None] = lambda count: None,
+) -> LoadResult:
+    """Run a workload in as many processes as it needs; `on_done` is called with every answer."""
+    concurrency = workload.arrival.concurrency or len(workload.sessions)
+    count = min(processes or num_processes(workload), len(workload.sessions), concurrency)
+    if count == 1:
+        return _run(endpoint, workload, lambda: on_done(1))
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Pipe] = []
+    workers = []
+    try:
+        for part in split(workload, count):
+            mine, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(theirs, endpoint, part), daemon=True)
+            worker.start()
+            theirs.close()
+            pipes.append(mine)
+            workers.append(worker)
+        for pipe in pipes:
+            _receive(pipe)  # ready
+        starts_at = time.perf_counter() + START_S
+        for pipe in pipes:
+            pipe.send(starts_at)
+        return _collect(pipes, on_done)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def num_processes(workload: Workload) -> int:
+    """Return how many client processes a load needs: one for so many streams, at most one per core."""
+    streams = workload.arrival.concurrency or len(workload.sessions)
+    return max(1, min(-(-streams // STREAMS_PER_PROCESS), os.cpu_count() or 1))
+
+
+def split(workload: Workload, count: int) -> list[Workload]:
+    """Return the workload in `count` parts that make the whole when they run side by side."""
+    parts = []
+    for number in range(count):
+        concurrency = workload.arrival.concurrency
+        if concurrency:
+            concurrency = concurrency // count + (number < concurrency % count)
+        arrival = replace(workload.arrival, concurrency=concurrency)
+        parts.append(replace(workload, arrival=arrival, sessions=workload.sessions[number::count]))
+    return [part for part in parts if part.sessions]
+
+
+def _collect(pipes: list[Pipe], on_done: Callable[[int], None]) -> LoadResult:
+    results: list[LoadResult] = []
+    waiting = {pipe: number for number, pipe in enumerate(pipes)}
+    while waiting:
+        for ready in wait(list(waiting)):
+            assert isinstance(ready, Pipe)
+            message = _receive(ready)
+            if isinstance(message, int):
+                on_done(message)
+                continue
+            for trace in message.traces:
+                trace.session = trace.session * len(pipes) + waiting[ready]
+            results.append(message)
+            del waiting[ready]
+    return LoadResult(
+        traces=sorted((t for result in results for t in result.traces), key=lambda trace: trace.asked),
+        seconds=max(result.seconds for result in results),
+        cpu_share=max(result.cpu_share for result in results),
+        lag_s=max(result.lag_s for result in results),
+    )
+
+
+def _receive(pipe: Pipe) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise EngineError("a client process of the benchmark died") from None
+
+
+def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
+    """Run a part of the load in a worker process and send its traces to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    pipe.send("ready")
+    starts_at = pipe.recv()
+    pipe.send(_run(endpoint, workload, lambda: pipe.send(1), starts_at))
+
+
+def _run(
+    endpoint: Endpoint, workload: Workload, on_done: Callable[[], None], starts_at: float | None = None
+) -> LoadResult:
+    with asyncio.Runner(loop_factory=fast_loop) as runner:
+        return runner.run(run_workload(endpoint, workload, on_done=on_done, starts_at=starts_at))
+
+
+def fast_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop of libuv where it is installed, at half the cost per event."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -25,9 +25,8 @@ from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.repeats import run_rows
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
-from infer.bench.resize import fit
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import make_workload
+from infer.bench.workloads import fit, make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
 from infer.kernels.runtime.dispatch import is_gpu

@@ -18,7 +18,6 @@ from functools import partial
 from infer.bench.metrics import percentile
 from infer.bench.repeats import beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, skip_row
-from infer.bench.resize import fit, vary
 from infer.bench.roofline import (
     Ceilings,
     decode_roofline,
@@ -29,7 +28,17 @@ from infer.bench.roofline import (
 )
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
+from infer.bench.workloads import (
+    DEFAULT_VOCAB,
+    FIRST_ID,
+    Arrival,
+    Session,
+    Turn,
+    Workload,
+    fit,
+    make_workload,
+    vary,
+)
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.loader.quantization import PACKED

@@ -15,12 +15,10 @@ from functools import partial
 from typing import Any
 
 from infer.bench import scrape
-from infer.bench.load import LoadResult
+from infer.bench.load import LoadResult, run_load
 from infer.bench.metrics import Slo, cached_share, summarise
-from infer.bench.processes import run_load
 from infer.bench.repeats import measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
-from infer.bench.resize import fit, vary
 from infer.bench.sse_client import Endpoint, NotReady, fetch
 from infer.bench.workloads import (
     DEFAULT_VOCAB,
@@ -29,7 +27,9 @@ from infer.bench.workloads import (
     Session,
     Turn,
     Workload,
+    fit,
     make_workload,
+    vary,
 )
 from infer.errors import ConfigError
 from infer.log import progress

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from infer.bench import scrape
+from infer.bench.load import num_processes, run_load, split
 from infer.bench.metrics import Slo
-from infer.bench.processes import num_processes, run_load, split
 from infer.bench.render import terminal
 from infer.bench.report import read_report, write_report
 from infer.bench.serve import Plan, ask_server, bench_server

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from infer.bench.resize import fit, vary
-from infer.bench.workloads import OFFLINE, SERVING, make_workload, read_names
+from infer.bench.workloads import OFFLINE, SERVING, fit, make_workload, read_names, vary
 from infer.errors import ConfigError
 
 
