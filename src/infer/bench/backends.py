@@ -14,12 +14,12 @@ logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from infer.bench.offline import batch, run_once, warm_up
-from infer.bench.repeats import measure_row, run_rows
+from infer.bench.repeats import Tell, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import Workload, fit
@@ -38,8 +38,6 @@ COMBINATIONS: dict[str, dict[str, str]] = {
     "torch_ref mlp": {"mlp_backend": REFERENCE},
     ALL: {"mlp_backend": REFERENCE} | _ATTENTION,
 }
-
-Tell = Callable[[str], None]
 
 
 class GreedyOutput(NamedTuple):

@@ -23,7 +23,7 @@ from infer.bench.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Loo
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
-from infer.bench.repeats import run_rows
+from infer.bench.repeats import Tell, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import fit, make_workload
@@ -35,8 +35,6 @@ SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
 SEVERAL = "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
 NOISE = 0.05  # a smaller change is called none, and so is one within the spread of the repeats
-
-Tell = Callable[[str], None]
 
 
 class _Bench:

@@ -16,8 +16,7 @@ throughput and no goodput.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,10 +82,8 @@ class Slo:
         if not trace.is_ok:
             return False
         seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2e": trace.e2e}
-        return all(
-            limit is None or seen[name] <= limit
-            for name, limit in (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
-        )
+        limits = {name: getattr(self, name) for name in seen}
+        return all(limit is None or seen[name] <= limit for name, limit in limits.items())
 
 
 def read_slo(text: str) -> Slo:
@@ -225,14 +222,3 @@ def show(name: str, value: float) -> str:
     value *= _SCALES.get(unit, 1.0)
     text = f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
     return f"{text} {unit}".rstrip()
-
-
-def middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the lowest and the highest of the repeats."""
-    return statistics.median(values), min(values), max(values)
-
-
-def merge_repeats(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the values of every figure that all repeats have, repeat by repeat."""
-    assert runs, "a report needs a repeat"
-    return {name: [run[name] for run in runs] for name in runs[0] if all(name in run for run in runs)}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infer.bench.repeats import beyond_roofline, measure_row, run_rows
+from infer.bench.repeats import Tell, beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
@@ -39,8 +39,6 @@ from infer.loader.find.source import resolve_model
 BLOCK_SIZE = 16
 CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows
 CAPACITY_LEN = 2048
-
-Tell = Callable[[str], None]
 
 
 @torch.inference_mode()

@@ -12,11 +12,11 @@ and the machine's ceilings are measured in the same process.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from infer.bench.metrics import percentile
-from infer.bench.repeats import beyond_roofline, measure_row, run_rows
+from infer.bench.repeats import Tell, beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, skip_row
 from infer.bench.roofline import (
     Ceilings,
@@ -45,8 +45,6 @@ from infer.loader.quantization import PACKED
 
 TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
 WARM_UP = 2
-
-Tell = Callable[[str], None]
 
 
 def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> OfflineResult:

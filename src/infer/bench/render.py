@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from infer.bench.compare import Comparison
@@ -233,23 +234,21 @@ def terminal(report: Report) -> str:
     return "\n".join([*lines, *notes]).rstrip("\n") + "\n"
 
 
-def transpose(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+def transpose(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return a table whose rows are the columns of this one."""
-    width = max(map(len, rows))
-    return [[row[at] if at < len(row) else "" for row in rows] for at in range(width)]
+    return list(zip_longest(*rows, fillvalue=""))
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with the first column to the left and the others to the right."""
-    widths = [max(len(row[at]) if at < len(row) else 0 for row in rows) for at in range(max(map(len, rows)))]
-    made = []
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=False)),
-        ]
-        made.append("  ".join(cells).rstrip())
-    return made
+    first, *others = transpose(rows)
+    columns = [_padded(first, str.ljust), *(_padded(column, str.rjust) for column in others)]
+    return ["  ".join(cells).rstrip() for cells in transpose(columns)]
+
+
+def _padded(column: Sequence[str], pad: Callable[[str, int], str]) -> list[str]:
+    width = max(map(len, column))
+    return [pad(text, width) for text in column]
 
 
 def comparison_table(found: Comparison, *, shows_all: bool = False) -> str:

@@ -18,6 +18,8 @@ from infer.errors import InferError
 INTERRUPTED = "interrupted"
 SHARE = "roofline_share"
 
+Tell = Callable[[str], None]  # gets a line for each repeat as it ends
+
 
 class RowInterrupted(KeyboardInterrupt):
     """Ctrl-C in the middle of a row; carries as much of the row as there is."""

@@ -20,6 +20,7 @@ import hashlib
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,6 @@ from typing import Any
 import msgspec
 
 from infer import __version__
-from infer.bench.metrics import merge_repeats, middle
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_name
 from infer.tools.typed_json import read_json
@@ -98,11 +98,13 @@ def make_row(
     settings: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> Row:
-    """Return a row of the figures of all repeats."""
+    """Return a row of the figures that all repeats have."""
     figures = {}
-    for figure, values in merge_repeats(runs).items():
-        median, low, high = middle(values)
-        figures[figure] = Figure(median=median, low=low, high=high, values=values)
+    for figure in runs[0]:
+        if all(figure in run for run in runs):
+            values = [run[figure] for run in runs]
+            median = statistics.median(values)
+            figures[figure] = Figure(median=median, low=min(values), high=max(values), values=values)
     return Row(name=name, about=about, settings=dict(settings or {}), figures=figures, note=note)
 
 

@@ -16,6 +16,7 @@ COUNTERS = {
     "num_preemptions": "num_preemptions_total",
     "num_queried": "prefix_cache_queries_total",
     "num_hits": "prefix_cache_hits_total",
+    "gpu_bytes": "gpu_memory_used_bytes",
 }
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from infer.bench import scrape
 from infer.bench.metrics import RequestTrace, Slo, percentile, summarise
 from infer.bench.report import Report, make_report, make_row
 from infer.bench.serve import Plan, ask_server, choose_ids
@@ -40,7 +41,6 @@ LONGEST_WAIT_S = 2.0  # before a client hangs up
 NUM_READINGS = 40  # of the memory
 DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # more than both is a leak
 _LISTEN = "0A"  # of /proc/net/tcp
-_GPU_BYTES = re.compile(r"^\w*gpu_memory_used_bytes(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -172,8 +172,8 @@ async def _read_memory(
             soak.host_bytes.append(host_bytes)
         with suppress(ConfigError):
             page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
-            if found := _GPU_BYTES.findall(page):
-                soak.gpu_bytes.append(sum(map(float, found)))
+            if used := scrape.read_counters(page).get("gpu_bytes"):
+                soak.gpu_bytes.append(used)
         num_errors = sum(not trace.is_ok for trace in soak.traces)
         if len(soak.host_bytes) % (NUM_READINGS // 4) == 1:
             tell(

@@ -9,13 +9,12 @@ from infer.bench.metrics import (
     RequestTrace,
     Slo,
     cached_share,
-    merge_repeats,
-    middle,
     percentile,
     read_slo,
     show,
     summarise,
 )
+from infer.bench.report import Figure, make_row
 from infer.errors import ConfigError
 
 
@@ -99,9 +98,9 @@ def test_an_slo_needs_all_its_limits_met() -> None:
 
 
 def test_repeats_are_merged_figure_by_figure() -> None:
-    merged = merge_repeats([{"a": 1.0, "b": 2.0}, {"a": 3.0}, {"a": 2.0, "b": 1.0}])
-    assert merged == {"a": [1.0, 3.0, 2.0]}  # b was not always there
-    assert middle(merged["a"]) == (2.0, 1.0, 3.0)
+    row = make_row("r", "", [{"a": 1.0, "b": 2.0}, {"a": 3.0}, {"a": 2.0, "b": 1.0}])
+    merged = Figure(median=2.0, low=1.0, high=3.0, values=[1.0, 3.0, 2.0])
+    assert row.figures == {"a": merged}  # b was not always there
 
 
 def test_figures_are_shown_in_their_unit() -> None:
