@@ -1,11 +1,15 @@
-"""What a form of the weights costs in accuracy: perplexity on a text, and the share of equal guesses.
+"""What a form of the weights costs in accuracy: perplexity on a text, divergence, the share of equal guesses.
 
     python -m benchmarks.perplexity TEXT.txt [--model MODEL] [--weights fp32 int8 int4] [--windows 16]
+    python -m benchmarks.perplexity TEXT.txt --weights none gpu:fp8 gpu:int8 gpu:int4
 
 The text is cut into windows of `--window-len` tokens, and every token but the first of a window is predicted
-from those before it. The first form named is what the others are compared with. The uncertainty is that of
-the mean difference in log-probability between the two, token by token: both see the same text, so it is far
-smaller than that of the perplexity itself.
+from those before it. The first form named is what the others are compared with. `gpu:` means as a GPU keeps
+the weights, with products in float32: what the codes cost, wherever this runs.
+
+    KL          KL(first ‖ form) of the next token's distribution, the mean over all predictions
+    +-          the uncertainty of `more`, that of the mean difference in log-probability, token by token:
+                both see the same text, so it is far smaller than that of the perplexity itself
 """
 
 from __future__ import annotations
@@ -14,20 +18,31 @@ import argparse
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.machine import facts, parse, write
-from infer import LLM, SamplingParams
 from infer.bench.report import revision_of
-from infer.loader.find.source import resolve_model
+from infer.config.settings import LoadConfig
+from infer.frontend.prompts import make_encoder
+from infer.kernels.attention.reference import attend_sdpa
+from infer.layers.whole_sequence import WholeSequence
+from infer.loader.find.source import ModelSource, resolve_model
+from infer.loader.load import load_model, read_headers
+from infer.models.model import Model
+
+ON_GPU = "gpu:"
 
 
 class Guesses(NamedTuple):
-    """Of every predicted token: its log-probability, and the token that was likeliest."""
+    """Of every predicted token: its log-probability, the token that was likeliest, the divergence."""
 
     logprobs: list[float]
     best_ids: list[int]
+    divergences: list[float]
 
     @property
     def perplexity(self) -> float:
@@ -43,11 +58,41 @@ def cut(ids: list[int], num_windows: int, window_len: int) -> list[list[int]]:
     return windows[:num_windows]
 
 
-def guess(llm: LLM, windows: list[list[int]]) -> Guesses:
-    """What a model makes of the windows."""
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    rows = [row for answer in llm.generate(windows, params) for row in answer.prompt_logprobs or () if row]
-    return Guesses([row.logprob for row in rows], [row.top[0][0] for row in rows])
+def load(source: ModelSource, weights: str, device: str) -> Model:
+    """The model with its weights in a form."""
+    name = weights.removeprefix(ON_GPU)
+    home, dtype = ("cuda", "float32") if name != weights else (None, "auto")
+    if name == "none":
+        dtype = "float32"
+    return load_model(source, device=device, dtype=dtype, quantization=name, home=home).model
+
+
+@torch.inference_mode()
+def distributions(model: Model, windows: list[list[int]], device: str) -> Iterator[torch.Tensor]:
+    """The logarithms of the next token's probabilities, [T - 1, V], of each window."""
+    for window in windows:
+        tokens = torch.tensor(window, device=device)
+        step = WholeSequence(attend_sdpa, torch.device(device))
+        step.advance(len(tokens))
+        yield model.logits(model(tokens, step))[:-1].float().log_softmax(-1)
+
+
+def guess(
+    model: Model, windows: list[list[int]], base: list[torch.Tensor], device: str
+) -> tuple[Guesses, list[torch.Tensor]]:
+    """What a model makes of the windows, and its distributions, if there are none to compare with."""
+    logprobs: list[float] = []
+    best_ids: list[int] = []
+    divergences: list[float] = []
+    kept = []
+    for number, found in enumerate(distributions(model, windows, device)):
+        told = torch.tensor(windows[number][1:], device=device)
+        logprobs += found.gather(1, told[:, None])[:, 0].tolist()
+        best_ids += found.argmax(1).tolist()
+        expected = base[number] if base else found
+        divergences += (expected.exp() * (expected - found)).sum(1).tolist()
+        kept += [] if base else [found]
+    return Guesses(logprobs, best_ids, divergences), base or kept
 
 
 def compare(guesses: Guesses, base: Guesses) -> dict[str, float]:
@@ -58,6 +103,7 @@ def compare(guesses: Guesses, base: Guesses) -> dict[str, float]:
         "perplexity": round(guesses.perplexity, 3),
         "more": round(math.expm1(statistics.fmean(worse)), 5),
         "uncertainty": round(statistics.stdev(worse) / len(worse) ** 0.5, 5),
+        "kl": round(statistics.fmean(guesses.divergences), 5),
         "same_best": round(same / len(worse), 4),
     }
 
@@ -65,11 +111,12 @@ def compare(guesses: Guesses, base: Guesses) -> dict[str, float]:
 def main() -> None:
     """Measure the forms one after the other and print a table."""
     parser = argparse.ArgumentParser(description="Perplexity of a text with weights in several forms.")
-    parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("text", type=Path, help="a text file, or one of token ids with spaces between (.ids)")
     parser.add_argument("--model", default=None, help="default: the default model")
     parser.add_argument("--weights", nargs="+", default=["fp32", "int8", "int4"], help="forms of the weights")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--window-len", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
     args = parse(parser)
     if args.windows < 1 or args.window_len < 2:
         parser.error(
@@ -79,23 +126,26 @@ def main() -> None:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"cannot read {args.text}: {error}; give a text file in UTF-8")
-    model = {} if args.model is None else {"model": args.model}
+    source = resolve_model(args.model, show_progress=False)
+    if args.text.suffix == ".ids":
+        ids = [int(word) for word in text.split()]
+    else:
+        ids = make_encoder(LoadConfig(), read_headers(source)).tokenizer.encode(text, add_special=False)
+    windows, base = cut(ids, args.windows, args.window_len), list[torch.Tensor]()
     found: dict[str, Guesses] = {}
     table: dict[str, dict[str, float]] = {}
-    print(f"{'weights':8} {'perplexity':>10} {'more':>9} {'+-':>7} {'same best':>10}")
+    print(f"{'weights':10} {'perplexity':>10} {'more':>9} {'+-':>7} {'KL':>9} {'same best':>10}")
     for weights in args.weights:
-        llm = LLM(**model, device="cpu", quantization=weights)
-        windows = cut(llm.tokenizer.encode(text, add_special=False), args.windows, args.window_len)
-        found[weights] = guess(llm, windows)
+        found[weights], base = guess(load(source, weights, args.device), windows, base, args.device)
         table[weights] = row = compare(found[weights], found[args.weights[0]])
         print(
-            f"{weights:8} {row['perplexity']:10.3f} {row['more']:9.2%} {row['uncertainty']:7.2%} "
-            f"{row['same_best']:10.1%}",
+            f"{weights:10} {row['perplexity']:10.3f} {row['more']:9.2%} {row['uncertainty']:7.2%} "
+            f"{row['kl']:9.5f} {row['same_best']:10.1%}",
             flush=True,
         )
     if args.out:
         num = len(found[args.weights[0]].logprobs)
-        revision = revision_of(resolve_model(args.model, show_progress=False).path)
+        revision = revision_of(source.path)
         report: dict[str, object] = {"machine": facts(), "revision": revision, "text": args.text.name}
         report |= {"num_predictions": num, "weights": table}
         write(report, args.out)

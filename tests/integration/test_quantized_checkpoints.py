@@ -260,9 +260,9 @@ def test_quantization_checks_what_is_on_disk(root: Path) -> None:
     ):
         load(gptq, "awq")
     with pytest.raises(
-        ConfigError, match="quantization is fp8, but this checkpoint is stored as plain numbers"
+        ConfigError, match="quantization is gptq, but this checkpoint is stored as plain numbers"
     ):
-        load(plain, "fp8")
+        load(plain, "gptq")
     assert load(gptq, "none").weights == "as stored"
 
 

@@ -126,13 +126,19 @@ def workload_roofline(shape: ModelShape, ceilings: Ceilings, lengths: Sequence[t
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float = 1.0) -> Ceilings:
     """Return the best of several copies of a large tensor and of several large matrix products."""
-    num_bytes, size = (int(scale * full) for full in ((1 << 30, 8192) if is_gpu(device) else (1 << 27, 1024)))
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = best_seconds(lambda: target.copy_(source), device)
+    size = int(scale * (8192 if is_gpu(device) else 1024))
+    copied = copy_bandwidth(device, scale=scale)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     matmul_s = best_seconds(lambda: a @ b, device)
-    return Ceilings(copy_bytes_per_s=2 * num_bytes / copy_s, matmul_flops_per_s=2 * size**3 / matmul_s)
+    return Ceilings(copy_bytes_per_s=copied, matmul_flops_per_s=2 * size**3 / matmul_s)
+
+
+def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
+    """Return the bytes per second of the best of several copies of a large tensor, read and write counted."""
+    num_bytes = int(scale * (1 << (30 if is_gpu(device) else 27)))
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
 
 
 def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:

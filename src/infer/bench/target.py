@@ -16,7 +16,6 @@ from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine, resolve_for
 from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
-from infer.errors import ConfigError
 from infer.frontend.prompts import open_model
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import resolve_model
@@ -128,17 +127,12 @@ def open_target(
 ) -> BenchTarget:
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
-    is_random = model_config is not None or is_tiny
-    if is_random and config.load.quantization != "auto":
-        raise ConfigError(
-            f"quantization is {config.load.quantization}, but random weights are kept as their dtype says; "
-            "give a --model, or --dtype"
-        )
     if config.load.num_threads is not None or is_tiny:  # so small a model has no work for a second thread
         torch.set_num_threads(config.load.num_threads or 1)
     options: dict[str, Any] = {
         "dtype": config.load.dtype,
         "device": config.load.device,
+        "quantization": config.load.quantization,
         "max_seq_len": config.load.max_seq_len,
     }
     if model_config is not None:

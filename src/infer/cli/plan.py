@@ -10,7 +10,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import write_out
@@ -20,6 +20,7 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.tools.memory_plan import MemoryPlan
+    from infer.tools.scheme_plan import SchemePlan
 
 EXAMPLES = """\
 examples:
@@ -81,6 +82,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SIZE",
         help="plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
     )
+    parser.add_argument(
+        "--bandwidth",
+        metavar="GB/S",
+        type=float,
+        help="memory bandwidth for the tokens per second of each form of the weights, in 10^9 bytes per "
+        "second, such as 4800 for an H200; default: measured here, none for a GPU that is not here",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     flags.add_knob_flags(parser, without=NO_MEMORY)
     flags.add_common_flags(parser)
@@ -92,9 +100,13 @@ def run(args: argparse.Namespace) -> int:
     knobs = flags.knobs_from(args)
     if args.gpu_memory is not None and "device" in knobs:
         raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
+    if args.bandwidth is not None and not 0 < args.bandwidth < 1e9:
+        raise ConfigError(f"--bandwidth must be a number of GB per second above 0, got {args.bandwidth:g}")
     config = EngineConfig.from_knobs(**knobs)
     with importing():
+        from infer.bench.roofline import copy_bandwidth
         from infer.tools.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
+        from infer.tools.scheme_plan import compare_schemes
 
     load = config.load
     try:
@@ -106,7 +118,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{error}, or {elsewhere}") from None
     headers = find_headers(load.model, revision=load.revision, show_progress=True)
     plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
-    write_out(json.dumps(to_json(plan), indent=2) + "\n" if args.json else to_text(plan, load.model))
+    bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
+    if bandwidth is None and args.gpu_memory is None:
+        bandwidth = copy_bandwidth(machine.device, scale=0.5)
+    forms = Forms(compare_schemes(config, headers, machine), bandwidth)
+    text = (
+        json.dumps(to_json(plan, forms), indent=2) + "\n" if args.json else to_text(plan, load.model, forms)
+    )
+    write_out(text)
     return 0
 
 
@@ -120,7 +139,18 @@ def _name_model(args: argparse.Namespace) -> None:
     setattr(args, flags.KNOB + "model", args.model)
 
 
-def to_json(plan: MemoryPlan) -> dict[str, Any]:
+class Forms(NamedTuple):
+    """The forms that the weights could have, and the bytes per second that speeds are computed from."""
+
+    schemes: list[SchemePlan]
+    bandwidth: float | None  # None: not known
+
+    def tokens_per_second(self, scheme: SchemePlan) -> float | None:
+        """Return the most that one sequence could have."""
+        return None if self.bandwidth is None else scheme.tokens_per_second(self.bandwidth)
+
+
+def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
     """Return the object that `--json` prints."""
     return {
         "model": plan.model,
@@ -147,11 +177,22 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_batch_size": plan.max_batch_size,
         "prefill_tokens_while_decoding": plan.prefill_tokens_while_decoding,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
+        "bandwidth": forms.bandwidth,
+        "schemes": [
+            {
+                "quantization": scheme.quantization,
+                "weights": scheme.weights,
+                "bytes_per_token": scheme.bytes_per_token,
+                "num_cache_tokens": scheme.num_cache_tokens,
+                "tokens_per_second": forms.tokens_per_second(scheme),
+            }
+            for scheme in forms.schemes
+        ],
         "flags": flags.spell(plan.knobs()),
     }
 
 
-def to_text(plan: MemoryPlan, model: str | None) -> str:
+def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     """Return the plan as a table."""
     from infer.tools.memory_plan import format_bytes
 
@@ -180,7 +221,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
     if plan.host_cache:
         lines.append(f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for swapped sequences")
-    lines += ["", *_context_table(plan), ""]
+    lines += ["", *_context_table(plan), "", *_scheme_table(forms), ""]
     if plan.longest_sequence < plan.max_seq_len:
         lines.append(
             f"The model's context is {plan.max_seq_len} tokens; this cache serves sequences of up to "
@@ -195,6 +236,24 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
 def _count(number: int) -> str:
     """Return a number of parameters; in millions, if there are any."""
     return f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
+
+
+def _scheme_table(forms: Forms) -> list[str]:
+    """Return the lines that compare the forms of the weights."""
+    from infer.tools.memory_plan import format_bytes
+
+    head = f"  {'quantization':>12}{'weights':>12}{'per token':>12}{'KV tokens':>14}"
+    lines = [head + (f"{'tokens/s':>11}" if forms.bandwidth else "")]
+    for scheme in forms.schemes:
+        room = "does not fit" if scheme.num_cache_tokens is None else f"{scheme.num_cache_tokens:,}"
+        speed = forms.tokens_per_second(scheme)
+        lines.append(
+            f"  {scheme.quantization:>12}{format_bytes(scheme.weights):>12}"
+            f"{format_bytes(scheme.bytes_per_token):>12}{room:>14}" + (f"{speed:>11,.0f}" if speed else "")
+        )
+    if forms.bandwidth is None:
+        return [*lines, "  (tokens per second with --bandwidth GB/S of the GPU)"]
+    return [*lines, f"  (tokens/s: at most, of one sequence, at {forms.bandwidth / 1e9:,.0f} GB/s)"]
 
 
 def _context_table(plan: MemoryPlan) -> list[str]:

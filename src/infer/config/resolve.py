@@ -59,6 +59,7 @@ class ModelFacts:
     dtype: str = "float32"  # of activations and KV cache
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
+    kept_as: str = ""  # what a GPU has made of the weights, where that is not plain numbers
 
     @property
     def is_small(self) -> bool:
@@ -100,6 +101,7 @@ class ResolvedConfig:
     dtype: str
     weights: str
     published_as: str
+    kept_as: str
     max_seq_len: int
     scheduler: ResolvedScheduler
     keeps_cache: bool
@@ -131,6 +133,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         dtype=model.dtype,
         weights=model.weights,
         published_as=model.published_as,
+        kept_as=model.kept_as,
         max_seq_len=model.max_seq_len,
         scheduler=scheduler,
         keeps_cache=cache.keeps_cache,

@@ -44,4 +44,5 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         dtype=str(loaded.dtype).removeprefix("torch."),
         weights=loaded.weights,
         published_as=loaded.published_as,
+        kept_as=loaded.kept_as,
     )

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import without_weights
 from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
 from infer.loader.find.source import ModelSource
@@ -31,9 +30,16 @@ from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
 from infer.loader.formats.hf_config import merge_eos_ids, read_hf_config
-from infer.loader.formats.quantized import describe, quantized_checkpoint, read_settings
+from infer.loader.formats.quantized import describe, quantized_checkpoint, quantized_tensors, read_settings
 from infer.loader.placement import Move, plan_moves
-from infer.loader.quantization import AS_STORED, choose_format, make_projections, stored_matrices
+from infer.loader.quantization import (
+    AS_STORED,
+    choose_format,
+    describe_kept,
+    home_of,
+    make_projections,
+    stored_matrices,
+)
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.log import progress
 from infer.models.config import ModelConfig
@@ -59,6 +65,7 @@ class LoadedModel:
     source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
+    kept_as: str = ""  # what a GPU has made of it, or of plain numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,7 @@ class LoadChoice:
     dtype: torch.dtype
     weights: str  # their form, as in `LoadedModel`
     published_as: str = ""
+    kept_as: str = ""
     max_seq_len: int
 
     @property
@@ -126,21 +134,24 @@ def load_model(
     max_seq_len: int | None = None,
     show_progress: bool = False,
     headers: ModelHeaders | None = None,
+    home: str | None = None,
     check: Callable[[LoadChoice], None] = lambda choice: None,
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
     `quantization` as in quantization.py; "none": nothing is packed that the file does not hold packed.
+    With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
     `check` may raise when all is decided and nothing is loaded.
     """
     chosen_device = choose_device(device)
+    home = home or home_of(chosen_device)
     headers = headers or read_headers(source)
     family, config = headers.family, headers.config
     context_len = check_length(max_seq_len, config)
     stored = stored_dtype(headers.tensors.values())
     matrices = stored_matrices(headers.tensors, family.weight_map)
-    weights, chosen_dtype, reason = choose_format(quantization, dtype, chosen_device, stored, matrices)
-    if device_kind(chosen_device) == "cpu" and weights != AS_STORED:
+    weights, chosen_dtype, reason = choose_format(quantization, dtype, chosen_device, stored, matrices, home)
+    if home == "cpu" and weights != AS_STORED:
         log.info("weights are kept as %s (%s)", weights, reason)
     avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)
@@ -150,7 +161,7 @@ def load_model(
             device=chosen_device,
             dtype=chosen_dtype,
             weights=weights,
-            published_as=describe(headers.tensors),
+            published_as=describe(quantized_tensors(headers.tensors)),
             max_seq_len=context_len,
         )
     )
@@ -161,7 +172,7 @@ def load_model(
     with refused_if_full(source.name, chosen_dtype, chosen_device):
         make_projections(
             model, weights, chosen_device, chosen_dtype, stored, headers.tensors, family.weight_map,
-            headers.quantization,
+            headers.quantization, home,
         )  # fmt: skip
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
@@ -176,7 +187,10 @@ def load_model(
         eos_ids=headers.eos_ids,
         source=source,
         weights=weights,
-        published_as=describe(headers.tensors),
+        published_as=describe(quantized_tensors(headers.tensors)),
+        kept_as=""
+        if home == "cpu"
+        else describe_kept(model, weights, chosen_dtype, headers.tensors, family.weight_map),
     )
 
 

@@ -130,6 +130,17 @@ class ShardedTensor:
             if first > start and rows.stop > rows.start:
                 yield part
 
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of the part as numbers: a cut may leave no group whole."""
+        kept, columns = self.kept
+        start, stop, _ = kept.indices(self.source.shape[0])
+        for part, rows in self.source.rows(num_rows, device):
+            first, last = max(part.start, start), min(part.stop, stop)
+            if first < last:
+                numbers = rows if isinstance(rows, torch.Tensor) else rows.numbers()
+                inside = slice(first - part.start, last - part.start)
+                yield slice(first - start, last - start), numbers[inside, columns]
+
     def transpose(self) -> ShardedTensor | None:
         """Return this shard of the transposed matrix; None where the matrix is not stored transposed."""
         source = self.source.transpose()

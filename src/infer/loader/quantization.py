@@ -15,6 +15,17 @@ says; the name of such a format only checks that the file has it, and means auto
                                                                    C kernels, or dtype says float32
     bf16           bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
 
+On a GPU auto keeps the codes of a file as codes, matrix by matrix, where they fit a form of codes
+(quant/rounding.py), and unpacks the others to the dtype; none unpacks all of them. fp8, int8 and int4 round
+what is not in that form while it is loaded:
+
+    quantization   a matrix of the layers is kept in               the head           computed in
+    auto           the codes of the file, or the dtype             as any matrix      dtype.py
+    none           the dtype                                       the dtype          dtype.py
+    fp8            floats of 8 bits, a scale per row               fp8                dtype.py
+    int8           integers, a scale per row                       int8               dtype.py
+    int4           integers 0 .. 15, groups of 128, 64 or 32       int8               dtype.py
+
 Decoding reads every weight once per token, so half the bytes are twice the speed. Weights of 16 bits lose
 next to nothing in 8, and blocks of 4 bits nothing at all in 4, while in 8 some would be rounded again
 (docs/features/cpu.md has the figures). A matrix that is fused of several has 4 bits if all of them have; the
@@ -24,7 +35,7 @@ head always has 8. The choice depends on the files and the machine, never on a t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,17 +46,19 @@ from infer.config.foreign import SCHEMES as NOT_BUILT_SCHEMES
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import library, why_not
+from infer.kernels.linear.coded import CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.formats.quantized import FORMAT_NAMES, OTHER_NAMES, format_names
+from infer.loader.formats.quantized import FORMAT_NAMES, OTHER_NAMES, describe, format_names, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Scheme
 from infer.quant.registry import SCHEMES
+from infer.quant.rounding import joined, rounded_form, stored_form
 
 MIXED = "int4+int8"
 PACKED = ("int8", "int4", MIXED)
@@ -136,10 +149,14 @@ def choose_format(
     device: torch.device,
     stored: torch.dtype | None,
     matrices: Mapping[str, StoredMatrix],
+    home: str | None = None,
 ) -> WeightFormat:
-    """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks."""
+    """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks.
+
+    `home` is the kind of device whose schemes keep them, if that is another one's (`home_of`).
+    """
     on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
-    kind = device_kind(device)
+    kind = home or home_of(device)
     quantization = _checked(quantization, {name for matrix in matrices.values() for name in matrix.formats})
     _check_name(quantization, kind, on_disk)
     if on_disk:
@@ -147,10 +164,12 @@ def choose_format(
             stored = torch.bfloat16
         chosen = choose_dtype(dtype, device, stored)
         return WeightFormat("+".join(on_disk), chosen, "the checkpoint holds it")
+    if kind != "cpu":
+        name = AS_STORED if quantization == "auto" else quantization
+        reason = "as the file has it" if quantization == "auto" else "asked for"
+        return WeightFormat(name, choose_dtype(dtype, device, stored), reason)
     if quantization in SCHEMES and quantization not in _CPU_FORMS:
         return WeightFormat(quantization, choose_dtype(dtype, device, stored), "asked for")
-    if kind != "cpu":
-        return WeightFormat(AS_STORED, choose_dtype(dtype, device, stored), "the model is not on the CPU")
     if quantization == "auto":
         return _auto(dtype, device, stored, matrices)
     if quantization == DENSE:
@@ -206,9 +225,8 @@ def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
             f"quantization is {quantization}, but this checkpoint is not stored so; possible here: {names}"
         )
     if quantization in SCHEMES or quantization in _CPU_FORMS:
-        raise ConfigError(
-            f"quantization={quantization} is not supported on {kind} yet; supported there: {names}"
-        )
+        where = "a GPU" if kind == "cpu" else "a CPU"
+        raise ConfigError(f"quantization={quantization} needs {where}; possible here: {names}")
     where = "a CPU" if kind == "cpu" else "a GPU"
     if quantization.lower() in NOT_BUILT_SCHEMES:
         raise ConfigError(f"quantization={quantization} is not built yet; on {where} it can be {names}")
@@ -256,16 +274,52 @@ def _bf16(dtype: str) -> WeightFormat:
 
 
 def scheme_of(module: str, form: str, matrices: Mapping[str, StoredMatrix]) -> Scheme:
-    """The scheme of one module where the weights are kept in the form `form`."""
+    """The scheme of one module on a CPU where the weights are kept in the form `form`."""
     matrix = matrices.get(module)
-    if matrix is not None and matrix.scheme != DENSE:
-        return SCHEMES[matrix.scheme]
     if form not in (*PACKED, *SCHEMES) or (form in SCHEMES and SCHEMES[form].stored_as):
         return SCHEMES[DENSE]
     if form == MIXED:
         is_four_bit = module != "head" and matrix is not None and matrix.bits == 4
         return SCHEMES["int4" if is_four_bit else "int8"]
     return SCHEMES["int8" if module == "head" and form in PACKED else form]
+
+
+def home_of(device: torch.device) -> str:
+    """Whose schemes keep the weights of a model on a device: cpu or cuda."""
+    return "cpu" if device_kind(device) == "cpu" else "cuda"
+
+
+def coded_form(
+    layer: Projected, form: str, is_head: bool, stored: Iterable[StoredTensor], settings: Mapping[str, Any]
+) -> CodedForm | None:
+    """How a GPU keeps the matrix of a layer in codes; None: in the dtype.
+
+    `stored` are the tensors that fill it; `settings`, what a config says about them where there are none yet.
+    """
+    spec, tensors = layer.spec, list(stored)
+    if layer.always_dense or form == DENSE or (form != AS_STORED and form not in SCHEMES):
+        return None
+    forms = [tensor.coded_form for tensor in tensors if len(tensor.shape) >= 2]
+    if not tensors and settings and not is_head:
+        forms = [form_of_config(settings, spec.size)]
+    held = joined(forms, spec.size, spec.row_counts)
+    if form == AS_STORED:
+        return held
+    asked = "int8" if is_head and form == "int4" else form
+    return held if held is not None and held.codes == asked else rounded_form(asked, spec.size)
+
+
+def form_of_config(settings: Mapping[str, Any], size: int) -> CodedForm | None:
+    """What a `quantization_config` alone says about the codes of a matrix with `size` columns."""
+    said = Settings(settings)
+    if said.method == "fp8":
+        blocks = said.hints("weight_block_size")
+        return stored_form("fp8", blocks[-1] if blocks else size, size, scale_rows=blocks[0] if blocks else 1)
+    bits = max(said.hints("bits", "num_bits", "w_bit", "wbits") or [0])
+    group = (said.hints("group_size", "q_group_size") or [size])[0]
+    codes = "int4" if bits <= 4 else "fp8" if "float" in str(settings.get("format")) else "int8"
+    is_read = bits and said.method in ("gptq", "awq", "auto-round", "compressed-tensors")
+    return stored_form(codes, group, size) if is_read and not settings.get("desc_act") else None
 
 
 def make_projections(
@@ -277,19 +331,33 @@ def make_projections(
     tensors: Mapping[str, StoredTensor],
     weight_map: WeightMap,
     settings: Mapping[str, Any] | None = None,
+    home: str | None = None,
 ) -> None:
     """Give every linear layer and every stack of experts an empty projection of its scheme.
+
+    `home` is the kind of device that the model is for, where the weights are not there (`home_of`).
 
     A tied embedding reads its rows from the head, if the head's scheme can; else the head is its own table.
     """
     leaves = stored_leaves(tensors, weight_map)
     matrices = stored_matrices(tensors, weight_map)
     memory = WeightMemory() if device_kind(device) == "cpu" else None
+    on_gpu = (home or home_of(device)) != "cpu"
     for name, layer in model.named_modules():
         if not isinstance(layer, Projected):
             continue
         is_tied = layer is model.head and model.config.tie_embeddings
-        scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
+        held = matrices.get(name)
+        coded = None
+        if held is not None and held.scheme != DENSE:
+            scheme = SCHEMES[held.scheme]
+        elif on_gpu:
+            parts = leaves.get("embedding" if is_tied else name, {}).values()
+            stored_weights = [part["weight"] for part in parts if "weight" in part]
+            coded = coded_form(layer, form, layer is model.head, stored_weights, settings or {})
+            scheme = SCHEMES[DENSE if coded is None else coded.codes]
+        else:
+            scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
         if is_tied and scheme.name == DENSE:
             continue
         spec = replace(
@@ -297,6 +365,7 @@ def make_projections(
             device=device,
             dtype=dtype,
             memory=memory,
+            form=coded,
             settings=settings or {},
             stored=next(iter(leaves.get(name, {}).values()), {}),
         )
@@ -307,7 +376,7 @@ def make_projections(
         if is_tied:
             model.embedding.table = projection
             model.embedding.weight = _shell(model.embedding.weight)
-    if form in PACKED and not model.config.tie_embeddings:
+    if form in PACKED and not on_gpu and not model.config.tie_embeddings:
         table = leaves.get("embedding", {}).get((None, None), {}).get("weight")
         is_bfloat16 = torch.bfloat16 in (stored, None if table is None else table.dtype)
         half = torch.bfloat16 if is_bfloat16 else torch.float16
@@ -341,6 +410,43 @@ def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
 def is_scheme(weight_format: str) -> bool:
     """Whether a form of weights is a scheme's own, and not a dtype."""
     return any(name in (*PACKED, *SCHEMES) for name in weight_format.split("+"))
+
+
+def describe_kept(
+    model: Model, form: str, dtype: torch.dtype, tensors: Mapping[str, StoredTensor], weight_map: WeightMap
+) -> str:
+    """What a GPU has made of weights that are not all plain numbers, for the start line; "": they are.
+
+    `kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices of a format that fits no codes are named.
+    """
+    kept = kept_schemes(model, dtype)
+    if len(kept) == 1:
+        return ""
+    text = " + ".join(f"{name} {short_bytes(size)}" for name, size in kept.items())
+    if form in SCHEMES:
+        return f"rounded to {text}{SCHEMES[form].cost and ', ' + SCHEMES[form].cost}"
+    dense = {name for name, layer in model.named_modules() if _is_dense(layer)}
+    unpacked = {
+        f"{module}{key}": part["weight"]
+        for module, parts in stored_leaves(tensors, weight_map).items()
+        for key, part in parts.items()
+        if module in dense and "weight" in part and part["weight"].dtype is None
+    }
+    return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
+
+
+def _is_dense(layer: nn.Module) -> bool:
+    return isinstance(layer, Projected) and layer.stored.scheme == DENSE
+
+
+def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
+    """The bytes of all weights by the scheme that keeps them, most first; of dense ones by their dtype."""
+    dense = str(dtype).removeprefix("torch.")
+    found = {dense: sum(parameter.numel() * parameter.element_size() for parameter in _others(model))}
+    for layer in _layers(model):
+        name = dense if layer.stored.scheme == DENSE else layer.stored.scheme
+        found[name] = found.get(name, 0) + layer.stored.num_bytes()
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def num_weights(model: Model) -> int:

@@ -10,17 +10,19 @@ them around zero), biases small. What such a model says is noise; how long it ta
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from infer.errors import ConfigError
+from infer.layers.linear import Projected
 from infer.layers.norm import RMSNorm
 from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.load import LoadedModel, build_model, check_length, choose_device, refused_if_full
-from infer.loader.quantization import AS_STORED, make_projections
+from infer.loader.quantization import AS_STORED, DENSE, choose_format, describe_kept, make_projections
 from infer.models.model import Model
 from infer.models.registry import find_family
 
@@ -32,10 +34,15 @@ def load_random(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    quantization: str = "none",
+    home: str | None = None,
     max_seq_len: int | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """A random model of the shape in `config_dir/config.json`; it has no tokenizer and no end of text."""
+    """A random model of the shape in `config_dir/config.json`; it has no tokenizer and no end of text.
+
+    `quantization` and `home` as in load.py; auto has nothing to keep, and means none.
+    """
     raw = read_hf_config(config_dir)
     family = find_family(raw)
     if raw.get("quantization_config"):
@@ -46,7 +53,10 @@ def load_random(
     config = family.read_config(raw)
     chosen_device = choose_device(device)
     stored = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
-    chosen_dtype = choose_dtype(dtype, chosen_device, stored)
+    if quantization in ("auto", DENSE):
+        form, chosen_dtype = AS_STORED, choose_dtype(dtype, chosen_device, stored)
+    else:
+        form, chosen_dtype, _ = choose_format(quantization, dtype, chosen_device, stored, {}, home)
     avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)
     context_len = check_length(max_seq_len, config)
@@ -54,7 +64,7 @@ def load_random(
     name = f"{config_dir.resolve().name} (random weights)"
     model = build_model(family, built, chosen_device, chosen_dtype, name)
     with refused_if_full(name, chosen_dtype, chosen_device):
-        make_projections(model, AS_STORED, chosen_device, chosen_dtype, None, {}, family.weight_map)
+        make_projections(model, form, chosen_device, chosen_dtype, stored, {}, family.weight_map, home=home)
         fill_random(model, seed)
     return LoadedModel(
         model=model.eval(),
@@ -64,16 +74,54 @@ def load_random(
         device=chosen_device,
         max_seq_len=context_len,
         eos_ids=(),
+        weights=form,
+        kept_as=describe_kept(model, form, chosen_dtype, {}, family.weight_map),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RandomMatrix:
+    """A matrix out of thin air in the place of a stored one, for projections that round what they load."""
+
+    shape: tuple[int, ...]
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows on the device of the generator, which is the model's."""
+        for first in range(0, self.shape[0], num_rows):
+            part = slice(first, min(first + num_rows, self.shape[0]))
+            numbers = torch.empty((part.stop - first, self.shape[1]), dtype=self.dtype, device=device)
+            yield part, numbers.normal_(0.0, WIDTH, generator=self.generator)
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor]:
+        """The rows in float32."""
+        yield from (rows.float() for _, rows in self.rows(num_rows, self.generator.device))
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`."""
+        out.normal_(0.0, WIDTH, generator=self.generator)
+
+    def transpose(self) -> None:
+        """No other order is stored."""
+        return
 
 
 @torch.no_grad()
 def fill_random(model: Model, seed: int = 0) -> None:
     """Give every parameter a value, where it lies; the same seed gives the same values on one device."""
-    device = next(model.parameters()).device
+    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
     generator = torch.Generator(device).manual_seed(seed)
+    coded = [m.stored for m in model.modules() if isinstance(m, Projected) and m.stored.scheme != DENSE]
+    for projection in coded:
+        spec = projection.spec
+        for expert in range(spec.num_experts or 1):
+            source = RandomMatrix((spec.num_rows, spec.size), generator, spec.dtype)
+            projection.load("weight", source, part=None, expert=expert, transposed=False)
+    filled = {id(tensor) for projection in coded for tensor in projection.tensors.values()}
     for parameter in model.parameters():
-        parameter.normal_(0.0, WIDTH, generator=generator)
+        if id(parameter) not in filled and not parameter.is_meta:
+            parameter.normal_(0.0, WIDTH, generator=generator)
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, RMSNorm):

@@ -1,6 +1,7 @@
 """Rows of small integers as a file has them: what a published format hands to the scheme that keeps them.
 
-A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row.
+A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
+w = code * scale + minimum (GGUF).
 Groups are neighbours, or each column names its own (act-order). A float of 8 bits is a code as well. The
 arithmetic is float32: a code times a scale of 16 bits is exact in it, so rounding the result to the scale's
 dtype gives what each format's library gives.
@@ -27,15 +28,17 @@ class CodedRows(NamedTuple):
     scales: torch.Tensor  # float32, [R, G]
     zeros: torch.Tensor | int  # int16, [R, G], or the same for all
     groups: torch.Tensor | int  # of each column, [K]; or the number of neighbours that share one
+    minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; GGUF has them, not zeros
 
     def numbers(self) -> torch.Tensor:
         """What the codes stand for, in float32."""
         numbers = self.codes.float()
         if isinstance(self.zeros, torch.Tensor):
-            numbers -= self._by_column(self.zeros).float()
+            numbers -= self.by_column(self.zeros).float()
         elif self.zeros:
             numbers -= self.zeros
-        return numbers.mul_(self._by_column(self.scales))
+        numbers.mul_(self.by_column(self.scales))
+        return numbers if self.minima is None else numbers.add_(self.by_column(self.minima))
 
     def integers(self, bits: int) -> QuantizedRows | None:
         """The codes as a CPU's kernels keep them; None: no 32 neighbours share a scale, or they do not fit.
@@ -53,7 +56,7 @@ class CodedRows(NamedTuple):
         else:
             shifted = self.codes.short()
             zeros = self.zeros
-            shifted = shifted - (self._by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
+            shifted = shifted - (self.by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
             if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
                 return None
             codes, parts = shifted.to(torch.int8), [self.scales]
@@ -67,7 +70,7 @@ class CodedRows(NamedTuple):
         )
         return QuantizedRows(codes.contiguous(), scales, minima[0] if minima else None)
 
-    def _by_column(self, parts: torch.Tensor) -> torch.Tensor:
+    def by_column(self, parts: torch.Tensor) -> torch.Tensor:
         """The part of each column's group, [R, K]."""
         size = self.codes.shape[1]
         if isinstance(self.groups, torch.Tensor):

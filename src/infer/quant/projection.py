@@ -38,7 +38,9 @@ from infer.quant.memory import WeightMemory
 from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
 
 if TYPE_CHECKING:
+    from infer.kernels.linear.coded import CodedForm
     from infer.kernels.linear.compiled import CompiledLinears
+    from infer.quant.coded import CodedRows
 
 
 class QuantizedRows(NamedTuple):
@@ -78,6 +80,10 @@ class Source(Protocol):
 
     def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
+        ...
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of a matrix in order on a device, about so many at a time: as stored, codes as codes."""
         ...
 
     def transpose(self) -> Source | None:
@@ -144,6 +150,7 @@ class WeightSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of the checkpoint
     stored: Mapping[str, Source] = field(default_factory=dict)  # leaves of the first part on disk, if any
     memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
+    form: CodedForm | None = None  # of codes on a GPU
 
     @property
     def row_counts(self) -> list[int]:
@@ -346,6 +353,7 @@ class Scheme:
     make: Callable[[WeightSpec], Projection]
     stored_as: frozenset[str] = frozenset()  # leaves that mark a module on disk; none: made on loading
     methods: tuple[str, ...] = ()  # `quant_method` of the config.json of such checkpoints
+    cost: str = ""  # in accuracy, of rounding weights of 16 bits to it: for the start line
 
     def is_stored(self, leaves: Mapping[str, object]) -> bool:
         """Whether a module with these leaves on disk is kept in this way."""

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from infer.quant.dense import Dense
-from infer.quant.packed import Int4, Int8
-from infer.quant.projection import Scheme
+from infer.quant.gpu_schemes import GPUWeights
+from infer.quant.packed import Int4, Int8, Packed
+from infer.quant.projection import Projection, Scheme, WeightSpec
+
+
+def _integers(packed: type[Packed]) -> Callable[[WeightSpec], Projection]:
+    """The integers of a CPU's kernels, or those of a GPU where the spec names their form."""
+    return lambda spec: packed(spec) if spec.form is None else GPUWeights(spec)
+
 
 SCHEMES: dict[str, Scheme] = {
     row.name: row
     for row in (
         Scheme(name="none", devices=("cpu", "cuda"), make=Dense),
-        Scheme(name="int8", devices=("cpu",), make=Int8),
-        Scheme(name="int4", devices=("cpu",), make=Int4),
+        Scheme(
+            name="fp8",
+            devices=("cuda",),
+            make=lambda spec: GPUWeights.of("fp8", spec),
+            cost="KL 0.03 on the default model",
+        ),
+        Scheme(
+            name="int8",
+            devices=("cpu", "cuda"),
+            make=_integers(Int8),
+            cost="KL 0.01 on the default model",
+        ),
+        Scheme(
+            name="int4",
+            devices=("cpu", "cuda"),
+            make=_integers(Int4),
+            cost="KL 0.1 on the default model",
+        ),
     )
 }

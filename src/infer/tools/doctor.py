@@ -19,6 +19,7 @@ from infer.config.settings import EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
 from infer.kernels.cpu.library import library, why_not
+from infer.kernels.runtime.dispatch import is_hopper, nvidia_capability
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 
@@ -58,6 +59,7 @@ def examine_machine() -> MachineReport:
         ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
         ("weights", _weights(c is not None, num_gpus)),
         ("products", _PRODUCTS if c else "of floats, by PyTorch"),
+        *([("quantized", _quantized_products())] if num_gpus else []),
         *_backends(c is not None, num_gpus),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         *([("GPU memory", _gpu_memory())] if num_gpus else []),
@@ -112,7 +114,20 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
         kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
     else:
         kept = "fp32, bf16 for files in bfloat16" if cpu_has_amx() else "fp32"
-    return f"on the CPU {kept}; on the GPU as in the file" if num_gpus else kept
+    on_gpu = (
+        "on the GPU as in the file, codes of 8 and 4 bits packed (--quantization fp8, int8, int4: rounded)"
+    )
+    return f"on the CPU {kept}; {on_gpu}" if num_gpus else kept
+
+
+def _quantized_products() -> str:
+    """What multiplies with codes on the first GPU (kernels/linear/coded.py)."""
+    device = torch.device("cuda", 0)
+    few = "CUDA C++, norm and gate fused" if is_hopper(device) else "Triton, tile by tile"
+    many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
+    if nvidia_capability(device) < (8, 9):
+        many = "unpacked to the dtype: no matrix units for fp8"
+    return f"fp8, int8, int4; up to 128 tokens {few}; above {many}"
 
 
 def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -62,8 +63,10 @@ from infer.loader.formats.quantized import check_method, read_settings
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import (
+    AS_STORED,
     WeightFormat,
     choose_format,
+    home_of,
     is_scheme,
     kept_bytes,
     make_projections,
@@ -75,6 +78,7 @@ from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
+from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
@@ -201,7 +205,8 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
     resolved = resolve_for(config, choice)
     dtype = str(choice.dtype).removeprefix("torch.")
-    weights = weight_bytes(choice.headers, stored_parameters(choice.headers), dtype, choice.weights)
+    count, home = stored_parameters(choice.headers), home_of(choice.device)
+    weights = weight_bytes(choice.headers, count, dtype, choice.weights, home)
     try:
         fit_to_device(resolved, choice, weight_bytes=weights)
     except NoRoom as error:
@@ -210,16 +215,27 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
         raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
 
 
+class WeightCount(NamedTuple):
+    """The weights of a model: how many, and their bytes in the form that keeps them, tables included."""
+
+    num_parameters: int
+    num_bytes: int
+
+
 def plan_memory(
-    config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, *, dtype: str
+    config: EngineConfig,
+    headers: ModelHeaders,
+    machine: MachineMemory,
+    *,
+    dtype: str,
+    counted: WeightCount | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of a machine, or say what would fit instead."""
+    """Divide the memory of a machine, or say what would fit instead; `counted`: the weights, if known."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
     scheduler = machine.scheduler_for(config, headers.config, max_seq_len)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
-    num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
-    weights = weight_bytes(headers, num_parameters, dtype, weight_format) + num_table_bytes
+    num_parameters, weights = counted or count_weights(headers, dtype, weight_format, machine)
     step = machine.steps_of(config, model_config, max_seq_len, bytes_each)
     activations = step.activations
     layout = kv_layout(model_config, config.cache, max_seq_len)
@@ -231,7 +247,8 @@ def plan_memory(
     share = workspace_share(layout.num_planes, gathers=gathers)
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    if (left - step.total) / (1 + share) < config.cache.block_size * bytes_per_token:
+    needed = max(step.total, LOADING_BYTES if is_scheme(weight_format) and machine.kind == "gpu" else 0)
+    if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
         raise ConfigError(_too_small(config, headers, machine, dtype, parts, step))
     cache = fit_cache(
         config.cache,
@@ -302,12 +319,13 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     max_seq_len = check_length(config.load.max_seq_len, model)
     num_parameters, num_table_bytes = count_parameters(headers)
     advice = "give more memory"
-    for name, settings, changed in _smaller(config, dtype):
+    for name, settings, changed in _smaller(config, dtype, on_gpu=machine.kind == "gpu"):
         bytes_each = DTYPES[name].itemsize
         step = machine.steps_of(settings, model, max_seq_len, bytes_each)
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
-        weights = weight_bytes(headers, num_parameters, name, weight_format) + num_table_bytes
+        home = home_of(machine.device)
+        weights = weight_bytes(headers, num_parameters, name, weight_format, home) + num_table_bytes
         beside = step.total + 2 * config.cache.block_size * token
         needed = weights + int(beside / machine.share) + machine.runtime
         if needed <= machine.memory:
@@ -317,7 +335,7 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     return advice
 
 
-def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
+def _smaller(config: EngineConfig, dtype: str, *, on_gpu: bool) -> list[tuple[str, EngineConfig, str]]:
     """Number formats and steps that need less, dearest first, each with its knobs in words."""
     scheduler = config.scheduler
     width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
@@ -334,25 +352,40 @@ def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, 
         found.append(("bfloat16", config, "dtype=bfloat16"))
         if can_shrink:
             found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
+    asked = [name for name in ("fp8", "int4") if on_gpu and config.load.quantization in ("auto", "none")]
+    for name in asked:
+        for settings, also in ((config, ""), (small, f", {words}"))[: 1 + can_shrink]:
+            rounded = replace(settings, load=replace(settings.load, quantization=name))
+            found.append((dtype, rounded, f"quantization={name}{also}"))
     return found
+
+
+def count_weights(
+    headers: ModelHeaders, dtype: str, weight_format: str, machine: MachineMemory
+) -> WeightCount:
+    """The weights of a model in the form that they would have on a machine."""
+    num_parameters, num_table_bytes = count_parameters(headers)
+    kept = weight_bytes(headers, num_parameters, dtype, weight_format, home_of(machine.device))
+    return WeightCount(num_parameters, kept + num_table_bytes)
 
 
 def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
     """The parameters of the model, shared ones once, and the bytes of the tables it computes for itself."""
-    model = _build_on_meta(headers, torch.float32, "as stored")
+    model = build_on_meta(headers, torch.float32, "as stored")
     if headers.tensors:
         plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
     return num_weights(model), sum(table.numel() * table.element_size() for table in model.buffers())
 
 
-def _build_on_meta(headers: ModelHeaders, dtype: torch.dtype, weight_format: str) -> Model:
+def build_on_meta(headers: ModelHeaders, dtype: torch.dtype, weight_format: str, home: str = "cpu") -> Model:
     """The model without memory, with the projections that loading would give it."""
     meta, weight_map = torch.device("meta"), headers.family.weight_map
     with meta:
         model = headers.family.build(headers.config).to(dtype)
     make_projections(
-        model, weight_format, meta, dtype, _stored(headers), headers.tensors, weight_map, headers.quantization
-    )
+        model, weight_format, meta, dtype, _stored(headers), headers.tensors, weight_map,
+        headers.quantization, home,
+    )  # fmt: skip
     return model
 
 
@@ -459,7 +492,9 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
 def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
     """In which form the weights would be kept: a scheme's (loader/quantization.py), or in the dtype."""
     name = _format_on(machine.device, config, headers).name
-    return name if is_scheme(name) else plan_dtype(config, headers, machine)
+    if is_scheme(name) or (name == AS_STORED and _has_codes(headers, home_of(machine.device))):
+        return name
+    return plan_dtype(config, headers, machine)
 
 
 def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
@@ -472,11 +507,19 @@ def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders
     return choose_format(load.quantization, dtype, device, _stored(headers), matrices)
 
 
-def weight_bytes(headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str) -> int:
+def weight_bytes(
+    headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str, home: str = "cpu"
+) -> int:
     """Bytes of all weights: of dense ones by their number, of all others as their projections keep them."""
-    if not is_scheme(weight_format):
+    if not is_scheme(weight_format) and not (weight_format == AS_STORED and _has_codes(headers, home)):
         return num_parameters * DTYPES[dtype].itemsize
-    return kept_bytes(_build_on_meta(headers, DTYPES[dtype], weight_format))
+    return kept_bytes(build_on_meta(headers, DTYPES[dtype], weight_format, home))
+
+
+def _has_codes(headers: ModelHeaders, home: str) -> bool:
+    """Whether a GPU may keep matrices of a checkpoint as codes."""
+    may_have = any(tensor.coded_form is not None for tensor in headers.tensors.values())
+    return home != "cpu" and (may_have or bool(headers.quantization and not headers.tensors))
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:

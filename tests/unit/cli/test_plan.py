@@ -247,7 +247,9 @@ def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu-memory", "8GiB"], "with max_num_batched_tokens=256, max_batch_size=8 it needs 15."),
+        (["--gpu-memory", "4GiB"], "with quantization=int4, max_num_batched_tokens=256, max_batch_size=8 it"),
+        (["--gpu-memory", "9GiB"], "what would fit: quantization=fp8, max_num_batched_tokens=256, max_batch"),
+        (["--gpu-memory", "8GiB", "--quantization", "fp8"], "max_batch_size=8 it needs 8."),
         (["--gpu-memory", "15.4GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
         (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
         (["--gpu-memory", "24GiB", "--max-seq-len", "100000"], "what would fit: max_seq_len="),
@@ -324,3 +326,45 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(infer: Infer, tmp_
 
 def test_a_tiny_model_has_more_than_zero_parameters(infer: Infer, model: Path) -> None:
     assert re.search(r"[1-9][\d,]* parameters in", infer("plan", str(model)).out)
+
+
+# -- every form of the weights ------------------------------------------------------------------------
+
+
+def test_every_form_of_the_weights_is_planned(infer: Infer, shape: Path) -> None:
+    """8.03 billion weights: the embedding stays in 16 bits, the head of int4 has 8."""
+    plan = planned(infer, shape, "--gpu-memory", "24GiB", "--bandwidth", "1008")
+    rows = {row["quantization"]: row for row in plan["schemes"]}
+    assert list(rows) == ["auto", "fp8", "int8", "int4"] and plan["bandwidth"] == 1008e9
+    assert rows["auto"]["weights"] == plan["weights"]
+    embedding, head = (128256 * 4096 * size for size in (2, 1))
+    layers = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+    for name, bits in (("fp8", 8), ("int8", 8), ("int4", 4.5)):
+        row = rows[name]
+        assert row["bytes_per_token"] == pytest.approx(layers * bits / 8 + head, rel=0.001)
+        assert row["weights"] == pytest.approx(row["bytes_per_token"] + embedding, rel=0.02)  # and tables
+        assert row["tokens_per_second"] == pytest.approx(1008e9 / row["bytes_per_token"])
+        assert row["num_cache_tokens"] > plan["num_cache_tokens"]
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--gpu-memory", "12GiB", "--quantization", "int4")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"auto +15\.\d GiB +14\.\d GiB +does not fit\n", outcome.out)
+    assert re.search(r"int4 +5\.\d GiB +4\.\d GiB +[\d,]+\n", outcome.out)
+    assert "tokens per second with --bandwidth" in outcome.out
+    refused = infer("plan", str(shape), "--gpu-memory", "12GiB")
+    assert refused.code == 2 and "what would fit: quantization=fp8" in refused.err
+
+
+def test_experts_that_a_token_does_not_meet_are_not_read(infer: Infer, tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path / "m", dtype="bfloat16")
+    plan = planned(infer, tmp_path / "m", "--gpu-memory", "1GiB")
+    assert plan["schemes"][0]["bytes_per_token"] < 0.6 * plan["weights"]
+
+
+def test_a_bandwidth_that_is_none(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--bandwidth", "-1")
+    assert (
+        outcome.code == 2 and "--bandwidth must be a number of GB per second above 0, got -1" in outcome.err
+    )

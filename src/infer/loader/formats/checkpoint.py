@@ -27,7 +27,9 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 import torch
 
 from infer.errors import CheckpointError, closest
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.hf_config import read_json
+from infer.quant.coded import CodedRows
 from infer.quant.projection import QuantizedRows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,12 +79,21 @@ class StoredTensor(Protocol):
         """Whether `chunks` has its own integers for 4 bits."""
         ...
 
+    @property
+    def coded_form(self) -> CodedForm | None:
+        """In which a GPU keeps its codes; None: it has none, or they fit no coding."""
+        ...
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
         ...
 
     def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
+        ...
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of a matrix in order on a device, about so many at a time: as stored, codes as codes."""
         ...
 
     def transpose(self) -> StoredTensor | None:
@@ -157,6 +168,11 @@ class SafeTensor:
         """The format has no such type."""
         return False
 
+    @property
+    def coded_form(self) -> None:
+        """Plain numbers have none."""
+        return None
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out` from the mapped file."""
         assert tuple(out.shape) == self.shape, (out.shape, self.shape)
@@ -171,6 +187,14 @@ class SafeTensor:
             return
         for rows in torch.split(self._view(), num_rows):
             yield rows.float()
+        self.file.forget(self.start, self.stop)
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of a matrix as they are stored."""
+        numbers = self._view() if self.num_bytes else torch.empty(self.shape, dtype=self.dtype)
+        for first in range(0, self.shape[0], num_rows):
+            part = slice(first, min(first + num_rows, self.shape[0]))
+            yield part, numbers[part].to(device)
         self.file.forget(self.start, self.stop)
 
     def transpose(self) -> StoredTensor | None:

@@ -37,10 +37,11 @@ from typing import TypeVar
 import torch
 
 from infer.errors import CheckpointError
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats import gguf_grids
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
-from infer.quant.coded import as_halves
+from infer.quant.coded import CodedRows, as_halves
 from infer.quant.projection import QuantizedRows
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
@@ -98,6 +99,31 @@ def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> Quantized
     num_rows, repeats = packed.shape[0], q.shape[1] // parts[0].shape[1] // _GROUP
     scales, *minima = (part.repeat_interleave(repeats, dim=1).view(num_rows, -1) for part in halves)
     return QuantizedRows(q.view(torch.int8).view(num_rows, -1), scales, minima[0] if minima else None)
+
+
+def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor:
+    """Rows of bytes as the codes that they are; float32, where the format is plain numbers."""
+    if kind not in _SCALED and kind not in _SHIFTED:
+        return dequantize(packed, kind)
+    blocks, zeros = packed.reshape(-1, BLOCK[kind][1]), 0
+    unpacked: _Scaled | _Shifted = _SCALED[kind](blocks) if kind in _SCALED else _SHIFTED[kind](blocks)
+    codes, scales, *minima = unpacked
+    if kind in FOUR_BITS and kind in _SCALED:  # around zero: -8 .. 7 or less
+        codes, zeros = codes.add_(8).view(torch.uint8), 8
+    num_rows, group = packed.shape[0], codes.shape[1] // scales.shape[1]
+    bits = 4 if kind in FOUR_BITS else 5 if codes.dtype is torch.uint8 else 8
+    by_row = [part.reshape(num_rows, -1) for part in (scales, *minima)]
+    return CodedRows(codes.reshape(num_rows, -1), bits, by_row[0], zeros, group, *by_row[1:])
+
+
+def coded_form_of(kind: GGMLType) -> CodedForm | None:
+    """In which a GPU keeps blocks of a type; None: plain numbers.
+
+    4 bits stay 4, all others have 8. Groups of 16 become groups of 32, rounded anew.
+    """
+    if kind in _DENSE or kind.name not in SUPPORTED:
+        return None
+    return CodedForm("int4" if kind in FOUR_BITS else "int8", _GROUP, kind in _SHIFTED)
 
 
 def _integers(blocks: torch.Tensor, kind: GGMLType, bits: int) -> _Scaled | _Shifted | None:

@@ -21,10 +21,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, dequantize, dequantize_into, integer_groups
+from infer.loader.formats.gguf_quants import (
+    FOUR_BITS,
+    SUPPORTED,
+    coded_form_of,
+    coded_rows,
+    dequantize,
+    dequantize_into,
+    integer_groups,
+)
+from infer.quant.coded import CodedRows
 from infer.quant.projection import QuantizedRows
 
 # fmt: off
@@ -122,6 +132,11 @@ class PackedTensor:
         """Whether the block format is one that int4 keeps."""
         return self.stored.kind in FOUR_BITS
 
+    @property
+    def coded_form(self) -> CodedForm | None:
+        """In which a GPU keeps its blocks."""
+        return None if self.offset else coded_form_of(self.stored.kind)
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""
         packed = self._packed_rows()
@@ -145,6 +160,17 @@ class PackedTensor:
         for rows in torch.split(packed, num_rows):
             groups = integer_groups(rows, self.stored.kind, bits)
             yield dequantize(rows, self.stored.kind) if groups is None else groups
+        self._forget()
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of a matrix: codes, or float32 where the file has plain numbers."""
+        assert not self.transposed and not self.offset, self.stored.name
+        packed = self._packed_rows()
+        if self.num_heads:
+            packed = _restore_order(packed, self.num_heads)
+        for first in range(0, len(packed), num_rows):
+            part = slice(first, min(first + num_rows, len(packed)))
+            yield part, coded_rows(packed[part].to(device), self.stored.kind)
         self._forget()
 
     def transpose(self) -> StoredTensor | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infer.errors import CheckpointError, ConfigError
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.formats.stored_formats import FORMATS
@@ -86,6 +87,11 @@ class QuantizedTensor:
         """Whether int4 keeps all of it: even steps, and one scale for 32 neighbours."""
         layout = self.layout
         return layout.is_even and layout.bits <= 4 and is_grouped(layout.group_size, layout.size)
+
+    @property
+    def coded_form(self) -> CodedForm | None:
+        """In which a GPU keeps its codes as they are."""
+        return self.layout.coded_form
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, on its device."""
@@ -225,12 +231,20 @@ def format_names(tensor: StoredTensor) -> tuple[str, ...]:
 
 
 def describe(tensors: Mapping[str, StoredTensor]) -> str:
-    """The formats of the quantized matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
+    """The formats of quantized matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
     weights: dict[str, int] = {}
-    matrices = [tensor for tensor in tensors.values() if isinstance(tensor, QuantizedTensor)]
+    matrices = list(tensors.values())
     for tensor in matrices:
         weights[tensor.type_name] = weights.get(tensor.type_name, 0) + math.prod(tensor.shape)
     names = "+".join(sorted(weights, key=lambda name: -weights[name]))
-    num_bytes = sum(tensor.num_bytes for tensor in matrices)
-    size = f"{num_bytes / 2**30:.1f}GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f}MiB"
-    return names and f"{names} {size}"
+    return names and f"{names} {short_bytes(sum(tensor.num_bytes for tensor in matrices))}"
+
+
+def quantized_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those that are matrices of a published format."""
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
+
+
+def short_bytes(num_bytes: int) -> str:
+    """A size without a space in it, for a log line."""
+    return f"{num_bytes / 2**30:.1f}GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f}MiB"

@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
 from infer.quant.coded import CodedRows
+from infer.quant.rounding import stored_form
 
 MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
 _SCALES = ("F16", "BF16", "F32")
@@ -65,7 +67,9 @@ def _measure_gptq(module: StoredModule) -> Layout:
             f"checkpoint_format is {version!r}; supported: gptq, gptq_v2, and gptq_p in 2, 4 or 8 bits"
         )
     group_size = module.group_size(size, num_groups, "g_idx")
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size))
+    has_minima = bits == 8 and not module.settings.is_symmetric
+    coded = stored_form(_codes(bits), group_size, size, has_minima=has_minima)
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
 
 
 def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -99,7 +103,8 @@ def _measure_awq(module: StoredModule) -> Layout:
     module.check("qweight", (size, num_words))
     module.check("qzeros", (num_groups, num_words))
     group_size = module.group_size(size, num_groups, "")
-    return Layout(num_rows, size, 4, group_size, _label("int4", group_size, size))
+    coded = stored_form("int4", group_size, size)
+    return Layout(num_rows, size, 4, group_size, _label("int4", group_size, size), coded_form=coded)
 
 
 def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -140,7 +145,9 @@ def _measure_packed(module: StoredModule) -> Layout:
     counts = {(count, scales[1]) for count in (*_word_counts(num_rows, bits), num_rows)}
     module.check("weight_zero_point", *sorted(counts))
     group_size = module.group_size(size, scales[1], "weight_g_idx")
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size))
+    has_minima = bits == 8 and "weight_zero_point" in module.leaves
+    coded = stored_form(_codes(bits), group_size, size, has_minima=has_minima)
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
 
 
 def _word_counts(size: int, bits: int) -> tuple[int, int]:
@@ -193,7 +200,12 @@ def _measure_scaled(module: StoredModule) -> Layout:
             else f"{kind}-{row_step}x{group_size}"
         )
     module.check("weight_zero_point", module.leaves[leaf].shape)
-    return Layout(num_rows, size, 8, group_size, label, module.leaves["weight"].type_name == "I8")
+    is_integer, has_minima = kind == "int8", "weight_zero_point" in module.leaves
+    coded = None
+    if kind != "e5m2" and (is_integer or not has_minima):
+        codes = "int8" if is_integer else "fp8"
+        coded = stored_form(codes, group_size, size, has_minima=has_minima, scale_rows=row_step)
+    return Layout(num_rows, size, 8, group_size, label, is_integer, coded)
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
@@ -321,7 +333,7 @@ def _measure_llm_int8(module: StoredModule) -> Layout:
     module.check("SCB", (num_rows,))
     if "weight_format" in module.leaves and module.read("weight_format").flatten().tolist() != [0]:
         module.fail("weight_format is not 0, rows as they are; no other order is supported")
-    return Layout(num_rows, size, 8, size, "int8")
+    return Layout(num_rows, size, 8, size, "int8", coded_form=CodedForm("int8"))
 
 
 def _open_llm_int8(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -377,6 +389,10 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
         return numbers
 
     return rows
+
+
+def _codes(bits: int) -> str:
+    return "int4" if bits <= 4 else "int8"
 
 
 def _label(kind: str, group_size: int, size: int) -> str:

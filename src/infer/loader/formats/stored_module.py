@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from infer.errors import CheckpointError
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import CodedRows
 
@@ -32,6 +33,7 @@ class Layout(NamedTuple):
     group_size: int  # columns that share a scale; 0: neighbours do not
     label: str  # of the start line: int4-g128
     is_even: bool = True  # codes are even steps, so small integers can stand for them
+    coded_form: CodedForm | None = None  # in which a GPU keeps the codes as they are; None: in none
 
 
 @dataclass(frozen=True, slots=True)

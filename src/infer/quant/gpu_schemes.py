@@ -1,0 +1,67 @@
+"""fp8, int8 and int4 on a GPU: codes of the file where it has them, else rounded while they are loaded.
+
+A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
+So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), never a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
+from infer.quant.coded import CodedRows
+from infer.quant.gpu_coded import Coded
+from infer.quant.projection import IN, OUT, Leaf, Source, WeightSpec
+from infer.quant.rounding import fit_rows, round_rows, rounded_form
+
+_CHUNK_NUMBERS = 1 << 22  # 16 MiB of float32 at a time: int4 has a dozen of them at once
+LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded
+
+
+class GPUWeights(Coded):
+    """A matrix in the form that its spec names, or the one that rounding to its scheme has."""
+
+    def __init__(self, spec: WeightSpec, matrices: list[CodedWeights] | None = None) -> None:
+        assert spec.form is not None, spec
+        self.scheme = spec.form.codes
+        super().__init__(spec, matrices)
+
+    @classmethod
+    def of(cls, scheme: str, spec: WeightSpec) -> GPUWeights:
+        """The weights of a spec in a scheme; a form that the spec has already stays."""
+        return cls(spec if spec.form else replace(spec, form=rounded_form(scheme, spec.size)))
+
+    def coded_form(self) -> CodedForm:
+        """The spec's."""
+        assert self.spec.form is not None
+        return self.spec.form
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The matrix, plain or in whatever format the checkpoint has it."""
+        return {"weight": Leaf(self.spec.dtype, (OUT, IN))}
+
+    def load(
+        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
+    ) -> None:
+        """Bring a stored matrix into its rows."""
+        assert leaf == "weight", leaf
+        matrix, start = self.matrices[expert or 0], self.spec.part_rows(part).start
+        form = self.coded_form()
+        for first, rows in self._rows(source, transposed):
+            fitted = fit_rows(rows, form) if isinstance(rows, CodedRows) else None
+            if fitted is None:
+                fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, form)
+            matrix.fill(start + first, *fitted)
+
+    def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
+        by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device
+        step = max(1, _CHUNK_NUMBERS // size // BAND) * BAND
+        if by_rows is not None:
+            yield from ((part.start, rows) for part, rows in by_rows.rows(step, device))
+            return
+        whole = torch.empty(source.shape, dtype=self.spec.dtype, device=device)
+        source.copy_to(whole)
+        yield from ((first, whole.T[first : first + step]) for first in range(0, whole.shape[1], step))

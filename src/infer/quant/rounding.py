@@ -1,0 +1,189 @@
+"""Weights rounded to few bits while they are loaded, or brought from a file's codes into the same form.
+
+    fp8     w = scale * code             code: a float of 8 bits (e4m3), one scale per row
+    int8    w = scale * code             code: -127 .. 127, one scale per row
+    int4    w = scale * code + minimum   code: 0 .. 15, groups of 128 columns (or 64, 32: whole ones)
+
+That is what `rounded_form` chooses. A file's own groups, blocks and zeros are other values of a `CodedForm`
+(kernels/linear/coded.py), and its codes stay what they are. All arithmetic is float32, a few rows at a time,
+on the device that keeps the weights.
+
+Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
+tries narrower ranges as well, fits scale and minimum to each by least squares, and keeps what errs least.
+
+Shapes:  R rows, K columns, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from infer.kernels.linear.coded import BAND, CodedForm
+from infer.quant.coded import CodedRows
+
+E4M3_MAX = 448.0
+BLOCK_ROWS = 128  # of FP8 in blocks: the only rows that share a scale in memory
+TINY = 1e-12  # a scale must not be 0, also where all weights are
+GROUPS = (128, 64, 32)  # that codes may have
+_RANGES = (1.0, 0.92, 0.84, 0.76)  # of a group's own, tried for int4
+
+
+class CodedPart(NamedTuple):
+    """Some rows of a matrix in a form: what `CodedWeights.fill` takes."""
+
+    codes: torch.Tensor  # [R, K]: float8_e4m3fn, int8, or uint8 up to 15
+    scales: torch.Tensor  # float32, [R, G]
+    minima: torch.Tensor | None = None  # the same
+    zeros: torch.Tensor | int = 0  # of int4, [R, G]
+
+
+# -- which form ---------------------------------------------------------------------------------------
+
+
+def rounded_form(scheme: str, size: int) -> CodedForm:
+    """The form of a matrix with `size` columns that is rounded; int8, where no group fits int4."""
+    if scheme != "int4":
+        return CodedForm(scheme)
+    group = next((group for group in GROUPS if size % group == 0), 0)
+    return CodedForm("int4", group, has_minima=True) if group else CodedForm("int8")
+
+
+def stored_form(
+    codes: str, group: int, size: int, *, has_minima: bool = False, scale_rows: int = 1
+) -> CodedForm | None:
+    """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
+    rows = BLOCK_ROWS if scale_rows == BLOCK_ROWS else 1
+    if group >= size:
+        return CodedForm(codes, 0, has_minima, rows)
+    steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
+    shared = next((step for step in steps if group and group % step == 0), None)
+    return None if shared is None else CodedForm(codes, shared, has_minima, rows)
+
+
+def joined(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[int]) -> CodedForm | None:
+    """The form that holds all parts of a fused matrix, of so many rows each; None: there is none."""
+    found = [form for form in forms if form is not None]
+    kinds = {form.codes for form in found}
+    if not found or len(found) < len(forms) or ("fp8" in kinds and len(kinds) > 1):
+        return None
+    group = math.gcd(*(form.group or size for form in found))
+    is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
+    is_blocked = is_blocked and all(count % BAND == 0 for count in row_counts[:-1])
+    return stored_form(
+        "int8" if len(kinds) > 1 else found[0].codes,
+        size if all(form.group == 0 for form in found) else group,
+        size,
+        has_minima=any(form.has_minima for form in found),
+        scale_rows=BLOCK_ROWS if is_blocked else 1,
+    )
+
+
+# -- into it ------------------------------------------------------------------------------------------
+
+
+def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
+    """Rows of numbers in a form, each weight as near as it allows."""
+    numbers, size = rows.float(), rows.shape[1]
+    step = form.group or size
+    groups = F.pad(numbers, (0, -size % step)).unflatten(1, (-1, step))
+    if form.codes == "int4":
+        return _round_int4(groups, size) if form.has_minima else _round_to_zeros(groups, size)
+    largest = E4M3_MAX if form.codes == "fp8" else 127.0
+    scales = groups.abs().amax(2).clamp(min=TINY) / largest
+    codes = (groups / scales[:, :, None]).clamp_(-largest, largest).flatten(1)[:, :size]
+    codes = codes.to(torch.float8_e4m3fn) if form.codes == "fp8" else codes.round_().to(torch.int8)
+    return CodedPart(codes, scales, torch.zeros_like(scales) if form.has_minima else None)
+
+
+def _round_int4(groups: torch.Tensor, size: int) -> CodedPart:
+    """Groups [R, G, k] in 16 steps each, of the range whose fitted steps err least."""
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    middle, width = (least + most) / 2, (most - least).clamp(min=TINY)
+    best: list[torch.Tensor] = []
+    for share in _RANGES:
+        scale = width * (share / 15)
+        codes = (groups - middle).div_(scale).add_(7.5).round_().clamp_(0, 15)
+        scale, minimum = _fit(groups, codes, scale)
+        error = (codes * scale).add_(minimum).sub_(groups).square_().sum(2, keepdim=True)
+        found = [codes, scale, minimum, error]
+        is_better = error < best[3] if best else None
+        best = (
+            found
+            if is_better is None
+            else [torch.where(is_better, new, old) for new, old in zip(found, best, strict=True)]
+        )
+    codes, scale, minimum, _ = best
+    return CodedPart(codes.to(torch.uint8).flatten(1)[:, :size], scale[:, :, 0], minimum[:, :, 0])
+
+
+def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
+    """Groups [R, G, k] in 16 steps each, of which one is 0."""
+    least, most = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+    scale = (most - least).clamp(min=TINY) / 15
+    zero = (-least / scale).round_()
+    codes = (groups / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8)
+    return CodedPart(codes.flatten(1)[:, :size], scale[:, :, 0], zeros=zero[:, :, 0].int())
+
+
+def _fit(groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum with which codes come nearest to the weights; of one code alone, the scale given."""
+    mean_code, mean = codes.mean(2, keepdim=True), groups.mean(2, keepdim=True)
+    centred = codes - mean_code
+    spread = centred.square().sum(2, keepdim=True)
+    fitted = centred.mul_(groups).sum(2, keepdim=True).div_(spread.clamp(min=TINY))
+    scale = torch.where(spread > 0, fitted, scale)
+    return scale, mean - scale * mean_code
+
+
+def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
+    """A file's codes in a form, none of them rounded; None: they do not fit it."""
+    size, groups, codes = rows.codes.shape[1], rows.groups, rows.codes
+    step = form.group or size
+    if not isinstance(groups, int) or not groups or (groups < size and groups % step):
+        return None
+    num_groups, repeats = -(-size // step), -(-min(groups, size) // step)
+
+    def by_group(parts: torch.Tensor) -> torch.Tensor:
+        return parts.repeat_interleave(repeats, dim=1)[:, :num_groups]
+
+    scales, minima, zeros = by_group(rows.scales), rows.minima, rows.zeros
+    if minima is not None and not form.has_minima:
+        return None
+    if form.codes == "fp8":
+        is_plain = isinstance(zeros, int) and zeros == 0
+        return CodedPart(codes, scales) if codes.dtype is torch.float8_e4m3fn and is_plain else None
+    if form.codes == "int4":
+        if codes.dtype is not torch.uint8 or rows.bits > 4:
+            return None
+        zeros = by_group(zeros) if isinstance(zeros, torch.Tensor) else zeros
+    elif codes.is_floating_point():
+        return None
+    else:
+        signed, shift = _signed(rows, form)
+        if signed is None:
+            return None
+        codes, zeros = signed, 0
+        if shift is not None:
+            minima = rows.scales * shift if minima is None else minima + rows.scales * shift
+    if form.has_minima:
+        return CodedPart(
+            codes, scales, torch.zeros_like(scales) if minima is None else by_group(minima), zeros
+        )
+    return CodedPart(codes, scales, zeros=zeros)
+
+
+def _signed(rows: CodedRows, form: CodedForm) -> tuple[torch.Tensor | None, torch.Tensor | int | None]:
+    """Codes as int8, and the steps still to be added to each group; no codes: they do not fit."""
+    codes, zeros = rows.codes, rows.zeros
+    if form.has_minima:
+        middle = 128 if codes.dtype is torch.uint8 and rows.bits == 8 else 0
+        return (codes.short() - middle).to(torch.int8), middle - zeros
+    shifted = codes.short() - (rows.by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
+    if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
+        return None, None
+    return shifted.to(torch.int8), None

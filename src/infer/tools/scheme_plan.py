@@ -1,0 +1,83 @@
+"""The forms that a model's weights could have on a machine, side by side: bytes, room, speed.
+
+A token of one sequence reads every matrix once, of experts those that it is sent to. So the bandwidth of the
+memory divided by these bytes is the most tokens per second that one sequence can have:
+
+    tokens per second  <=  bandwidth / (bytes of the layers' matrices + bytes of the head)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
+from infer.layers.linear import ExpertLinear, Projected
+from infer.loader.dtype import DTYPES
+from infer.loader.load import ModelHeaders
+from infer.loader.quantization import home_of, kept_bytes
+from infer.models.model import Model
+from infer.tools.memory_plan import (
+    MachineMemory,
+    WeightCount,
+    build_on_meta,
+    count_parameters,
+    plan_dtype,
+    plan_format,
+    plan_memory,
+)
+
+FORMS = {"gpu": ("auto", "none", "fp8", "int8", "int4"), "cpu": ("auto", "none", "int8", "int4")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemePlan:
+    """One form of the weights on a machine."""
+
+    quantization: str
+    weights: int  # bytes of all of them
+    bytes_per_token: int  # that one sequence reads for one token
+    num_cache_tokens: int | None  # None: it does not fit
+
+    def tokens_per_second(self, bandwidth: float) -> float:
+        """The most that memory of so many bytes per second allows one sequence."""
+        return bandwidth / self.bytes_per_token
+
+
+def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> list[SchemePlan]:
+    """Every form that the model can have there, in the order of the knob's values; what auto is, once."""
+    num_parameters, num_table_bytes = count_parameters(headers)
+    found: list[SchemePlan] = []
+    for name in FORMS[machine.kind]:
+        asked = replace(config, load=replace(config.load, quantization=name))
+        try:
+            dtype, form = plan_dtype(asked, headers, machine), plan_format(asked, headers, machine)
+        except ConfigError:  # this file or this machine cannot have it
+            continue
+        model = build_on_meta(headers, DTYPES[dtype], form, home_of(machine.device))
+        counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes)
+        tokens = None
+        with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
+            tokens = plan_memory(asked, headers, machine, dtype=dtype, counted=counted).cache.num_tokens
+        row = SchemePlan(
+            quantization=name,
+            weights=counted.num_bytes,
+            bytes_per_token=bytes_per_token(model),
+            num_cache_tokens=tokens,
+        )
+        if not found or replace(row, quantization=found[0].quantization) != found[0]:
+            found.append(row)
+    return found
+
+
+def bytes_per_token(model: Model) -> int:
+    """The bytes of the matrices that one token meets."""
+    layers = [module for module in model.modules() if isinstance(module, Projected)]
+    total = 0.0
+    for layer in layers:
+        share = 1.0
+        if isinstance(layer, ExpertLinear) and model.config.experts is not None:
+            share = model.config.experts.num_choices / layer.num_experts
+        total += layer.stored.num_bytes() * share
+    return round(total)

@@ -1,0 +1,150 @@
+"""Numbers and a file's codes in the forms that a GPU keeps: how near, and that codes are not touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from infer.kernels.linear.coded import CodedForm, CodedWeights, look_up
+from infer.loader.formats.gguf import GGMLType
+from infer.loader.formats.gguf_quants import SUPPORTED, coded_form_of, coded_rows, dequantize
+from infer.quant.coded import CodedRows
+from infer.quant.rounding import CodedPart, fit_rows, joined, round_rows, rounded_form, stored_form
+from tests.unit.loader.test_gguf_quants import random_blocks
+
+
+def numbers(part: CodedPart, form: CodedForm) -> torch.Tensor:
+    """What a part stands for once it is in place."""
+    weights = CodedWeights.empty(*part.codes.shape, *form)
+    weights.fill(0, *part)
+    everything = weights.dequantized()
+    ids = torch.arange(len(everything)).flip(0)
+    assert torch.equal(look_up(weights, ids), everything[ids])
+    return everything
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "form"),
+    [
+        ("fp8", 100, CodedForm("fp8")),
+        ("int8", 100, CodedForm("int8")),
+        ("int4", 256, CodedForm("int4", 128, True)),
+        ("int4", 576, CodedForm("int4", 64, True)),
+        ("int4", 96, CodedForm("int4", 32, True)),
+        ("int4", 100, CodedForm("int8")),
+    ],
+)
+def test_the_form_of_what_is_rounded(scheme: str, size: int, form: CodedForm) -> None:
+    assert rounded_form(scheme, size) == form
+
+
+def test_the_largest_weight_of_a_row_has_the_largest_code() -> None:
+    rows = torch.tensor([[0.5, -2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-7.0, 3.5, 1.75, 0.25]])
+    eight = round_rows(rows, CodedForm("int8"))
+    assert eight.codes.tolist() == [[32, -127, 64, 0], [0, 0, 0, 0], [-127, 64, 32, 5]]
+    assert torch.allclose(eight.scales[:, 0], torch.tensor([2 / 127, 0.0, 7 / 127]), atol=1e-9)
+    floats = round_rows(rows, CodedForm("fp8"))
+    assert floats.codes.float().tolist() == [[112, -448, 224, 0], [0, 0, 0, 0], [-448, 224, 112, 16]]
+
+
+@pytest.mark.parametrize(("form", "steps"), [(CodedForm("int8"), 254), (CodedForm("int8", 32), 254)])
+def test_integers_of_8_bits_err_by_half_a_step(form: CodedForm, steps: int) -> None:
+    rows = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
+    error = (numbers(round_rows(rows, form), form) - rows).abs()
+    width = rows.unflatten(1, (-1, form.group or 96)).abs().amax(2)
+    assert bool((error.unflatten(1, (-1, form.group or 96)).amax(2) <= width / steps * 1.0001).all())
+
+
+def test_floats_of_8_bits_err_by_a_sixteenth_of_a_weight() -> None:
+    rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    form = CodedForm("fp8")
+    error = (numbers(round_rows(rows, form), form) - rows).abs()
+    smallest = rows.abs().amax(1, keepdim=True) / 448 * 2**-9
+    assert bool((error <= torch.maximum(rows.abs() / 16, smallest)).all())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_fitted_steps_of_4_bits_err_less_than_those_between_the_extremes(group: int) -> None:
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    form = CodedForm("int4", group, True)
+    error = (numbers(round_rows(rows, form), form) - rows).norm()
+    groups = rows.unflatten(1, (-1, group))
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = (most - least) / 15
+    plain = ((groups - least) / step).round() * step + least
+    assert error < 0.97 * (plain - groups).norm()
+
+
+@pytest.mark.parametrize("form", [CodedForm("int4", 32, True), CodedForm("int4", 32)])
+def test_weights_that_are_16_steps_stay_what_they_are(form: CodedForm) -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (8, 4, 32), generator=generator)
+    codes[:, :, 0], codes[:, :, 1] = 0, 15
+    rows = ((codes - 6) * (torch.rand(8, 4, 1, generator=generator) + 0.1)).flatten(1)
+    torch.testing.assert_close(numbers(round_rows(rows, form), form), rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_every_type_of_gguf(name: str) -> None:
+    """Codes are those of the blocks; only groups of 16 are rounded anew, to 8 bits in groups of 32."""
+    kind = GGMLType[name]
+    packed = torch.from_numpy(random_blocks(kind, rows=7, blocks=4))
+    expected, rows = dequantize(packed, kind), coded_rows(packed, kind)
+    form = coded_form_of(kind)
+    if isinstance(rows, torch.Tensor):
+        assert form is None and torch.equal(rows, expected)
+        return
+    assert form is not None
+    torch.testing.assert_close(rows.numbers(), expected, rtol=1e-6, atol=0)
+    if expected.shape[1] % 32:
+        return
+    fitted = fit_rows(rows, form)
+    if rows.groups == 16 or rows.groups == 8:
+        assert fitted is None and form == CodedForm("int8", 32, form.has_minima)
+        return
+    assert fitted is not None
+    torch.testing.assert_close(
+        numbers(fitted, form), expected, rtol=2e-6, atol=float(expected.abs().max()) * 1e-6
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("group", [32, 96, 256])
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_codes_of_a_file_are_not_touched(bits: int, group: int, has_zeros: bool) -> None:
+    rng, size = np.random.default_rng(bits), 192
+    num_groups = -(-size // group)
+    codes = torch.from_numpy(rng.integers(0, 1 << bits, (9, size), dtype=np.uint8))
+    zeros = torch.from_numpy(rng.integers(0, 1 << bits, (9, num_groups))).short()
+    rows = CodedRows(
+        codes, bits, torch.from_numpy(rng.random((9, num_groups), dtype=np.float32)).half().float(),
+        zeros if has_zeros else 1 << bits - 1, group,
+    )  # fmt: skip
+    kind = "int4" if bits <= 4 else "int8"
+    form = stored_form(kind, group, size, has_minima=kind == "int8" and has_zeros)
+    assert form is not None
+    fitted = fit_rows(rows, form)
+    assert fitted is not None
+    torch.testing.assert_close(numbers(fitted, form), rows.numbers(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_fits_no_form() -> None:
+    codes = torch.zeros(2, 64, dtype=torch.uint8)
+    by_column = CodedRows(codes, 4, torch.ones(2, 2), 8, torch.arange(64) % 2)
+    assert fit_rows(by_column, CodedForm("int4", 32)) is None
+    assert stored_form("int4", 0, 64) is None and stored_form("int4", 48, 96) is None
+    assert fit_rows(CodedRows(codes, 8, torch.ones(2, 1), 0, 64), CodedForm("int4")) is None
+    wide = CodedRows(codes + 255, 8, torch.ones(2, 1), 0, 64)
+    assert fit_rows(wide, CodedForm("int8")) is None  # 255 is no signed byte
+
+
+def test_the_form_of_a_fused_matrix() -> None:
+    four, eight, blocks = CodedForm("int4", 128), CodedForm("int8"), CodedForm("fp8", 128, False, 128)
+    assert joined([four, CodedForm("int4", 32, True)], 256, [64, 64]) == CodedForm("int4", 32, True)
+    assert joined([four, eight], 256, [64, 64]) == CodedForm("int8", 128)
+    assert joined([eight, eight], 100, [7, 5]) == eight
+    assert joined([blocks, blocks], 256, [96, 100]) == blocks
+    assert joined([blocks, blocks], 256, [100, 96]) == CodedForm("fp8", 128)
+    assert joined([four, None], 256, [64, 64]) is None and joined([], 256, [64]) is None
+    assert joined([four, CodedForm("fp8")], 256, [64, 64]) is None
