@@ -17,8 +17,7 @@
  * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
  * layout; the integer sums are the same, so the results are, too.
  *
- * Here are the processors whose registers hold 16 lanes, or 8 of them: x86. Those of ARM, and any other, hold four:
- * linear_quads.h.
+ * The kernels of NEON are in linear_neon.h.
  *
  * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
 #define _GNU_SOURCE
@@ -30,9 +29,10 @@
 #include <unistd.h>
 #endif
 
-#if !defined(HAVE_AVX512) && !defined(HAVE_AVX2)
-#include "linear_quads.h"
-#else
+#if defined(HAVE_NEON)
+#include "linear_neon.h"
+#elif defined(HAVE_AVX512) || defined(HAVE_AVX2)
+
 /* What a group of weights is multiplied with, for the 16 rows of a tile. */
 typedef struct {
     vf scale, minimum; /* int8 has no minimum */
@@ -269,6 +269,59 @@ ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, 
         for (int64_t tile = first; tile < last; tile++) multiply_tile(a, act, tile, m, rows, bits, digits);
     MULTIPLY_BY(8) MULTIPLY_BY(4) MULTIPLY_BY(2) MULTIPLY_BY(1)
 }
+
+#else /* four lanes of any processor */
+
+typedef int32_t ints4 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef float floats4 __attribute__((vector_size(16)));
+
+/* A group of weights of four neighbours in a tile, as integers: one lane each. */
+static inline void unpack_four(const uint8_t *w, ints4 *weights, const int bits) {
+    for (int k = 0; k < GROUP; k++) {
+        const int in_lane = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? k % 4 : 3 - k % 4; /* whose byte k % 4 is */
+        ints4 raw = *(const ints4 *)(w + k / 4 % (bits == 4 ? 4 : 8) * 64);
+        if (bits == 8) weights[k] = (raw << (24 - 8 * in_lane)) >> 24;
+        else weights[k] = (raw >> (8 * in_lane + k / 16 * 4)) & 15;
+    }
+}
+
+static inline floats4 four_halves(const uint16_t *p) {
+    return (floats4){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+
+/* `rows` rows, eight at most, times four columns of a tile from column n on. */
+ALWAYS_INLINE void multiply_four(const linear_args *a, const activations *act, int64_t n, int64_t m, int64_t rows,
+                                 const int bits, const int digits) {
+    const int64_t cell = n / LANES * act->groups, in_tile = n % LANES;
+    floats4 total[8] = {{0}};
+    int64_t place = place_of(act, m);
+    for (int64_t g = 0; g < act->groups; g++, place += block_rows(digits)) {
+        ints4 weights[GROUP];
+        unpack_four(a->data + (cell + g) * bits * 64 + in_tile * 4, weights, bits);
+        const uint16_t *w_scales = a->scales + (cell + g) * (bits == 4 ? 2 : 1) * LANES + in_tile;
+        floats4 scale = four_halves(w_scales), minimum = bits == 4 ? four_halves(w_scales + LANES) : scale;
+        for (int64_t i = 0; i < rows; i++) {
+            const int8_t *q = act->q + (place + i) * digits * GROUP;
+            ints4 sum = {0};
+            for (int digit = 0; digit < digits; digit++) {
+                sum <<= 7;
+                for (int k = 0; k < GROUP; k++) sum += weights[k] * q[digit * GROUP + k];
+            }
+            total[i] = total[i] + __builtin_convertvector(sum, floats4) * (scale * act->scales[place + i]);
+            if (bits == 4) total[i] = total[i] + minimum * act->sums[place + i];
+        }
+    }
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < 4 && n + j < a->N; j++)
+            a->y[(m + i) * a->y_stride + n + j] = a->bias ? total[i][j] + a->bias[n + j] : total[i][j];
+}
+
+ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, int64_t first, int64_t last,
+                                  const int bits, const int digits) {
+    for (int64_t m = 0; m < a->M; m += 8)
+        for (int64_t n = first * LANES; n < last * LANES && n < a->N; n += 4)
+            multiply_four(a, act, n, m, a->M - m < 8 ? a->M - m : 8, bits, digits);
+}
 #endif
 
 ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits, const int digits) {
@@ -276,13 +329,7 @@ ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int
     int64_t num_tiles = (a->N + LANES - 1) / LANES;
     int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
     if (last > num_tiles) last = num_tiles;
-#if defined(LINEAR_QUADS_H)
-    const quad_kernels *both[] = {bits == 8 ? &product_int8_one_digit : &product_int4_one_digit,
-                                  bits == 8 ? &product_int8 : &product_int4};
-    multiply_quads(a, &act, first, last, both[digits - 1]);
-#else
     multiply_tiles(a, &act, first, last, bits, digits);
-#endif
 }
 
 void infer_linear_int8(const void *args, int64_t chunk) {

@@ -1,9 +1,9 @@
-/* The products of linear.c where a register holds four lanes: on NEON, and on whatever else there is.
+/* The products of linear.c on NEON, where a register holds four lanes.
  *
  * Four neighbours in a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
- * Sums and totals stay in registers from the first group to the last, 32 of them on ARM, so the order in which
- * things are written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums
- * through memory and half of the speed is gone. `tests/unit/kernels/test_c_aarch64.py` counts such moves.
+ * Sums and totals stay in registers from the first group to the last, 32 of them, so the order in which things are
+ * written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums through memory and
+ * half of the speed is gone. `tests/unit/kernels/test_c_neon.py` counts such moves.
  *
  *     rows at a time   what is kept in registers                               by
  *     8 or 4           one quad of all rows; a tile is passed over four times  multiply_rows
@@ -12,55 +12,21 @@
  *
  * From the second pass on, a tile is in the nearest cache. Its first pass would wait for memory, so the first block
  * of rows asks for the next tile meanwhile, a quarter in each pass; later blocks find it in a cache. One row reads
- * memory from one end to the other, which processors of this kind see by themselves: told of it, they are slower.
+ * memory from one end to the other, which these processors see by themselves: told of it, they are slower.
  *
  * Lanes are named by macros: the instructions have their number in them. */
-#ifndef LINEAR_QUADS_H
-#define LINEAR_QUADS_H
+#ifndef LINEAR_NEON_H
+#define LINEAR_NEON_H
 
 #include "linear.h"
 
 _Static_assert(INT8_OFFSET == 0, "integer sums start with 0");
 
-typedef uint8_t byte_quads __attribute__((vector_size(16))); /* four bytes of each column of a quad */
-typedef byte_quads byte_quads_unaligned __attribute__((aligned(1), may_alias));
+#define DOT(sum, w, x, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), x, lane)
 
-static inline byte_quads load_bytes(const void *p) { return *(const byte_quads_unaligned *)p; }
-
-#if defined(HAVE_NEON)
-typedef int32x4_t int_quad;
-typedef float32x4_t float_quad;
-#define DOT(sum, w, x, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), vreinterpretq_s8_u8(x), lane)
-#define BY_LANE(v, x, lane) vmulq_laneq_f32(v, x, lane)
-#define ADD_BY_LANE(total, v, x, lane) vfmaq_laneq_f32(total, v, x, lane)
-static inline float_quad fused(float_quad total, float_quad a, float_quad b) { return vfmaq_f32(total, a, b); }
-static inline float_quad load_floats(const float *p) { return vld1q_f32(p); }
-static inline void store_floats(float *p, float_quad v) { vst1q_f32(p, v); }
-static inline float_quad load_four_halves(const uint16_t *p) {
+static inline float32x4_t load_four_halves(const uint16_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
-#else
-typedef int32_t int_quad __attribute__((vector_size(16)));
-typedef float float_quad __attribute__((vector_size(16)));
-typedef float_quad float_quad_unaligned __attribute__((aligned(4), may_alias));
-/* Byte j of each column times byte j of the lane, for the four of them; bytes are signed. */
-static inline int_quad dot(int_quad sum, byte_quads w, byte_quads x, int lane) {
-    for (int j = 0; j < 4; j++) {
-        const int from_top = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 24 - 8 * j : 8 * j;
-        sum += (((int_quad)w << from_top) >> 24) * (int8_t)x[4 * lane + j];
-    }
-    return sum;
-}
-#define DOT(sum, w, x, lane) dot(sum, w, x, lane)
-#define BY_LANE(v, x, lane) ((v) * (x)[lane])
-#define ADD_BY_LANE(total, v, x, lane) ((total) + (v) * (x)[lane])
-static inline float_quad fused(float_quad total, float_quad a, float_quad b) { return total + a * b; }
-static inline float_quad load_floats(const float *p) { return *(const float_quad_unaligned *)p; }
-static inline void store_floats(float *p, float_quad v) { *(float_quad_unaligned *)p = v; }
-static inline float_quad load_four_halves(const uint16_t *p) {
-    return (float_quad){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
-}
-#endif
 
 typedef struct {
     const uint8_t *data;
@@ -75,37 +41,37 @@ ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_
 }
 
 /* Column 4r of the tile and the next three, of row m. */
-ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_t m, float_quad total) {
+ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_t m, float32x4_t total) {
     int64_t n = tile * LANES + r * 4, count = a->N - n;
     float *y = a->y + m * a->y_stride + n;
     if (count >= 4) {
-        store_floats(y, a->bias ? total + load_floats(a->bias + n) : total);
+        vst1q_f32(y, a->bias ? total + vld1q_f32(a->bias + n) : total);
     } else {
         for (int64_t i = 0; i < count; i++) y[i] = a->bias ? total[i] + a->bias[n + i] : total[i];
     }
 }
 
 /* Weights v, v + 1, ... of a quad; in int4 the first 16 of a group are low halves of bytes, the others high ones. */
-ALWAYS_INLINE void load_quad(const uint8_t *w, byte_quads *to, const int bits) {
+ALWAYS_INLINE void load_quad(const uint8_t *w, uint8x16_t *to, const int bits) {
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) to[v] = load_bytes(w + v * 64);
+    for (int v = 0; v < 4; v++) to[v] = vld1q_u8(w + v * 64);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) to[v + 4] = bits == 4 ? to[v] >> 4 : load_bytes(w + (v + 4) * 64);
+    for (int v = 0; v < 4; v++) to[v + 4] = bits == 4 ? to[v] >> 4 : vld1q_u8(w + (v + 4) * 64);
     if (bits == 8) return;
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) to[v] &= 15;
 }
 
 /* One group more: of four rows, whose activations have these scales and sums. */
-ALWAYS_INLINE void add_group(float_quad *total, const int_quad *sum, const uint16_t *w_scales, const float *x_scales,
+ALWAYS_INLINE void add_group(float32x4_t *total, const int32x4_t *sum, const uint16_t *w_scales, const float *x_scales,
                              const float *x_sums, const int bits) {
-    float_quad scale = load_four_halves(w_scales), xs = load_floats(x_scales);
+    float32x4_t scale = load_four_halves(w_scales), xs = vld1q_f32(x_scales);
 #define ADD_ROW(i) \
-    total[i] = fused(total[i], __builtin_convertvector(sum[i], float_quad), BY_LANE(scale, xs, i))
+    total[i] = vfmaq_f32(total[i], vcvtq_f32_s32(sum[i]), vmulq_laneq_f32(scale, xs, i))
     ADD_ROW(0), ADD_ROW(1), ADD_ROW(2), ADD_ROW(3);
     if (bits == 8) return;
-    float_quad minimum = load_four_halves(w_scales + LANES), sums = load_floats(x_sums);
-#define ADD_MINIMUM(i) total[i] = ADD_BY_LANE(total[i], minimum, sums, i)
+    float32x4_t minimum = load_four_halves(w_scales + LANES), sums = vld1q_f32(x_sums);
+#define ADD_MINIMUM(i) total[i] = vfmaq_laneq_f32(total[i], minimum, sums, i)
     ADD_MINIMUM(0), ADD_MINIMUM(1), ADD_MINIMUM(2), ADD_MINIMUM(3);
 }
 
@@ -131,16 +97,17 @@ ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, i
         const uint16_t *w_scales = it.scales + r * 4;
         const int8_t *q = act->q + first * digits * GROUP;
         const float *x_scales = act->scales + first, *x_sums = act->sums + first;
-        float_quad total[8];
+        float32x4_t total[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) total[i] = (float_quad){0};
+        for (int i = 0; i < rows; i++) total[i] = (float32x4_t){0};
         for (int64_t g = 0; g < groups; g++) {
-            byte_quads W[8], x[4];
-            int_quad sum[8];
+            uint8x16_t W[8];
+            int8x16_t x[4];
+            int32x4_t sum[8];
             load_quad(w, W, bits);
             if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
 #pragma GCC unroll 8
-            for (int i = 0; i < rows; i++) sum[i] = (int_quad){0};
+            for (int i = 0; i < rows; i++) sum[i] = (int32x4_t){0};
 #pragma GCC unroll 2
             for (int digit = 0; digit < digits; digit++) {
                 if (digit == 1) {
@@ -153,7 +120,7 @@ ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, i
                     for (int four = 0; four < rows; four += 4) {
 #pragma GCC unroll 4
                         for (int i = 0; i < 4; i++)
-                            x[i] = load_bytes(q + ((four + i) * digits + digit) * GROUP + half * 16);
+                            x[i] = vld1q_s8(q + ((four + i) * digits + digit) * GROUP + half * 16);
                         FOUR_DOTS((sum + four), W[4 * half + 0], x, 0);
                         FOUR_DOTS((sum + four), W[4 * half + 1], x, 1);
                         FOUR_DOTS((sum + four), W[4 * half + 2], x, 2);
@@ -191,16 +158,17 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
         const uint16_t *w_scales = it.scales + r * 4;
         const int8_t *q = act->q + first * digits * GROUP;
         const float *x_scales = act->scales + first, *x_sums = act->sums + first;
-        float_quad total[4] = {{0}, {0}, {0}, {0}};
+        float32x4_t total[4] = {{0}, {0}, {0}, {0}};
         for (int64_t g = 0; g < groups; g++) {
-            int_quad high[4] = {{0}, {0}, {0}, {0}}, low[4] = {{0}, {0}, {0}, {0}};
-            byte_quads x[2][4], raw[4], part[4];
+            int32x4_t high[4] = {{0}, {0}, {0}, {0}}, low[4] = {{0}, {0}, {0}, {0}};
+            int8x16_t x[2][4];
+            uint8x16_t raw[4], part[4];
 #pragma GCC unroll 2
             for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-                for (int j = 0; j < 2 * digits; j++) x[i][j] = load_bytes(q + i * digits * GROUP + j * 16);
+                for (int j = 0; j < 2 * digits; j++) x[i][j] = vld1q_s8(q + i * digits * GROUP + j * 16);
 #define FEW_VECTORS(v, half, lane) \
-    for (int i = 0; i < quads; i++) raw[i] = load_bytes(w + v * 64 + i * 16); \
+    for (int i = 0; i < quads; i++) raw[i] = vld1q_u8(w + v * 64 + i * 16); \
     if (bits == 8) { \
         FEW_DOTS(raw, half, lane) \
     } else { \
@@ -221,12 +189,12 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
             }
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
-                int_quad sum = digits == 2 ? (high[i] << 7) + low[i] : high[i];
-                float_quad scale = load_four_halves(w_scales + i % quads * 4) * x_scales[i / quads];
-                total[i] = fused(total[i], __builtin_convertvector(sum, float_quad), scale);
+                int32x4_t sum = digits == 2 ? (high[i] << 7) + low[i] : high[i];
+                float32x4_t scale = load_four_halves(w_scales + i % quads * 4) * x_scales[i / quads];
+                total[i] = vfmaq_f32(total[i], vcvtq_f32_s32(sum), scale);
                 if (bits == 4) {
-                    float_quad minimum = load_four_halves(w_scales + LANES + i % quads * 4);
-                    total[i] = fused(total[i], minimum, (float_quad){0} + x_sums[i / quads]);
+                    float32x4_t minimum = load_four_halves(w_scales + LANES + i % quads * 4);
+                    total[i] = vfmaq_n_f32(total[i], minimum, x_sums[i / quads]);
                 }
             }
             w += it.vectors * 64, w_scales += it.scale_step;
@@ -249,8 +217,7 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
  *
  * A quad has four k of four columns in a register: zipped with the register of the next four k, it is as wanted. */
 #define ZIP(half, type, a, b) \
-    vreinterpretq_u8_##type(vzip##half##q_##type(vreinterpretq_##type##_u8(a), vreinterpretq_##type##_u8(b)))
-#define MULTIPLY_PAIRS(sum, x, w) vmmlaq_s32(sum, vreinterpretq_s8_u8(x), vreinterpretq_s8_u8(w))
+    vreinterpretq_s8_##type(vzip##half##q_##type(vreinterpretq_##type##_u8(a), vreinterpretq_##type##_u8(b)))
 ALWAYS_INLINE void multiply_lines(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
                                   const int bits, const int digits, const int asks_ahead) {
     enum { PAIRS = 4 };
@@ -263,35 +230,36 @@ ALWAYS_INLINE void multiply_lines(const linear_args *a, const activations *act, 
         const uint16_t *w_scales = it.scales + r * 4;
         const int8_t *q = act->q + first * digits * GROUP;
         const float *x_scales = act->scales + first, *x_sums = act->sums + first;
-        float_quad total[2 * PAIRS];
+        float32x4_t total[2 * PAIRS];
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) total[i] = (float_quad){0};
+        for (int i = 0; i < rows; i++) total[i] = (float32x4_t){0};
         for (int64_t g = 0; g < groups; g++) {
-            byte_quads W[8], x[PAIRS];
-            int_quad sum01[PAIRS], sum23[PAIRS], sum[2 * PAIRS];
+            uint8x16_t W[8];
+            int8x16_t x[PAIRS];
+            int32x4_t sum01[PAIRS], sum23[PAIRS], sum[2 * PAIRS];
             load_quad(w, W, bits);
             if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
 #pragma GCC unroll 4
-            for (int j = 0; j < PAIRS; j++) sum01[j] = sum23[j] = (int_quad){0};
+            for (int j = 0; j < PAIRS; j++) sum01[j] = sum23[j] = (int32x4_t){0};
 #pragma GCC unroll 4
             for (int eight = 0; eight < GROUP / 8; eight++) {
-                byte_quads w01 = ZIP(1, s32, W[2 * eight], W[2 * eight + 1]);
-                byte_quads w23 = ZIP(2, s32, W[2 * eight], W[2 * eight + 1]);
+                int8x16_t w01 = ZIP(1, s32, W[2 * eight], W[2 * eight + 1]);
+                int8x16_t w23 = ZIP(2, s32, W[2 * eight], W[2 * eight + 1]);
 #pragma GCC unroll 4
                 for (int j = 0; j < PAIRS; j++) {
                     const int8_t *line = q + 2 * j * GROUP + eight * 8;
-                    x[j] = (byte_quads)vcombine_s8(vld1_s8(line), vld1_s8(line + GROUP));
+                    x[j] = vcombine_s8(vld1_s8(line), vld1_s8(line + GROUP));
                 }
 #pragma GCC unroll 4
-                for (int j = 0; j < PAIRS; j++) sum01[j] = MULTIPLY_PAIRS(sum01[j], x[j], w01);
+                for (int j = 0; j < PAIRS; j++) sum01[j] = vmmlaq_s32(sum01[j], x[j], w01);
 #pragma GCC unroll 4
-                for (int j = 0; j < PAIRS; j++) sum23[j] = MULTIPLY_PAIRS(sum23[j], x[j], w23);
+                for (int j = 0; j < PAIRS; j++) sum23[j] = vmmlaq_s32(sum23[j], x[j], w23);
             }
 #pragma GCC unroll 4
             for (int j = 0; j < PAIRS; j++) {
                 int64x2_t near = vreinterpretq_s64_s32(sum01[j]), far = vreinterpretq_s64_s32(sum23[j]);
-                int_quad q0 = vreinterpretq_s32_s64(vzip1q_s64(near, far));
-                int_quad q1 = vreinterpretq_s32_s64(vzip2q_s64(near, far));
+                int32x4_t q0 = vreinterpretq_s32_s64(vzip1q_s64(near, far));
+                int32x4_t q1 = vreinterpretq_s32_s64(vzip2q_s64(near, far));
                 if (digits == 2) sum[j] = (q0 << 7) + q1;
                 else sum[2 * j] = q0, sum[2 * j + 1] = q1;
             }
@@ -316,44 +284,45 @@ ALWAYS_INLINE void multiply_lines(const linear_args *a, const activations *act, 
 
 /* A tile times `count` rows from row m on. A function of its own for each: compilers find registers for one at a
  * time. */
-typedef void (*quad_kernel)(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count);
+typedef void (*neon_kernel)(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count);
 typedef struct {
-    quad_kernel eight[2], four[2], two, one; /* [1]: asks for the next tile meanwhile */
-} quad_kernels;
+    neon_kernel eight[2], four[2], two, one; /* [1]: asks for the next tile meanwhile */
+} neon_kernels;
 
-#define QUAD_KERNEL(name, body) \
+#define NEON_KERNEL(name, body) \
     static __attribute__((noinline)) void name(const linear_args *a, const activations *act, int64_t tile, int64_t m, \
                                                int64_t count) { \
         (void)count; \
         body; \
     }
-#define QUAD_KERNELS(name, bits, digits) \
-    QUAD_KERNEL(name##_8, MULTIPLY_ROWS(8, bits, digits, 0)) \
-    QUAD_KERNEL(name##_8_ahead, MULTIPLY_ROWS(8, bits, digits, 1)) \
-    QUAD_KERNEL(name##_4, MULTIPLY_ROWS(4, bits, digits, 0)) \
-    QUAD_KERNEL(name##_4_ahead, MULTIPLY_ROWS(4, bits, digits, 1)) \
-    QUAD_KERNEL(name##_2, multiply_few(a, act, tile, m, 2, bits, digits)) \
-    QUAD_KERNEL(name##_1, multiply_few(a, act, tile, m, 1, bits, digits)) \
-    static const quad_kernels name = {{name##_8, name##_8_ahead}, {name##_4, name##_4_ahead}, name##_2, name##_1};
+#define NEON_KERNELS(name, bits, digits) \
+    NEON_KERNEL(name##_8, MULTIPLY_ROWS(8, bits, digits, 0)) \
+    NEON_KERNEL(name##_8_ahead, MULTIPLY_ROWS(8, bits, digits, 1)) \
+    NEON_KERNEL(name##_4, MULTIPLY_ROWS(4, bits, digits, 0)) \
+    NEON_KERNEL(name##_4_ahead, MULTIPLY_ROWS(4, bits, digits, 1)) \
+    NEON_KERNEL(name##_2, multiply_few(a, act, tile, m, 2, bits, digits)) \
+    NEON_KERNEL(name##_1, multiply_few(a, act, tile, m, 1, bits, digits)) \
+    static const neon_kernels name = {{name##_8, name##_8_ahead}, {name##_4, name##_4_ahead}, name##_2, name##_1};
 
-QUAD_KERNELS(product_int8, 8, 2)
-QUAD_KERNELS(product_int4, 4, 2)
-QUAD_KERNELS(product_int8_one_digit, 8, 1)
-QUAD_KERNELS(product_int4_one_digit, 4, 1)
+NEON_KERNELS(product_int8, 8, 2)
+NEON_KERNELS(product_int4, 4, 2)
+NEON_KERNELS(product_int8_one_digit, 8, 1)
+NEON_KERNELS(product_int4_one_digit, 4, 1)
 
-/* Rows by eight, and the rest in the cheapest way: eight cost as much as six, four as much as three. Rows past the
- * last one are computed with it and not stored; a block has room for them. */
-static void multiply_quads(const linear_args *a, const activations *act, int64_t first, int64_t last,
-                           const quad_kernels *kernels) {
+/* The tiles `first` to `last` times all rows: by eight, and the rest in the cheapest way. Eight cost as much as six,
+ * four as much as three; rows past the last one are computed with it and not stored, a block has room for them. */
+ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, int64_t first, int64_t last,
+                                  const int bits, const int digits) {
+    const neon_kernels *kernels = digits == 2 ? (bits == 8 ? &product_int8 : &product_int4)
+                                              : (bits == 8 ? &product_int8_one_digit : &product_int4_one_digit);
     for (int64_t m = 0, rows; m < a->M; m += rows) {
-        int64_t left = a->M - m, count;
+        int64_t left = a->M - m;
         rows = left > 5 ? 8 : left > 2 ? 4 : left;
-        count = left < rows ? left : rows;
-        quad_kernel run = rows == 8   ? kernels->eight[m == 0]
+        neon_kernel run = rows == 8   ? kernels->eight[m == 0]
                           : rows == 4 ? kernels->four[m == 0]
                           : rows == 2 ? kernels->two
                                       : kernels->one;
-        for (int64_t tile = first; tile < last; tile++) run(a, act, tile, m, count);
+        for (int64_t tile = first; tile < last; tile++) run(a, act, tile, m, left < rows ? left : rows);
     }
 }
 

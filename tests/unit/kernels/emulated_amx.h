@@ -1,0 +1,47 @@
+/* AMX in plain C, for a processor with AVX-512 alone: given to the compiler before linear.c, with -D__AMX_INT8__.
+ *
+ * Eight tiles of 16 rows of 64 bytes, as a tile_config describes them. What a processor refuses stops the program:
+ * a tile that was not configured, or shapes that do not fit together. */
+#include <immintrin.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static uint8_t amx_tiles[8][16][64], amx_rows[8];
+static uint16_t amx_bytes[8];
+
+static inline void amx_configure(const void *config) {
+    memcpy(amx_bytes, (const uint8_t *)config + 16, sizeof amx_bytes);
+    memcpy(amx_rows, (const uint8_t *)config + 48, sizeof amx_rows);
+    if (*(const uint8_t *)config != 1) abort();
+}
+static inline void amx_release(void) { memset(amx_rows, 0, sizeof amx_rows); }
+static inline void amx_zero(int t) { amx_rows[t] ? (void)memset(amx_tiles[t], 0, sizeof amx_tiles[t]) : abort(); }
+static inline void amx_load(int t, const void *from, int64_t stride) {
+    if (!amx_rows[t]) abort();
+    for (int i = 0; i < amx_rows[t]; i++) memcpy(amx_tiles[t][i], (const uint8_t *)from + i * stride, amx_bytes[t]);
+}
+static inline void amx_store(int t, void *to, int64_t stride) {
+    if (!amx_rows[t]) abort();
+    for (int i = 0; i < amx_rows[t]; i++) memcpy((uint8_t *)to + i * stride, amx_tiles[t][i], amx_bytes[t]);
+}
+/* c += a b, bytes of a signed, of b unsigned, four at a time. */
+static inline void amx_multiply(int c, int a, int b) {
+    if (amx_rows[c] != amx_rows[a] || amx_bytes[c] != amx_bytes[b] || amx_bytes[a] != 4 * amx_rows[b]) abort();
+    for (int i = 0; i < amx_rows[c]; i++)
+        for (int j = 0; j < amx_bytes[c] / 4; j++) {
+            int32_t sum;
+            memcpy(&sum, amx_tiles[c][i] + 4 * j, 4);
+            for (int k = 0; k < amx_bytes[a]; k++) sum += (int8_t)amx_tiles[a][i][k] * amx_tiles[b][k / 4][4 * j + k % 4];
+            memcpy(amx_tiles[c][i] + 4 * j, &sum, 4);
+        }
+}
+
+#define _tile_loadconfig(config) amx_configure(config)
+#define _tile_release() amx_release()
+#define _tile_zero(t) amx_zero(t)
+#define _tile_loadd(t, from, stride) amx_load(t, from, stride)
+#define _tile_stored(t, to, stride) amx_store(t, to, stride)
+#define _tile_dpbsud(c, a, b) amx_multiply(c, a, b)
+#define syscall(...) 0 /* the system allows it */
