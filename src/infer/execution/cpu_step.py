@@ -8,6 +8,9 @@ A step's inputs are five small tables of integers, kept where they are and overw
     slots       where the block tables of each sequence put these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
+Where few sequences have long contexts, each segment of one is an item: three kv heads alone keep two threads
+busy for three quarters of the time, and more threads for less.
+
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
 (kernels/cpu/program.py), for any number of rows up to the size of the batch: that is how a decode step
 runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough, and the
@@ -37,15 +40,20 @@ from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
+MAX_PARTS = 64  # segments of a step that are items of their own
+
 
 class CpuInputs:
-    """The tables of one step; room for `capacity` tokens, at addresses that do not change."""
+    """The tables of one step; room for `capacity` tokens, at addresses that do not change.
 
-    def __init__(self, capacity: int, num_tables: int) -> None:
-        self.capacity = capacity
+    Long contexts of single tokens are split into their segments where there are at most `max_split` of them.
+    """
+
+    def __init__(self, capacity: int, num_tables: int, max_split: int = 0) -> None:
+        self.capacity, self._max_split = capacity, max_split
         self.tokens, self.positions = np.zeros((2, capacity), dtype=np.int64)
         self.slots = np.zeros((num_tables, capacity), dtype=np.int64)
-        self.items = np.zeros((capacity, 4), dtype=np.int64)
+        self.items = np.zeros((max(capacity, MAX_PARTS), 6), dtype=np.int64)
         self.num_rows = self.num_items = 0
 
     def fill(self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState) -> list[int]:
@@ -66,8 +74,23 @@ class CpuInputs:
         items[:, 1] = np.minimum(layout.lens.repeat(num_items) - offsets, operations.ITEM_TOKENS)
         items[:, 2] = plan.chunks.rows.repeat(num_items)
         items[:, 3] = plan.chunks.starts.repeat(num_items) + offsets
+        items[:, 4] = -1
+        if self.num_items == num_rows <= self._max_split:
+            self._split()
         last_rows: list[int] = (layout.ends - 1).tolist()
         return last_rows
+
+    def _split(self) -> None:
+        items = self.items[: self.num_items]
+        num_segments = items[:, 3] // operations.SEGMENT + 1
+        num_parts = int(num_segments.sum())
+        if not self.num_items < num_parts <= MAX_PARTS:
+            return
+        self.items[:num_parts] = items.repeat(num_segments, axis=0)
+        firsts = num_segments.cumsum() - num_segments
+        self.items[:num_parts, 5] = np.arange(num_parts)
+        self.items[:num_parts, 4] = np.arange(num_parts) - firsts.repeat(num_segments)
+        self.num_items = num_parts
 
 
 class CpuStep(StepContext):
@@ -80,12 +103,14 @@ class CpuStep(StepContext):
         inputs: CpuInputs,
         state: BatchState,
         num_rows: int,
+        parts: torch.Tensor | None = None,
     ) -> None:
         self._library, self._store, self._block_size = library, store, state.block_size
+        self._parts = parts
         self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
         self._slots_KT = torch.from_numpy(inputs.slots)[:, :num_rows]
-        self._items_I4 = torch.from_numpy(inputs.items)[: inputs.num_items]
+        self._items_I6 = torch.from_numpy(inputs.items)[: inputs.num_items]
         self._tables_KRB = torch.from_numpy(state.tables)
 
     @property
@@ -112,10 +137,11 @@ class CpuStep(StepContext):
             keys,
             values,
             self._tables_KRB[table],
-            self._items_I4,
+            self._items_I6,
             block_size=self._block_size,
             scale=scale,
             window=window,
+            parts=self._parts,
         )
 
 
@@ -134,7 +160,10 @@ class CpuSteps:
     ) -> None:
         self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
-        self._inputs = CpuInputs(max_rows, len(state.tables))
+        N, (_, G, H) = model.config.num_heads, store.keys[0].shape
+        max_split = 4 * library.num_threads // G if operations.can_split(N, G, H) else 0
+        self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
+        self._inputs = CpuInputs(max_rows, len(state.tables), max_split)
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)
         if record:
@@ -155,7 +184,7 @@ class CpuSteps:
         if self._program is not None and inputs is self._inputs:
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
-        step = CpuStep(self._library, self._store, inputs, self._state, num_rows)
+        step = CpuStep(self._library, self._store, inputs, self._state, num_rows, self._parts)
         places, last_rows = needed_tokens(plan, sequences, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
@@ -169,7 +198,7 @@ class CpuSteps:
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
-        step = CpuStep(self._library, self._store, self._inputs, self._state, max_rows)
+        step = CpuStep(self._library, self._store, self._inputs, self._state, max_rows, self._parts)
         with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()

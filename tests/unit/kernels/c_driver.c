@@ -194,13 +194,17 @@ static void run_heads(word H) {
 }
 
 static void run_attention(word H, word window) {
-    enum { N = 4, G = 2, BLOCK = 16, BLOCKS = 8, T = 22 };
-    word table[2][4] = {{5, 2, 7, 1}, {3, 0, 6, 4}};
-    word items[4][4] = {{0, 1, 0, 0}, {1, 1, 1, 50}, {2, 16, 0, 21}, {18, 4, 1, 15}}; /* first, count, row, start */
+    enum { N = 4, G = 2, BLOCK = 16, BLOCKS = 40, T = 22, ROW = 38 };
+    word table[2][ROW], parts = 2;
+    for (word i = 0; i < ROW; i++) table[0][i] = (i * 11 + 5) % BLOCKS, table[1][i] = (i * 7 + 3) % BLOCKS;
+    /* first, count, row, start, segment, part: the last token's context has two segments */
+    word items[][6] = {{0, 1, 0, 0, -1, 0},  {1, 1, 1, 50, -1, 0},  {2, 16, 0, 21, -1, 0},
+                       {18, 3, 1, 15, -1, 0}, {21, 1, 0, 600, 1, 1}, {21, 1, 0, 600, 0, 0}};
     float *q = random_floats(T * (N * H + 3)), *out = room((size_t)(T * N * H) * 4);
+    float *kept = room((size_t)(parts * (N * (H + 2) + G)) * 4);
     float *keys = random_floats(BLOCKS * BLOCK * G * H), *values = random_floats(BLOCKS * BLOCK * G * H);
-    RUN("infer_attend", 4 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), 4, p(items), N, G, H, BLOCK,
-        window, d(1.0 / sqrt((double)H)));
+    RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), ROW, p(items), N, G, H, BLOCK,
+        window, d(1.0 / sqrt((double)H)), p(kept));
     emit_floats("attention", out, T * N * H);
 }
 
@@ -220,8 +224,8 @@ int main(int argc, char **argv) {
     run_dense_lookups();
     static const word sizes[] = {7, 45, 64};
     for (int i = 0; i < 3; i++) run_norms(sizes[i]), run_gates(sizes[i]);
-    static const word head_sizes[] = {20, 64, 128};
-    for (int i = 0; i < 3; i++) {
+    static const word head_sizes[] = {20, 64, 80, 96, 128, 256};
+    for (int i = 0; i < 6; i++) {
         run_heads(head_sizes[i]);
         run_attention(head_sizes[i], 0), run_attention(head_sizes[i], 9);
     }

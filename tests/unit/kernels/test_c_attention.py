@@ -6,6 +6,8 @@ which a processor's BLAS adds.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -45,17 +47,32 @@ def run(
     window: int | None,
     tokens: int = 16,
 ) -> torch.Tensor:
-    """Attend the last `count` tokens of each row, (row, count), in items of at most so many tokens."""
-    items, place = [], 0
+    """Attend the last `count` tokens of each row, (row, count), in items of at most so many tokens.
+
+    With 0 tokens, an item is one segment of one token.
+    """
+    items: list[tuple[int, ...]] = []
+    place = 0
     for row, count in chunks:
         start = len(cache.slots[row]) - count
-        for first in range(0, count, tokens):
-            items.append((place + first, min(tokens, count - first), row, start + first))
+        for first in range(0, count, tokens or 1):
+            item = (place + first, min(tokens or 1, count - first), row, start + first)
+            if tokens:
+                items.append((*item, -1, 0))
+            else:
+                segments = range((start + first) // operations.SEGMENT + 1)
+                items += [(*item, segment, len(items) + segment) for segment in segments]
         place += count
-    return operations.attend(
+    if not tokens:
+        random.shuffle(items)  # threads finish in any order
+    (_, N, H), G = q.shape, cache.keys.shape[1]
+    parts = torch.zeros(operations.parts_shape(len(items), N, G, H))
+    out = operations.attend(
         c, q, cache.keys, cache.values, cache.table, torch.tensor(items), block_size=cache.block_size,
-        scale=0.3, window=window,
+        scale=0.3, window=window, parts=parts,
     )  # fmt: skip
+    assert not parts[:, -G:].any()  # the counters are ready for the next step
+    return out
 
 
 def attend_exactly(
@@ -97,6 +114,40 @@ def test_no_cut_changes_a_bit(c: Library, window: int | None) -> None:
     assert torch.equal(run(c, cache, [(0, 45)], q, window, tokens=5), whole)
 
 
+@pytest.mark.parametrize("window", [None, 7, 600])
+@pytest.mark.parametrize("length", [511, 512, 513, 1100])
+def test_no_cut_of_a_long_context_changes_a_bit(c: Library, length: int, window: int | None) -> None:
+    cache = Cache([length, 40], block_size=16, num_kv_heads=3, head_dim=64)
+    count = 21
+    q = torch.randn(count + 2, 9, 64)
+    chunks = [(0, count), (1, 2)]
+    whole = run(c, cache, chunks, q, window)
+    keys, values = cache.keys[cache.slots[0]], cache.values[cache.slots[0]]
+    expected = attend_exactly(q[:count], keys, values, scale=0.3, window=window)
+    torch.testing.assert_close(whole[:count], expected, rtol=5e-5, atol=1e-5)
+    for tokens in (1, 5, 0):
+        assert torch.equal(run(c, cache, chunks, q, window, tokens=tokens), whole), tokens
+    c.set_threads(3)
+    assert torch.equal(run(c, cache, chunks, q, window, tokens=0), whole)
+    c.set_threads(1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [1, 3, 4, 8])
+def test_group_sizes(c: Library, head_dim: int, heads: int) -> None:
+    lengths = [*range(1, 34, 4), 530]
+    counts = [min(length, 20) for length in lengths]
+    cache = Cache(lengths, block_size=16, num_kv_heads=2, head_dim=head_dim)
+    q = torch.randn(sum(counts), 2 * heads, head_dim)
+    ours = run(c, cache, list(enumerate(counts)), q, None)
+    first = 0
+    for row, part in enumerate(torch.split(q, counts)):
+        keys, values = cache.keys[cache.slots[row]], cache.values[cache.slots[row]]
+        expected = attend_exactly(part, keys, values, scale=0.3, window=None)
+        torch.testing.assert_close(ours[first : first + len(part)], expected, rtol=5e-5, atol=1e-5)
+        first += len(part)
+
+
 def test_many_heads_of_one_kv_head_fit(c: Library) -> None:
     cache = Cache([30], block_size=16, num_kv_heads=1, head_dim=256)
     q = torch.randn(30, 9, 256)
@@ -104,6 +155,16 @@ def test_many_heads_of_one_kv_head_fit(c: Library) -> None:
         q, cache.keys[cache.slots[0]], cache.values[cache.slots[0]], scale=0.3, window=None
     )
     torch.testing.assert_close(run(c, cache, [(0, 30)], q, None), expected, rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [20, 600])
+def test_a_broken_key_of_a_segment_breaks_the_joined_result(c: Library, place: int) -> None:
+    cache = Cache([1030], block_size=16, num_kv_heads=1, head_dim=16)
+    cache.keys[cache.slots[0][place]] = float("nan")
+    q = torch.randn(1, 2, 16)
+    assert run(c, cache, [(0, 1)], q, None, tokens=0).isnan().all()
+    assert run(c, cache, [(0, 1)], q, None).isnan().all()
+    assert run(c, cache, [(0, 1)], q, 100, tokens=0).isfinite().all()
 
 
 def test_a_broken_key_breaks_only_those_who_see_it(c: Library) -> None:

@@ -113,8 +113,13 @@ keys, values = torch.randn(64, 2, 20), torch.randn(64, 2, 20)
 table = torch.arange(4).view(1, 4)
 operations.rope(c, q, k, torch.randn(9, 10), torch.randn(9, 10), torch.arange(5))
 operations.write_cache(c, k, k, keys, values, torch.arange(5))
-operations.attend(c, q, keys, values, table, torch.tensor([[0, 5, 0, 40]]),
+operations.attend(c, q, keys, values, table, torch.tensor([[0, 5, 0, 40, -1, 0]]),
                   block_size=16, scale=1.0, window=9)
+keys, values = torch.randn(1104, 2, 20), torch.randn(1104, 2, 20)
+parts = torch.zeros(operations.parts_shape(3, 4, 2, 20))
+operations.attend(c, q, keys, values, torch.arange(69).view(1, 69),
+                  torch.tensor([[0, 1, 0, 1097, s, s] for s in range(3)] + [[1, 4, 0, 1098, -1, 0]]),
+                  block_size=16, scale=1.0, window=None, parts=parts)
 c.set_threads(1)
 print("clean")
 """

@@ -22,6 +22,7 @@ TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 256  # channels of a head that attention.c has room for
 EXACT_DIGITS, FAST_DIGITS = 2, 1  # of 8 bits, that an activation is rounded to (csrc/linear.h)
 ITEM_TOKENS = 16  # of a prompt that attend together
+SEGMENT = 512  # positions that attention.c sums up before it joins them with those before
 
 _CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level cache
 _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
@@ -35,7 +36,7 @@ _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqq")
-_ATTEND = struct.Struct("qqqqqqqqqqqqqqd")
+_ATTEND = struct.Struct("qqqqqqqqqqqqqqdq")
 
 _ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
@@ -299,24 +300,40 @@ def attend(
     keys_PGH: torch.Tensor,
     values_PGH: torch.Tensor,
     table_RB: torch.Tensor,
-    items_I4: torch.Tensor,
+    items_I6: torch.Tensor,
     *,
     block_size: int,
     scale: float,
     window: int | None,
+    parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every item (first token, count, row of the table, start) over the paged cache."""
+    """Attention of every item over the paged cache; csrc/attention.c says what an item is.
+
+    Items of single segments need `parts`, in `parts_shape`: zeros before the first call, good for the next.
+    """
+    assert items_I6.shape[1] == 6 and items_I6.is_contiguous(), (items_I6.shape, items_I6.stride())
     T, N, H = q_TNH.shape
     G = keys_PGH.shape[1]
     out_TNH = empty((T, N, H))
     args = _ATTEND.pack(
         T, q_TNH.data_ptr(), q_TNH.stride(0), out_TNH.data_ptr(), keys_PGH.data_ptr(), values_PGH.data_ptr(),
-        table_RB.data_ptr(), table_RB.stride(0), items_I4.data_ptr(), N, G, H, block_size, window or 0, scale,
+        table_RB.data_ptr(), table_RB.stride(0), items_I6.data_ptr(), N, G, H, block_size, window or 0, scale,
+        _pointer(parts),
     )  # fmt: skip
     run_or_record(
-        library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I4.shape[0]
+        library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I6.shape[0]
     )
     return out_TNH
+
+
+def parts_shape(num_parts: int, N: int, G: int, H: int) -> tuple[int, int]:
+    """Room for results of single segments: H + 2 numbers of each query head, a counter of each kv head."""
+    return num_parts, N * (H + 2) + G
+
+
+def can_split(N: int, G: int, H: int) -> bool:
+    """Whether attention.c takes the query heads of a kv head at once, as items of single segments need it."""
+    return N // G * (-(-H // 16) * 16) <= 8192
 
 
 def _pointer(x: torch.Tensor | None) -> int:

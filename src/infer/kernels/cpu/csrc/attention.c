@@ -23,15 +23,21 @@
  *
  * Where a register is 4 floats, this is what the rows of the cache look like already.
  *
+ * 512 positions, counted from position 0, are a *segment*. Each has a maximum, a sum and sums of values of its
+ * own, and those of a query are joined in the order of positions. So a long context can be computed by several
+ * threads: an item of one token may name the segment that it stands for; its result is then kept in `parts`, and
+ * the thread that finishes a token's last segment joins them.
+ *
  * A query's result depends on its own positions only, in an order that no chunking changes: a prompt
- * computed whole, in pieces, or token by token gives the same bits. Slots that a query may not see are
- * never multiplied with anything, so whatever they hold cannot reach it.
+ * computed whole, in pieces, token by token, or segment by segment gives the same bits. Slots that a query may
+ * not see are never multiplied with anything, so whatever they hold cannot reach it.
  *
  * A chunk of work is one item and one kv head. */
 #include "infer.h"
 
 #define MAX_HEAD 256
 #define BLOCK 16
+#define SEGMENT 512
 #define STATE_FLOATS 8192 /* of accumulators at a time: 32 KB */
 #if WIDTH == 16
 #define TILE 6 /* queries: 24 of 32 registers */
@@ -49,10 +55,11 @@ typedef struct {
     const float *keys, *values; /* [slots][G][H] */
     const int64_t *table;
     int64_t table_stride;
-    const int64_t *items; /* [I][4]: first token, count, row of the table, start */
+    const int64_t *items; /* [I][6]: first token, count, row of the table, start, segment (-1: all), its part */
     int64_t N, G, H, block_size;
     int64_t window; /* 0: none */
     double scale;
+    float *parts; /* [parts]: of every query head its peak, total and H sums; then G counters of finished segments */
 } attend_args;
 
 typedef struct {
@@ -144,8 +151,10 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
 /* A new maximum: what was summed up under the old one shrinks. */
 static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, float peak) {
     softmax_state *state = t->state + i;
-    float shrink = expf(state->peak - peak); /* e^-inf = 0 the first time */
+    float before = state->peak;
     state->peak = peak;
+    if (state->total == 0.0f) return; /* nothing is summed up yet */
+    float shrink = expf(before - peak);
     state->total *= shrink;
     float *sums = t->sums + i * t->padded;
     for (int64_t c = 0; c < t->padded; c += WIDTH) store_vr(sums + c, load_vr(sums + c) * shrink);
@@ -174,7 +183,7 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
     }
     for (int i = 0; i < count; i++)
         if (!(peaks[i] <= t->state[i].peak)) raise_peak(t, i, peaks[i]); /* also NaN: then all becomes NaN */
-#pragma GCC unroll 8
+#pragma GCC unroll 1
     for (int i = 0; i < count; i++)
         for (int n = 0; n < PARTS; n++) {
             float *at = scores + i * BLOCK + n * WIDTH;
@@ -190,7 +199,8 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
 }
 
 /* Onto the sums of the tile, `registers` of channels from channel c on: weights times values. */
-ALWAYS_INLINE void add_values(const int count, const int registers, const float *weights, const tile_work *t, int64_t c) {
+ALWAYS_INLINE void add_values(const int count, const int registers, const float *weights, const tile_work *t,
+                              int64_t c) {
     vr sum[TILE][4];
     const int64_t padded = t->padded;
     float *sums = t->sums + c;
@@ -276,63 +286,142 @@ static void load_rows(const attend_args *a, const float *cache, int64_t g, const
     }
 }
 
+/* The queries of a chunk, and what it knows about them. */
+typedef struct {
+    const attend_args *a;
+    const int64_t *table;
+    int64_t g, padded, num;
+    int64_t positions[STATE_FLOATS / WIDTH];
+    float *out[STATE_FLOATS / WIDTH];
+    softmax_state state[STATE_FLOATS / WIDTH], joined_state[STATE_FLOATS / WIDTH];
+    float queries[STATE_FLOATS] __attribute__((aligned(64)));
+    float sums[STATE_FLOATS] __attribute__((aligned(64))), joined_sums[STATE_FLOATS] __attribute__((aligned(64)));
+    float packed[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+    float key_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+    float value_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+} work;
+
+static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
+    const attend_args *a = w->a;
+    const int64_t padded = w->padded, num = w->num, *positions = w->positions;
+    const int is_packed = WIDTH > 4 && num > TILE;
+    const float *keys[BLOCK], *values[BLOCK];
+    int64_t slots[BLOCK];
+    find_slots(a, w->table, block, low, high, slots);
+    load_rows(a, a->keys, w->g, slots, padded, w->key_room, keys);
+    load_rows(a, a->values, w->g, slots, padded, w->value_room, values);
+    if (is_packed) pack_keys(keys, padded, w->packed);
+    for (int64_t i = 0, together; i < num; i += together) {
+        int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
+        int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
+        if (hi >= BLOCK && lowest_seen(a, positions[last]) <= block) /* all of them see the whole block */
+            together = last - i + 1;
+        else /* heads of one token */
+            for (together = 1; i + together <= last && positions[i + together] == positions[i];) together++;
+        if (lo < 0) lo = 0;
+        if (lo >= BLOCK || hi <= 0) continue;
+        tile_work t = {padded, w->queries + i * padded, w->state + i, w->sums + i * padded, keys, values, w->packed,
+                       (float)a->scale, (int)lo, (int)(hi < BLOCK ? hi : BLOCK)};
+        if (is_packed) visit_packed(together, &t);
+        else visit_direct(together, &t);
+    }
+}
+
+static void attend_segment(work *w, int64_t segment) {
+    int64_t low = lowest_seen(w->a, w->positions[0]), high = w->positions[w->num - 1];
+    if (low < segment * SEGMENT) low = segment * SEGMENT;
+    if (high >= (segment + 1) * SEGMENT) high = (segment + 1) * SEGMENT - 1;
+    memset(w->sums, 0, (size_t)(w->num * w->padded) * sizeof(float));
+    for (int64_t i = 0; i < w->num; i++) w->state[i] = (softmax_state){-INFINITY, 0.0f};
+    for (int64_t block = low / BLOCK * BLOCK; block <= high; block += BLOCK) attend_block(w, block, low, high);
+}
+
+/* One query's next segment onto those before it. A segment of which it sees nothing has a total of 0. */
+static void join(softmax_state *joined, float *joined_sums, softmax_state next, const float *sums, int64_t size) {
+    if (next.total == 0.0f) return;
+    if (joined->total == 0.0f) {
+        *joined = next;
+        memcpy(joined_sums, sums, (size_t)size * sizeof(float));
+        return;
+    }
+    float peak = joined->peak <= next.peak ? next.peak : joined->peak; /* a NaN ends in both factors */
+    float before = expf(joined->peak - peak), after = expf(next.peak - peak);
+    *joined = (softmax_state){peak, joined->total * before + next.total * after};
+    for (int64_t h = 0; h < size; h++) joined_sums[h] = joined_sums[h] * before + sums[h] * after;
+}
+
+static void put_result(float *out, softmax_state state, const float *sums, int64_t H) {
+    const float inverse = 1.0f / state.total;
+    for (int64_t h = 0; h < H; h++) out[h] = sums[h] * inverse;
+}
+
+/* Keep the result of a token's segment; the one who keeps the last joins them all. */
+static void keep_part(work *w, const int64_t *item) {
+    const attend_args *a = w->a;
+    const int64_t H = a->H, segment = item[4], num_segments = item[3] / SEGMENT + 1;
+    const int64_t head_floats = H + 2, part_floats = a->N * head_floats + a->G;
+    float *parts = a->parts + (item[5] - segment) * part_floats; /* of the token's first segment */
+    int32_t *num_done = (int32_t *)(parts + a->N * head_floats) + w->g;
+    for (int64_t i = 0; i < w->num; i++) {
+        float *kept = parts + segment * part_floats + (w->g * w->num + i) * head_floats;
+        memcpy(kept, w->state + i, sizeof(softmax_state));
+        memcpy(kept + 2, w->sums + i * w->padded, (size_t)H * sizeof(float));
+    }
+    if (__atomic_add_fetch(num_done, 1, __ATOMIC_ACQ_REL) < num_segments) return;
+    *num_done = 0;
+    for (int64_t i = 0; i < w->num; i++) {
+        softmax_state state = {-INFINITY, 0.0f}, next;
+        for (int64_t s = 0; s < num_segments; s++) {
+            const float *kept = parts + s * part_floats + (w->g * w->num + i) * head_floats;
+            memcpy(&next, kept, sizeof next);
+            join(&state, w->joined_sums, next, kept + 2, H);
+        }
+        put_result(w->out[i], state, w->joined_sums, H);
+    }
+}
+
+static void attend_all(work *w) {
+    int64_t segment = lowest_seen(w->a, w->positions[0]) / SEGMENT, last = w->positions[w->num - 1] / SEGMENT;
+    const int is_joined = segment < last;
+    softmax_state *state = is_joined ? w->joined_state : w->state;
+    float *sums = is_joined ? w->joined_sums : w->sums;
+    for (int64_t i = 0; is_joined && i < w->num; i++) state[i] = (softmax_state){-INFINITY, 0.0f};
+    for (; segment <= last; segment++) {
+        attend_segment(w, segment);
+        for (int64_t i = 0; is_joined && i < w->num; i++)
+            join(state + i, sums + i * w->padded, w->state[i], w->sums + i * w->padded, w->a->H);
+    }
+    for (int64_t i = 0; i < w->num; i++) put_result(w->out[i], state[i], sums + i * w->padded, w->a->H);
+}
+
 void infer_attend(const void *args, int64_t chunk) {
     const attend_args *a = args;
-    const int64_t *item = a->items + chunk / a->G * 4;
-    const int64_t g = chunk % a->G, H = a->H;
-    const int64_t first = item[0], count = item[1], start = item[3];
-    const int64_t *table = a->table + item[2] * a->table_stride;
-    const int64_t heads = a->N / a->G, padded = (H + WIDTH - 1) / WIDTH * WIDTH;
-    const int64_t at_once = STATE_FLOATS / padded;
-    float packed[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
-    float key_room[MAX_HEAD * BLOCK] __attribute__((aligned(64))), value_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
-    float queries[STATE_FLOATS] __attribute__((aligned(64))), sums[STATE_FLOATS] __attribute__((aligned(64)));
-    softmax_state state[STATE_FLOATS / WIDTH];
-    int64_t positions[STATE_FLOATS / WIDTH];
-    if (padded != H) {
-        memset(key_room, 0, sizeof key_room);
-        memset(value_room, 0, sizeof value_room);
+    const int64_t *item = a->items + chunk / a->G * 6;
+    const int64_t first = item[0], start = item[3], H = a->H, heads = a->N / a->G;
+    work w;
+    w.a = a, w.g = chunk % a->G, w.padded = (H + WIDTH - 1) / WIDTH * WIDTH;
+    w.table = a->table + item[2] * a->table_stride;
+    if (w.padded != H) {
+        memset(w.key_room, 0, sizeof w.key_room);
+        memset(w.value_room, 0, sizeof w.value_room);
+        memset(w.queries, 0, sizeof w.queries);
     }
-
-    for (int64_t pair = 0; pair < count * heads; pair += at_once) { /* a pair is a token and one of its heads */
-        int64_t num = pair + at_once < count * heads ? at_once : count * heads - pair;
-        memset(sums, 0, (size_t)(num * padded) * sizeof(float));
-        if (padded != H) memset(queries, 0, (size_t)(num * padded) * sizeof(float));
-        for (int64_t i = 0; i < num; i++) {
-            int64_t token = first + (pair + i) / heads, head = g * heads + (pair + i) % heads;
-            memcpy(queries + i * padded, a->q + token * a->q_token_stride + head * H, (size_t)H * sizeof(float));
-            state[i] = (softmax_state){-INFINITY, 0.0f};
-            positions[i] = start + (pair + i) / heads;
+    const int64_t at_once = STATE_FLOATS / w.padded;
+    int64_t token = 0, head = 0;
+    while (token < item[1]) {
+        for (w.num = 0; w.num < at_once && token < item[1]; w.num++) {
+            const int64_t n = w.g * heads + head;
+            const float *q = a->q + (first + token) * a->q_token_stride + n * H;
+            memcpy(w.queries + w.num * w.padded, q, (size_t)H * sizeof(float));
+            w.out[w.num] = a->out + ((first + token) * a->N + n) * H;
+            w.positions[w.num] = start + token;
+            if (++head == heads) head = 0, token++;
         }
-        int64_t low = lowest_seen(a, positions[0]), last_position = positions[num - 1];
-        const int is_packed = WIDTH > 4 && num > TILE;
-        for (int64_t block = low / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
-            const float *keys[BLOCK], *values[BLOCK];
-            int64_t slots[BLOCK];
-            find_slots(a, table, block, low, last_position, slots);
-            load_rows(a, a->keys, g, slots, padded, key_room, keys);
-            load_rows(a, a->values, g, slots, padded, value_room, values);
-            if (is_packed) pack_keys(keys, padded, packed);
-            for (int64_t i = 0, together; i < num; i += together) {
-                int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
-                int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
-                if (hi >= BLOCK && lowest_seen(a, positions[last]) <= block) { /* all of them see the whole block */
-                    together = last - i + 1;
-                } else { /* heads of one token */
-                    for (together = 1; i + together <= last && positions[i + together] == positions[i];) together++;
-                }
-                if (lo < 0) lo = 0;
-                if (lo >= BLOCK || hi <= 0) continue;
-                tile_work t = {padded, queries + i * padded, state + i, sums + i * padded, keys, values, packed,
-                               (float)a->scale, (int)lo, (int)(hi < BLOCK ? hi : BLOCK)};
-                if (is_packed) visit_packed(together, &t);
-                else visit_direct(together, &t);
-            }
-        }
-        for (int64_t i = 0; i < num; i++) {
-            float *out = a->out + ((first + (pair + i) / heads) * a->N + g * heads + (pair + i) % heads) * H;
-            float inverse = 1.0f / state[i].total;
-            for (int64_t h = 0; h < H; h++) out[h] = sums[i * padded + h] * inverse;
+        if (item[4] < 0) {
+            attend_all(&w);
+        } else {
+            attend_segment(&w, item[4]);
+            keep_part(&w, item);
         }
     }
 }

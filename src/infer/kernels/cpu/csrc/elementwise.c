@@ -3,8 +3,7 @@
  * Each touches every number once or twice; what they cost a program is not arithmetic but the calls.
  * Rows are independent, and a row is always computed by one thread in one order.
  *
- * A row is taken 16 numbers at a time, in PARTS registers. Each loop calls its step with a constant 16 but for
- * the end of a row: the compiler then drops the tests for an end. */
+ * Sums of a row are 16, of the numbers i, i + 16, ..., in PARTS registers, and are added as one tree. */
 #include "infer.h"
 
 typedef struct {
@@ -21,34 +20,27 @@ typedef struct {
     int64_t tokens_per_chunk;
 } norm_args;
 
-/* x, or x + residual, which is kept, of 16 numbers: added to `sums`, or its squares are. */
-ALWAYS_INLINE void add_up(const float *x, const float *residual, float *kept, int64_t left, const int is_squared,
-                          vr sums[PARTS]) {
-    for (int n = 0; n < 16; n += WIDTH) {
-        vr v = load_up_to(x + n, left - n);
-        if (residual) {
-            v += load_up_to(residual + n, left - n);
-            store_up_to(kept + n, v, left - n);
-        }
-        sums[n / WIDTH] += is_squared ? v * v : v;
-    }
-}
+/* The sum of a row's numbers, or of their squares, after adding the residual, if there is one, which is kept. */
 ALWAYS_INLINE float sum_of_row(const float *x, const float *residual, float *kept, int64_t D, const int is_squared) {
     vr sums[PARTS] = {0};
-    for (int64_t i = 0; i < D; i += 16) {
-        const float *other = residual ? residual + i : NULL;
-        if (D - i >= 16)
-            add_up(x + i, other, kept + i, 16, is_squared, sums);
-        else
-            add_up(x + i, other, kept + i, D - i, is_squared, sums);
+    float lanes[16];
+    int64_t i = 0;
+    for (; i + 16 <= D; i += 16)
+#pragma GCC unroll 4
+        for (int n = 0; n < PARTS; n++) {
+            vr v = load_vr(x + i + n * WIDTH);
+            if (residual) store_vr(kept + i + n * WIDTH, v += load_vr(residual + i + n * WIDTH));
+            sums[n] += is_squared ? v * v : v;
+        }
+    if (i == D) return sum_parts(sums);
+    for (int n = 0; n < PARTS; n++) store_vr(lanes + n * WIDTH, sums[n]);
+    for (int lane = 0; i < D; i++, lane++) {
+        float v = x[i];
+        if (residual) kept[i] = v += residual[i];
+        lanes[lane] += is_squared ? v * v : v;
     }
+    for (int n = 0; n < PARTS; n++) sums[n] = load_vr(lanes + n * WIDTH);
     return sum_parts(sums);
-}
-
-ALWAYS_INLINE void put_scaled(const float *x, float inverse, const float *weight, float offset, float *y, int64_t left) {
-    for (int n = 0; n < 16; n += WIDTH)
-        store_up_to(y + n, load_up_to(x + n, left - n) * inverse * (load_up_to(weight + n, left - n) + offset),
-                    left - n);
 }
 
 /* y = x / sqrt(mean(x^2) + eps) * (weight + offset), of the rounded sum where there is one. */
@@ -68,11 +60,10 @@ void infer_rms_norm(const void *args, int64_t chunk) {
             total = sum_of_row(x, NULL, y, D, 1);
         }
         float inverse = 1.0f / sqrtf(total / (float)D + (float)a->eps);
-        for (int64_t i = 0; i < D; i += 16)
-            if (D - i >= 16)
-                put_scaled(x + i, inverse, a->weight + i, offset, y + i, 16);
-            else
-                put_scaled(x + i, inverse, a->weight + i, offset, y + i, D - i);
+        int64_t i = 0;
+        for (; i + WIDTH <= D; i += WIDTH)
+            store_vr(y + i, load_vr(x + i) * inverse * (load_vr(a->weight + i) + offset));
+        for (; i < D; i++) y[i] = x[i] * inverse * (a->weight[i] + offset);
     }
 }
 
@@ -89,16 +80,6 @@ typedef struct {
     double eps;
     int64_t tokens_per_chunk;
 } layer_norm_args;
-
-ALWAYS_INLINE void put_differences(const float *x, float mean, float *y, int64_t left) {
-    for (int n = 0; n < 16; n += WIDTH) store_up_to(y + n, load_up_to(x + n, left - n) - mean, left - n);
-}
-ALWAYS_INLINE void put_shifted(float inverse, const float *weight, const float *bias, float *y, int64_t left) {
-    for (int n = 0; n < 16; n += WIDTH) {
-        vr scaled = load_up_to(y + n, left - n) * inverse * load_up_to(weight + n, left - n);
-        store_up_to(y + n, scaled + load_up_to(bias + n, left - n), left - n);
-    }
-}
 
 /* y = (x - mean) / sqrt(variance + eps) * weight + bias, of the rounded sum where there is one. The variance
  * is that of the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
@@ -117,17 +98,9 @@ void infer_layer_norm(const void *args, int64_t chunk) {
             total = sum_of_row(x, NULL, y, D, 0);
         }
         float mean = total / (float)D;
-        for (int64_t i = 0; i < D; i += 16)
-            if (D - i >= 16)
-                put_differences(x + i, mean, y + i, 16);
-            else
-                put_differences(x + i, mean, y + i, D - i);
+        for (int64_t i = 0; i < D; i++) y[i] = x[i] - mean;
         float inverse = 1.0f / sqrtf(sum_of_row(y, NULL, y, D, 1) / (float)D + (float)a->eps);
-        for (int64_t i = 0; i < D; i += 16)
-            if (D - i >= 16)
-                put_shifted(inverse, a->weight + i, a->bias + i, y + i, 16);
-            else
-                put_shifted(inverse, a->weight + i, a->bias + i, y + i, D - i);
+        for (int64_t i = 0; i < D; i++) y[i] = y[i] * inverse * a->weight[i] + a->bias[i];
     }
 }
 
@@ -146,8 +119,7 @@ void infer_scale(const void *args, int64_t chunk) {
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
     if (last > a->T) last = a->T;
     for (int64_t t = first; t < last; t++)
-        for (int64_t i = 0; i < D; i += WIDTH)
-            store_up_to(a->y + t * D + i, load_up_to(a->x + t * a->stride + i, D - i) * (float)a->factor, D - i);
+        for (int64_t i = 0; i < D; i++) a->y[t * D + i] = a->x[t * a->stride + i] * (float)a->factor;
 }
 
 typedef struct {
@@ -207,13 +179,19 @@ typedef struct {
 
 /* Turn the pairs of some heads (channels i and i + R) by the angles of their position. */
 static void turn(const float *x, int64_t num_heads, const float *cos, const float *sin, int64_t R, float *y) {
-    for (const float *end = x + num_heads * 2 * R; x < end; x += 2 * R, y += 2 * R)
-        for (int64_t i = 0; i < R; i += WIDTH) {
-            vr c = load_up_to(cos + i, R - i), s = load_up_to(sin + i, R - i);
-            vr x1 = load_up_to(x + i, R - i), x2 = load_up_to(x + R + i, R - i);
-            store_up_to(y + i, x1 * c - x2 * s, R - i);
-            store_up_to(y + R + i, x2 * c + x1 * s, R - i);
+    for (const float *end = x + num_heads * 2 * R; x < end; x += 2 * R, y += 2 * R) {
+        int64_t i = 0;
+        for (; i + WIDTH <= R; i += WIDTH) {
+            vr c = load_vr(cos + i), s = load_vr(sin + i), x1 = load_vr(x + i), x2 = load_vr(x + R + i);
+            store_vr(y + i, x1 * c - x2 * s);
+            store_vr(y + R + i, x2 * c + x1 * s);
         }
+        for (; i < R; i++) {
+            float x1 = x[i], x2 = x[R + i];
+            y[i] = x1 * cos[i] - x2 * sin[i];
+            y[R + i] = x2 * cos[i] + x1 * sin[i];
+        }
+    }
 }
 
 void infer_rope(const void *args, int64_t chunk) {
