@@ -8,6 +8,7 @@ import pytest
 
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
+from tests.gpu.graphs import FEW_SIZES
 from tests.integration.test_structured import PARAMS, check_texts, make_engine, run
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def test_every_way_to_make_steps_gives_valid_outputs(loaded: LoadedModel, checkp
         "squeezed": {"block_size": 4, "num_blocks": 34, "preemption": "recompute"},
         "swapping": {"block_size": 4, "num_blocks": 34, "preemption": "swap", "swap_blocks": 60},
     }
-    engine = make_engine(loaded, **rows.get(name, {}))
+    engine = make_engine(loaded, **FEW_SIZES, **rows.get(name, {}))
     engine._requests.jumps = name != "no jumps"
     tokens = run(engine)
     assert len({number for number, _ in tokens}) == len(PARAMS)

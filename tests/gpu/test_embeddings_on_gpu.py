@@ -9,6 +9,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from scripts.make_checkpoint import make_checkpoint
+from tests.gpu.graphs import FEW_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def test_a_gpu_makes_the_vectors_of_the_cpu(tmp_path: Path, pooling: str, knobs:
     with LLM(tmp_path, device="cpu", dtype="float32") as cpu:
         expected = cpu.embed(PROMPTS, pooling=pooling)
         answer = cpu.generate(PROMPTS[1], GREEDY)[0].token_ids
-    with LLM(tmp_path, device="cuda", dtype="float32", **knobs) as gpu:
+    with LLM(tmp_path, device="cuda", dtype="float32", **(FEW_SIZES | knobs)) as gpu:
         stream = gpu.stream(PROMPTS[1], GREEDY)
         made = list(next(stream).token_ids)
         for vector, wanted in zip(gpu.embed(PROMPTS, pooling=pooling), expected, strict=True):

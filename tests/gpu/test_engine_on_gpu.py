@@ -22,6 +22,7 @@ from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import pdl
 from infer.kernels.runtime import cuda_build as build
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.gpu.graphs import FEW_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +55,7 @@ TOGGLES: list[dict[str, Any]] = [
 
 
 def tokens_of(directory: str, device: str, **knobs: Any) -> list[list[int]]:
-    llm = LLM(directory, device=device, dtype="float32", **knobs)
+    llm = LLM(directory, device=device, dtype="float32", **(FEW_SIZES | knobs))
     return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
 
 
@@ -98,7 +99,7 @@ def test_sequences_far_longer_than_their_windows(tmp_path: Path, family: str, kn
 def test_sampling_with_a_seed_is_the_same_on_both(checkpoint: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
     on_cpu = LLM(checkpoint, device="cpu", dtype="float32").generate(PROMPTS, params)
-    on_gpu = LLM(checkpoint, device="cuda", dtype="float32").generate(PROMPTS, params)
+    on_gpu = LLM(checkpoint, device="cuda", dtype="float32", **FEW_SIZES).generate(PROMPTS, params)
     assert [a.token_ids for a in on_gpu] == [a.token_ids for a in on_cpu]
 
 
@@ -116,7 +117,7 @@ def test_steps_ahead_change_no_token(checkpoint: str, monkeypatch: pytest.Monkey
     for num_blocks in (None, 40):
         for steps_ahead in (0, 1, 3):
             monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
-            knobs: dict[str, Any] = {"block_size": 4, "num_blocks": num_blocks, "max_batch_size": 8}
+            knobs: dict[str, Any] = {"block_size": 4, "num_blocks": num_blocks, **FEW_SIZES}
             llm = LLM(checkpoint, device="cuda", dtype="float32", **knobs)
             assert llm.engine._steps_ahead == steps_ahead
             for _ in range(3):  # the first captures its graphs on the way
@@ -264,7 +265,7 @@ def test_deterministic_numbers_do_not_depend_on_the_batch(checkpoint: str, dtype
     asking = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 
     def numbers(params: SamplingParams, one_by_one: bool = False, **knobs: Any) -> list[Any]:
-        llm = LLM(checkpoint, device="cuda", dtype=dtype, deterministic=True, **knobs)
+        llm = LLM(checkpoint, device="cuda", dtype=dtype, deterministic=True, **FEW_SIZES, **knobs)
         batches = [[prompt] for prompt in PROMPTS] if one_by_one else [PROMPTS]
         answers = [answer for batch in batches for answer in llm.generate(batch, params)]
         return [(a.token_ids, [row.logprob for row in a.outputs[0].logprobs or ()]) for a in answers]
@@ -289,7 +290,7 @@ def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(checkpoint: str
                 work += 1
 
     thresholds = gc.get_threshold()
-    llm = LLM(checkpoint, device="cuda", dtype="bfloat16")
+    llm = LLM(checkpoint, device="cuda", dtype="bfloat16", **FEW_SIZES)
     gc.disable()
     try:
         for _ in range(3):

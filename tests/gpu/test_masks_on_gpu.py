@@ -16,6 +16,7 @@ from infer.execution.gpu.runner import DeviceRunner
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.gpu.graphs import FEW_SIZES
 from tests.support.masked import mask_steps
 from tests.support.tiny import drain
 from tests.unit.kernels.step_contract import SampledRows, asking_params
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 VOCAB_SIZE = 397  # no multiple of 32
 PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * (i % 6))] for i in range(12)]
+FEW: dict[str, Any] = FEW_SIZES | {"max_batch_size": 16}  # all of these and their forks run together
 KNOBS: list[dict[str, Any]] = [
     {},
     {"use_cuda_graphs": False},
@@ -76,7 +78,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 def masked_tokens(directory: str, device: str, **knobs: Any) -> dict[tuple[str, int], list[int]]:
-    engine = LLM(directory, device=device, dtype="float32", **knobs).engine
+    engine = LLM(directory, device=device, dtype="float32", **(FEW | knobs)).engine
     counts = mask_steps(engine, allow)
     for number, prompt in enumerate(PROMPTS):
         engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params_of(number)))
@@ -99,7 +101,7 @@ def test_rows_under_masks_have_the_tokens_of_the_cpu(checkpoint: str) -> None:
 
 
 def test_after_prepare_steps_under_masks_capture_nothing(checkpoint: str) -> None:
-    engine = LLM(checkpoint, device=DEVICE, dtype="bfloat16").engine
+    engine = LLM(checkpoint, device=DEVICE, dtype="bfloat16", **FEW).engine
     while engine.prepare():
         pass
     runner = engine._runner
@@ -140,7 +142,7 @@ CONSTRAINTS: list[Structured | None] = [
 
 def constrained(directory: str, device: str, **knobs: Any) -> tuple[list[list[int]], list[str]]:
     """The tokens and the texts of constrained requests beside free ones."""
-    llm = LLM(directory, device=device, dtype="float32", **knobs)
+    llm = LLM(directory, device=device, dtype="float32", **(FEW | knobs))
     params = [
         SamplingParams(temperature=0.0, max_tokens=60, structured=CONSTRAINTS[number % len(CONSTRAINTS)])
         for number in range(len(PROMPTS))
@@ -161,7 +163,7 @@ def test_what_was_sampled_matches_its_constraint(checkpoint: str, use_cuda_graph
     """At a temperature, so that tokens come that the model would hardly choose."""
     pytest.importorskip("llguidance")
     jsonschema = pytest.importorskip("jsonschema")
-    llm = LLM(checkpoint, device=DEVICE, dtype="bfloat16", use_cuda_graphs=use_cuda_graphs)
+    llm = LLM(checkpoint, device=DEVICE, dtype="bfloat16", use_cuda_graphs=use_cuda_graphs, **FEW)
     params = [
         SamplingParams(
             temperature=1.0, seed=number, max_tokens=200, structured=CONSTRAINTS[0] if number % 2 else None

@@ -14,6 +14,7 @@ from infer.config import resolve
 from infer.execution.gpu.graphs import borrow
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.gpu.graphs import FEW_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +35,7 @@ KINDS: list[dict[str, Any]] = [
     },
     {"n": 3, "frequency_penalty": 1.1, "logprobs": 2},
 ]  # fmt: skip
+FEW: dict[str, Any] = FEW_SIZES | {"max_batch_size": 12}  # all of these and their forks run together
 PARAMS = [
     SamplingParams(**({"seed": number, "max_tokens": 24, "ignore_eos": True} | kind))
     for number, kind in enumerate(KINDS)
@@ -52,6 +54,12 @@ def answers_of(llm: LLM) -> list[Any]:
         (answer.prompt_logprobs, [(output.token_ids, output.logprobs) for output in answer.outputs])
         for answer in llm.generate(PROMPTS, PARAMS)
     ]
+
+
+@pytest.fixture(scope="module")
+def known(checkpoint: str) -> list[Any]:
+    """The answers of the CPU."""
+    return answers_of(LLM(checkpoint, device="cpu", dtype="float32"))
 
 
 def rows_of(answer: Any) -> list[Any]:
@@ -85,10 +93,9 @@ def assert_same(answers: list[Any], known: list[Any]) -> None:
     ids=str,
 )
 def test_all_that_can_be_asked_of_the_sampler_is_the_same_on_both(
-    checkpoint: str, knobs: dict[str, Any]
+    checkpoint: str, known: list[Any], knobs: dict[str, Any]
 ) -> None:
-    known = answers_of(LLM(checkpoint, device="cpu", dtype="float32"))
-    llm = LLM(checkpoint, device="cuda", dtype="float32", **knobs)
+    llm = LLM(checkpoint, device="cuda", dtype="float32", **(FEW | knobs))
     for _ in range(2):  # the first captures its graphs on the way
         assert_same(answers_of(llm), known)
     assert llm.engine.scheduler.pool.audit_blocks() == []
@@ -99,7 +106,7 @@ def test_steps_ahead_change_nothing(checkpoint: str, monkeypatch: pytest.MonkeyP
     known: list[Any] = []
     for steps_ahead in (0, 1, 3):
         monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
-        llm = LLM(checkpoint, device="cuda", dtype="bfloat16")
+        llm = LLM(checkpoint, device="cuda", dtype="bfloat16", **FEW)
         assert llm.engine._steps_ahead == steps_ahead
         answers = answers_of(llm)
         known = known or answers
@@ -107,7 +114,7 @@ def test_steps_ahead_change_nothing(checkpoint: str, monkeypatch: pytest.MonkeyP
 
 
 def test_steps_stay_in_graphs_and_overlap(checkpoint: str) -> None:
-    llm = LLM(checkpoint, device="cuda", dtype="bfloat16")
+    llm = LLM(checkpoint, device="cuda", dtype="bfloat16", **FEW)
     while llm.engine.prepare():
         pass
     engine = llm.engine
