@@ -325,6 +325,7 @@ class Engine:
             raise
         dropped: set[int] = set()
         self._flights.append(_Flight(plan, sequences, wait, dropped))
+        self._masks.look_back()
         outputs += self._conclude(*last) if last else []
         for number, guide in masked.items() if broken else ():
             if guide in broken and sequences[number].finish_reason is None:

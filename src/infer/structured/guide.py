@@ -35,8 +35,8 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_num_reasoned", "_tail", "_taken", "error", "grammar", "matcher",
-        "reasoning", "state",
+        "_due", "_is_early_end", "_num_reasoned", "_tail", "_taken", "error", "grammar", "is_wide",
+        "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
@@ -48,6 +48,7 @@ class Guide:
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
         self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
+        self.is_wide = False  # its last mask allowed most ids, and the next is probably as soon filled
         self.state = REASONING
         if reasoning is None:
             self._begin()

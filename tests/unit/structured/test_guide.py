@@ -9,7 +9,7 @@ import pytest
 
 from infer.sampling.structured import Reasoning, Structured
 from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.structured.masks import MAX_THREADS, MaskFiller, num_threads
+from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
 from tests.support.words import (
     EOS_IDS,
     PIECES,
@@ -227,11 +227,29 @@ def test_masks_of_several_rows_are_those_of_each() -> None:
     filler = MaskFiller()
     ways = set()
     for _ in range(3):  # in this thread, then in others, then whichever was quicker
-        before = list(filler._row_s)
+        before = filler._narrow_s, filler._threads_s
         masks_KW[:] = 0
         assert filler.fill(guides, masks_KW) == []
-        ways |= {way for way in (0, 1) if filler._row_s[way] != before[way]}
+        filler.look_back()
+        ways |= {way for way in (0, 1) if (filler._narrow_s, filler._threads_s)[way] != before[way]}
         for guide, mask_W in zip(guides, masks_KW, strict=True):
             bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
             assert set(bits.nonzero()[0].tolist()) == allowed(guide)
     assert ways == {0, 1}
+
+
+def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
+    free, number = Structured.regex(r"(?s:.*)"), Structured.regex("[0-9]{1,9}")
+    guides = [Guide(compiled(each)) for each in (free, free, number, number)]
+    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    filler = MaskFiller()
+    filler.fill(guides, masks_KW)
+    filler.look_back()
+    assert [guide.is_wide for guide in guides] == [True, True, False, False]
+    assert guides[0].copy().is_wide
+    filler._narrow_s, filler._wide_s, filler._threads_s = 30.0, 5.0, 16.0
+    ways = [filler._prefers_threads(num_narrow, 8 - num_narrow) for num_narrow in range(9)]
+    assert ways == [False] * 4 + [True] * 5, "with 4 of 8, 140 s here and 128 in threads"
+    assert not filler._prefers_threads(1, 0), "one mask"
+    filler._num_fills = TRY_AGAIN - 1
+    assert not filler._prefers_threads(8, 0), "the other way is tried again"
