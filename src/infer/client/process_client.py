@@ -21,28 +21,26 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 from infer.client.link import EngineLink
 from infer.client.messages import (
-    ALONE,
     Abort,
     Add,
     Command,
     Message,
     Ping,
     Ready,
-    Replica,
     ResetPrefixCache,
     StepReport,
     Unsubscribe,
     to_error,
 )
-from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
-from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy
+from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy, SpawnOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -92,37 +90,16 @@ class ProcessClient:
         *,
         stuck_timeout: float = 120.0,
         restart: bool = True,
-        on_log: Callable[[str], None] | None = None,
-        module: str = ENGINE_MODULE,
-        spawn: Spawn = spawn_engine,
         policy: RestartPolicy | None = None,
-        num_links: int = 1,
-        on_spawn: Callable[[Sequence[str]], None] | None = None,
         on_down: Callable[[str], None] | None = None,
-        replica: Replica = ALONE,
+        **options: Unpack[SpawnOptions],
     ) -> ProcessClient:
         """Start an engine and wait for its model; what stops it from starting is raised here.
 
-        A `stuck_timeout` of 0 means never. `on_log` gets each line that the process writes, from a thread;
-        by default they go to standard error. `module` is what the child runs, `spawn` gives a child
-        that runs it, perhaps since a while ago, `policy` is when to start it again, and `replica`
-        says which of several engines it is.
-
-        With `num_links` above 1 other processes serve the same engine: `on_spawn` gets the endpoints of
-        their links each time an engine is started, and `on_down` the reason each time it is gone.
+        A `stuck_timeout` of 0 means never. `policy` is when to start it again, `on_down` gets the reason each
+        time it is gone, and `options` say how it is started.
         """
-
-        async def start() -> tuple[EngineLink, Ready]:
-            return await EngineProcess.start(
-                config,
-                module=module,
-                spawn=spawn,
-                on_log=on_log,
-                num_links=num_links,
-                on_spawn=on_spawn,
-                replica=replica,
-            )
-
+        start = partial(EngineProcess.start, config, **options)
         process, ready = await start()
         return cls(
             process,

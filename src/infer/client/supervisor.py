@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -66,28 +66,32 @@ class RestartPolicy:
         return delay
 
 
+class SpawnOptions(TypedDict, total=False):
+    """How an engine process is started, the first time and again."""
+
+    module: str  # that the child runs; default: ENGINE_MODULE
+    spawn: Spawn  # gives a child that runs it, perhaps since a while ago; default: spawn_engine
+    on_log: Callable[[str], None] | None  # gets each line that it writes, from a thread; default: to stderr
+    num_links: int  # above 1 other processes serve the same engine; default: 1
+    on_spawn: Callable[[Sequence[str]], None] | None  # gets the endpoints that these are to bind
+    replica: Replica  # which of several engines it is; default: ALONE
+
+
 class EngineProcess(EngineLink):
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        module: str,
-        spawn: Spawn,
-        num_links: int,
-        on_log: Callable[[str], None] | None,
-        replica: Replica = ALONE,
-    ) -> None:
-        self._on_log = on_log or _write_to_stderr
+    def __init__(self, config: EngineConfig, options: SpawnOptions) -> None:
+        self._on_log = options.get("on_log") or _write_to_stderr
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._exit_code: int | None = None
 
         with contextlib.ExitStack() as resources:
             self.directory = _private_directory(resources)
-            self.endpoints = [f"ipc://{self.directory}/engine-{number}" for number in range(num_links)]
+            self.endpoints = [
+                f"ipc://{self.directory}/engine-{number}" for number in range(options.get("num_links", 1))
+            ]
             super().__init__(self.endpoints[0], resources)
-            self._process = spawn(module)
+            self._process = options.get("spawn", spawn_engine)(options.get("module", ENGINE_MODULE))
             self._resources = resources.pop_all()
         self._log_thread = threading.Thread(target=self._pass_lines_on, name="infer-engine-log", daemon=True)
         self._log_thread.start()
@@ -97,7 +101,7 @@ class EngineProcess(EngineLink):
             knobs=config.knobs(),
             log_level=log_level(),
             spawned_at=perf_counter(),
-            replica=replica,
+            replica=options.get("replica", ALONE),
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # dead already: its exit says so
@@ -106,22 +110,11 @@ class EngineProcess(EngineLink):
 
     @classmethod
     async def start(
-        cls,
-        config: EngineConfig,
-        *,
-        module: str = ENGINE_MODULE,
-        spawn: Spawn = spawn_engine,
-        on_log: Callable[[str], None] | None = None,
-        num_links: int = 1,
-        on_spawn: Callable[[Sequence[str]], None] | None = None,
-        replica: Replica = ALONE,
+        cls, config: EngineConfig, **options: Unpack[SpawnOptions]
     ) -> tuple[EngineProcess, Ready]:
-        """Spawn an engine and wait until its model is loaded; raises what went wrong in there.
-
-        With more than one link, `on_spawn` gets the endpoints that other processes are to bind.
-        """
-        process = cls(config, module=module, spawn=spawn, num_links=num_links, on_log=on_log, replica=replica)
-        if on_spawn is not None:
+        """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
+        process = cls(config, options)
+        if (on_spawn := options.get("on_spawn")) is not None:
             on_spawn(process.endpoints[1:])
         exited = asyncio.ensure_future(process.exited.wait())
         try:
