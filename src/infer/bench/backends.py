@@ -19,9 +19,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infer.bench.offline import batch, run_once, warm_up
-from infer.bench.repeats import Tell, measure_row, run_rows
-from infer.bench.report import Report, Row, make_report
-from infer.bench.target import BenchTarget
+from infer.bench.repeats import EngineBench
+from infer.bench.report import Report, Row
 from infer.bench.workloads import Workload, fit
 from infer.config.backends import OPERATIONS, REFERENCE
 from infer.engine.engine import Engine
@@ -48,22 +47,15 @@ class GreedyOutput(NamedTuple):
 
 
 def bench_backends(
-    target: BenchTarget,
-    *,
-    count: int,
-    prompt_len: int,
-    num_tokens: int,
-    only: Sequence[str],
-    seed: int,
-    repeats: int,
-    tell: Tell,
+    bench: EngineBench, *, count: int, prompt_len: int, num_tokens: int, only: Sequence[str]
 ) -> Report:
     """Run every combination on the same prompts; of each, speed and the largest difference."""
+    target = bench.target
     for name in only:
         if name not in COMBINATIONS:
             hint = closest(name, COMBINATIONS)
             raise ConfigError(f"--only must be some of {', '.join(COMBINATIONS)}, got {name!r}{hint}")
-    workload = batch(count, prompt_len, num_tokens, target.vocab_size, seed=seed)
+    workload = batch(count, prompt_len, num_tokens, target.vocab_size, seed=bench.seed)
     workload = fit(workload, context_len=target.loaded.max_seq_len, vocab_size=target.vocab_size)
     expected = answer(target.engine(**COMBINATIONS[ALL]), workload)
 
@@ -75,26 +67,22 @@ def bench_backends(
 
         def run(repeat: int) -> dict[str, float]:
             figures = run_once(engine, workload, repeat, target.vocab_size).figures()
-            tell(f"{name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s")
+            bench.tell(f"{name} {repeat + 1}/{bench.repeats}: {figures['output_tokens_per_s']:.1f} tok/s")
             return figures | {"largest_difference": difference, "same_tokens": num_same}
 
-        return measure_row(name, workload.name, repeats, run, settings=knobs)
+        return bench.row(name, workload.name, run, knobs)
 
     names = [name for name in COMBINATIONS if not only or name in only]
-    rows, is_partial = run_rows({name: partial(row, name) for name in names})
-    return make_report(
+    note = (
+        f"{count} prompts of {prompt_len} tokens, {num_tokens} generated for each; largest difference: "
+        f"of a token's logprob from that of `{ALL}`, up to the first token in which the outputs differ"
+    )
+    return bench.report(
         "backends",
-        rows,
-        model=target.facts(),
-        config={f"{operation}_backend": target.knobs()[f"{operation}_backend"] for operation in OPERATIONS},
-        seed=seed,
-        repeats=repeats,
+        {name: partial(row, name) for name in names},
         warmup=1,
-        notes=[
-            f"{count} prompts of {prompt_len} tokens, {num_tokens} generated for each; largest difference: "
-            f"of a token's logprob from that of `{ALL}`, up to the first token in which the outputs differ"
-        ],
-        is_partial=is_partial,
+        config={f"{operation}_backend": target.knobs()[f"{operation}_backend"] for operation in OPERATIONS},
+        notes=lambda rows: [note],
     )
 
 

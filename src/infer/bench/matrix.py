@@ -23,8 +23,8 @@ from infer.bench.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Loo
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
-from infer.bench.repeats import Tell, run_rows
-from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.repeats import EngineBench
+from infer.bench.report import Report, Row, make_row, skip_row
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import fit, make_workload
 from infer.cache.memory import kv_bytes_per_token
@@ -37,12 +37,12 @@ SEVERAL = "speed-ups are medians of the repeats' ratios, and not the ratio of th
 NOISE = 0.05  # a smaller change is called none, and so is one within the spread of the repeats
 
 
-class _Bench:
+class _Runs:
     """Runs a configuration on a workload, once, however many rows ask for it."""
 
-    def __init__(self, target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -> None:
-        self._target = target
-        self._seed, self._repeats, self._tell = seed, repeats, tell
+    def __init__(self, bench: EngineBench) -> None:
+        target = bench.target
+        self._bench = bench
         self._found: dict[tuple[str, str], list[dict[str, float]]] = {}
         self._forms: dict[str, BenchTarget] = {}
         config = target.loaded.config
@@ -60,22 +60,22 @@ class _Bench:
             engine = target.engine(**(dict(knobs) | size))
             warm_up(engine, target)
             workload = fit(
-                make_workload(name, seed=self._seed, vocab_size=min(target.vocab_size, 10_000)),
+                make_workload(name, seed=self._bench.seed, vocab_size=min(target.vocab_size, 10_000)),
                 context_len=engine.context_len,
                 vocab_size=target.vocab_size,
             )
             self._found[key] = [
                 run_once(engine, workload, repeat, target.vocab_size).figures()
-                for repeat in range(self._repeats)
+                for repeat in range(self._bench.repeats)
             ]
             speed = self._found[key][-1].get("output_tokens_per_s", 0.0)
-            self._tell(f"{stage} on {name}: {speed:.1f} tok/s")
+            self._bench.tell(f"{stage} on {name}: {speed:.1f} tok/s")
         return self._found[key]
 
     def _in_form(self, knobs: Mapping[str, Any]) -> BenchTarget:
-        form = knobs.get("quantization", self._target.weights)
+        form = knobs.get("quantization", self._bench.target.weights)
         if form not in self._forms:
-            self._forms[form] = self._target.in_form(form)
+            self._forms[form] = self._bench.target.in_form(form)
         return self._forms[form]
 
     def row(self, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
@@ -92,15 +92,13 @@ class _Stage(NamedTuple):
     knobs: Mapping[str, Any]
 
 
-def bench_matrix(
-    target: BenchTarget, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()
-) -> Report:
+def bench_matrix(bench: EngineBench, *, only: Sequence[str] = ()) -> Report:
     """Measure every ablation that this machine can run, in order, or those that `only` names."""
     names = [ablation.name for ablation in ABLATIONS]
     for name in only:
         if name not in names:
             raise ConfigError(f"unknown ablation {name!r}{closest(name, names, listed='known')}")
-    bench = _Bench(target, seed=seed, repeats=repeats, tell=tell)
+    runs, target = _Runs(bench), bench.target
     stage = _Stage("static", BASE)
     jobs: dict[str, Callable[[], Row]] = {}
     for ablation in ABLATIONS:
@@ -110,24 +108,18 @@ def bench_matrix(
             before = _Stage(f"{stage.name} without {ablation.name}", {**stage.knobs, **ablation.without})
         after = _Stage(f"+{ablation.name}", {**stage.knobs, **ablation.knobs})
         for look in (ablation.best, ablation.risk) if not only or ablation.name in only else ():
-            job: Callable[[], Row] = partial(bench.row, ablation, look, before, after)
+            job: Callable[[], Row] = partial(runs.row, ablation, look, before, after)
             if reason:
                 job = partial(_skipped, ablation, look, reason)
             jobs[_name(ablation, look)] = job
         stage = stage if reason else after
-    rows, is_partial = run_rows(jobs)
-    return make_report(
+    size = {"kv_cache_memory": runs.memory, "max_batch_size": MAX_BATCH, "base": dict(BASE)}
+    return bench.report(
         "matrix",
-        rows,
-        model=target.facts(),
-        config=target.knobs()
-        | {"kv_cache_memory": bench.memory, "max_batch_size": MAX_BATCH}
-        | {"base": dict(BASE)},
-        seed=seed,
-        repeats=repeats,
+        jobs,
         warmup=WARM_UP,
-        notes=[SEVERAL] if repeats > 1 else [],
-        is_partial=is_partial,
+        config=target.knobs() | size,
+        notes=lambda rows: [SEVERAL] if bench.repeats > 1 else [],
     )
 
 

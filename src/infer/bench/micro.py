@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infer.bench.repeats import Tell, beyond_roofline, measure_row, run_rows
+from infer.bench.repeats import EngineBench, Tell, beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
@@ -42,48 +42,39 @@ CAPACITY_LEN = 2048
 
 
 @torch.inference_mode()
-def bench_attention(
-    target: BenchTarget,
-    *,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    seed: int,
-    repeats: int,
-    tell: Tell,
-) -> Report:
+def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Sequence[int]) -> Report:
     """Time decode attention of one layer over blocks in random order, as a running server has them."""
+    target = bench.target
     loaded, config = target.loaded, target.loaded.config
     ceilings = measure_ceilings(loaded.device, loaded.dtype)
 
     def row(name: str, batch: int, context: int) -> Row:
-        work, num_bytes = _attention(target, batch, context, seed)
+        work, num_bytes = _attention(target, batch, context, bench.seed)
 
         def run(repeat: int) -> dict[str, float]:
             seconds = best_seconds(work, loaded.device)
-            tell(f"attention {name}: {num_bytes / seconds / 1e9:.1f} GB/s")
+            bench.tell(f"attention {name}: {num_bytes / seconds / 1e9:.1f} GB/s")
             return {
                 "call_p50_s": seconds,
                 "gb_per_s": num_bytes / seconds / 1e9,
                 **ceilings.figures(num_bytes / ceilings.copy_bytes_per_s, seconds),
             }
 
-        return measure_row(name, "one layer, one query per sequence, scattered blocks", repeats, run)
+        return bench.row(name, "one layer, one query per sequence, scattered blocks", run)
 
     cases = {
         f"batch {batch}, context {context}": (batch, context) for batch in batches for context in contexts
     }
-    rows, is_partial = run_rows({name: partial(row, name, *case) for name, case in cases.items()})
     sizes = ("num_heads", "num_kv_heads", "head_dim")
-    return make_report(
+    return bench.report(
         "attention",
-        rows,
-        model=target.facts(),
-        config={name: getattr(config, name) for name in sizes} | {"block_size": BLOCK_SIZE},
-        seed=seed,
-        repeats=repeats,
+        {name: partial(row, name, *case) for name, case in cases.items()},
         warmup=1,
-        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run", *beyond_roofline(rows)],
-        is_partial=is_partial,
+        config={name: getattr(config, name) for name in sizes} | {"block_size": BLOCK_SIZE},
+        notes=lambda rows: [
+            f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run",
+            *beyond_roofline(rows),
+        ],
     )
 
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from infer.bench.metrics import percentile
-from infer.bench.repeats import Tell, beyond_roofline, measure_row, run_rows
-from infer.bench.report import Report, Row, make_report, skip_row
+from infer.bench.repeats import EngineBench, beyond_roofline
+from infer.bench.report import Report, Row, skip_row
 from infer.bench.roofline import (
     Ceilings,
     decode_roofline,
@@ -82,12 +82,11 @@ def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed
     return Workload(name=name, about="", arrival=Arrival(kind="open"), sessions=sessions)
 
 
-def bench_offline(
-    target: BenchTarget, names: Sequence[str], *, seed: int, repeats: int, tell: Tell
-) -> Report:
+def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
     """Measure whole workloads, each beside its roofline."""
+    target = bench.target
     vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
-    made = [make_workload(name, seed=seed, vocab_size=vocab_size) for name in names]
+    made = [make_workload(name, seed=bench.seed, vocab_size=vocab_size) for name in names]
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine = target.engine()
     warm_up(engine, target)
@@ -96,18 +95,18 @@ def bench_offline(
         def run(repeat: int) -> dict[str, float]:
             result = run_once(engine, workload, repeat, target.vocab_size)
             figures = result.figures() | _rooflines(target, ceilings, result)
-            tell(
-                f"{workload.name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s, "
+            bench.tell(
+                f"{workload.name} {repeat + 1}/{bench.repeats}: {figures['output_tokens_per_s']:.1f} tok/s, "
                 f"{figures['roofline_share']:.0%} of the roofline"
             )
             return figures
 
         settings = {"arrival": workload.arrival.describe()}
-        return measure_row(workload.name, workload.about, repeats, run, settings=settings)
+        return bench.row(workload.name, workload.about, run, settings)
 
     fitted = [fit(whole, context_len=engine.context_len, vocab_size=target.vocab_size) for whole in made]
-    found = run_rows({workload.name: partial(row, workload) for workload in fitted})
-    return _report("offline", found, target, ceilings, seed, repeats)
+    jobs = {workload.name: partial(row, workload) for workload in fitted}
+    return bench.report("offline", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 
 def _rooflines(target: BenchTarget, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
@@ -116,8 +115,9 @@ def _rooflines(target: BenchTarget, ceilings: Ceilings, result: OfflineResult) -
     return ceilings.figures(roofline, result.seconds)
 
 
-def bench_latency(target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -> Report:
+def bench_latency(bench: EngineBench) -> Report:
     """Measure one request at a time, at three sizes."""
+    target = bench.target
     engine = target.engine()
     warm_up(engine, target)
 
@@ -126,7 +126,7 @@ def bench_latency(target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -
         about = f"3 requests one after the other, {prompt_len} tokens in, {output_len} out"
         if prompt_len + output_len > engine.context_len:
             return skip_row(name, about, f"the context is {engine.context_len}")
-        requests = batch(3, prompt_len, output_len, target.vocab_size, seed=seed)
+        requests = batch(3, prompt_len, output_len, target.vocab_size, seed=bench.seed)
         one_by_one = Workload(
             name=name,
             about=about,
@@ -136,20 +136,19 @@ def bench_latency(target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -
 
         def run(repeat: int) -> dict[str, float]:
             figures = run_once(engine, one_by_one, repeat, target.vocab_size).figures()
-            tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
+            bench.tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
             return figures
 
-        return measure_row(name, about, repeats, run)
+        return bench.row(name, about, run)
 
     sizes = ((32, 32), (128, 128), (1024, 64))
-    found = run_rows({f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes})
-    return _report("latency", found, target, None, seed, repeats)
+    jobs = {f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes}
+    return bench.report("latency", jobs, warmup=WARM_UP)
 
 
-def bench_prefill(
-    target: BenchTarget, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell
-) -> Report:
+def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
     """Measure one prompt at a time, one token out."""
+    target = bench.target
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine, shape = target.engine(), target.shape()
     warm_up(engine, target)
@@ -158,12 +157,12 @@ def bench_prefill(
         about = f"one prompt of {length} tokens, one token out"
         if length + 1 > engine.context_len:
             return skip_row(str(length), about, f"the context is {engine.context_len}")
-        workload = batch(1, length, 1, target.vocab_size, seed=seed)
+        workload = batch(1, length, 1, target.vocab_size, seed=bench.seed)
         roofline = prefill_roofline(shape, ceilings, length)
 
         def run(repeat: int) -> dict[str, float]:
             seconds = run_once(engine, workload, repeat, target.vocab_size).traces[0].ttft
-            tell(f"prefill {length}: {length / seconds:.0f} tok/s")
+            bench.tell(f"prefill {length}: {length / seconds:.0f} tok/s")
             return {
                 "input_tokens_per_s": length / seconds,
                 "ttft_p50_s": seconds,
@@ -171,23 +170,15 @@ def bench_prefill(
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
             }
 
-        return measure_row(str(length), about, repeats, run)
+        return bench.row(str(length), about, run)
 
-    found = run_rows({str(length): partial(row, length) for length in lengths})
-    return _report("prefill", found, target, ceilings, seed, repeats)
+    jobs = {str(length): partial(row, length) for length in lengths}
+    return bench.report("prefill", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 
-def bench_decode(
-    target: BenchTarget,
-    *,
-    batches: Sequence[int],
-    context: int,
-    num_steps: int,
-    seed: int,
-    repeats: int,
-    tell: Tell,
-) -> Report:
+def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, num_steps: int) -> Report:
     """Measure a batch that is past its prompts: the median step, beside the roofline of such a step."""
+    target = bench.target
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
 
     def row(size: int) -> Row:
@@ -201,7 +192,7 @@ def bench_decode(
                 "give fewer, or raise --max-seq-len or --num-blocks"
             )
         prompt_len = max(1, min(context, room - num_steps))
-        workload = batch(size, prompt_len, num_steps, target.vocab_size, seed=seed)
+        workload = batch(size, prompt_len, num_steps, target.vocab_size, seed=bench.seed)
         middle = prompt_len + num_steps / 2
         roofline = decode_roofline(target.shape(), ceilings, batch=size, context=middle)
 
@@ -209,7 +200,7 @@ def bench_decode(
             result = run_once(engine, workload, repeat, target.vocab_size)
             gaps = [gap for trace in result.traces for gap in trace.gaps()]
             step = percentile(gaps, 50) if gaps else result.seconds
-            tell(f"decode batch {size}: {size / step:.1f} tok/s")
+            bench.tell(f"decode batch {size}: {size / step:.1f} tok/s")
             return {
                 "output_tokens_per_s": size / step,
                 "step_p50_s": step,
@@ -217,41 +208,20 @@ def bench_decode(
                 **ceilings.figures(roofline, step),
             }
 
-        return measure_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", repeats, run)
+        return bench.row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", run)
 
-    found = run_rows({f"batch {size}": partial(row, size) for size in batches})
-    return _report("decode", found, target, ceilings, seed, repeats)
+    jobs = {f"batch {size}": partial(row, size) for size in batches}
+    return bench.report("decode", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 
-def _report(
-    kind: str,
-    found: tuple[Sequence[Row], bool],
-    target: BenchTarget,
-    ceilings: Ceilings | None,
-    seed: int,
-    repeats: int,
-) -> Report:
-    rows, is_partial = found
-    notes: list[str] = []
-    if ceilings is not None:
+def _ceiling_notes(target: BenchTarget, ceilings: Ceilings, rows: Sequence[Row]) -> list[str]:
+    notes = [
+        f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
+        f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
+    ]
+    if target.loaded.weights in PACKED:
         notes.append(
-            f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
-            f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
+            f"the weights are {target.loaded.weights} and multiplied as integers, the matmul rate is of "
+            f"{target.loaded.dtype}: a prompt may be faster than its roofline"
         )
-        if target.loaded.weights in PACKED:
-            notes.append(
-                f"the weights are {target.loaded.weights} and multiplied as integers, the matmul rate is of "
-                f"{target.loaded.dtype}: a prompt may be faster than its roofline"
-            )
-        notes += beyond_roofline(rows)
-    return make_report(
-        kind,
-        rows,
-        model=target.facts(),
-        config=target.knobs(),
-        seed=seed,
-        repeats=repeats,
-        warmup=WARM_UP,
-        notes=notes,
-        is_partial=is_partial,
-    )
+    return notes + beyond_roofline(rows)

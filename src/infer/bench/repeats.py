@@ -10,10 +10,14 @@ A row that cannot be measured is skipped with its reason and the others go on; i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from infer.bench.report import Row, make_row, skip_row
+from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.errors import InferError
+
+if TYPE_CHECKING:
+    from infer.bench.target import BenchTarget
 
 INTERRUPTED = "interrupted"
 SHARE = "roofline_share"
@@ -27,6 +31,49 @@ class RowInterrupted(KeyboardInterrupt):
     def __init__(self, row: Row) -> None:
         super().__init__()
         self.row = row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBench:
+    """What every benchmark of an engine is given: a model, the seed of its prompts, how often to measure."""
+
+    target: BenchTarget
+    seed: int
+    repeats: int
+    tell: Tell
+
+    def row(
+        self,
+        name: str,
+        about: str,
+        measure: Callable[[int], Mapping[str, float]],
+        settings: Mapping[str, Any] | None = None,
+    ) -> Row:
+        """Return a row of the figures of all repeats."""
+        return measure_row(name, about, self.repeats, measure, settings=settings)
+
+    def report(
+        self,
+        kind: str,
+        jobs: Mapping[str, Callable[[], Row]],
+        *,
+        warmup: int,
+        config: Mapping[str, Any] | None = None,
+        notes: Callable[[Sequence[Row]], list[str]] = lambda rows: [],
+    ) -> Report:
+        """Measure all rows and report them with the knobs of the engine, or with this config."""
+        rows, is_partial = run_rows(jobs)
+        return make_report(
+            kind,
+            rows,
+            model=self.target.facts(),
+            config=self.target.knobs() if config is None else config,
+            seed=self.seed,
+            repeats=self.repeats,
+            warmup=warmup,
+            notes=notes(rows),
+            is_partial=is_partial,
+        )
 
 
 def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:

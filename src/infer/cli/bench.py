@@ -290,31 +290,30 @@ def _add_engine(benches: Benches, name: str) -> None:
 def _bench_engine(name: str, args: argparse.Namespace) -> int:
     target = _open(args)
     from infer.bench import backends, matrix, micro, offline
+    from infer.bench.repeats import EngineBench
     from infer.bench.workloads import read_names
 
-    common: dict[str, Any] = {"seed": args.seed, "tell": notice}
-    if name != "memory":
-        common["repeats"] = args.repeats
+    bench = EngineBench(target=target, seed=args.seed, repeats=getattr(args, "repeats", 1), tell=notice)
     if name == "offline":
-        report = offline.bench_offline(target, read_names(args.workload, group="offline"), **common)
+        report = offline.bench_offline(bench, read_names(args.workload, group="offline"))
     elif name == "latency":
-        report = offline.bench_latency(target, **common)
+        report = offline.bench_latency(bench)
     elif name == "prefill":
-        report = offline.bench_prefill(target, lengths=args.lengths, **common)
+        report = offline.bench_prefill(bench, lengths=args.lengths)
     elif name == "decode":
-        common |= {"context": args.context, "num_steps": args.steps}
-        report = offline.bench_decode(target, batches=args.batches, **common)
+        sizes = {"context": args.context, "num_steps": args.steps}
+        report = offline.bench_decode(bench, batches=args.batches, **sizes)
     elif name == "attention":
-        report = micro.bench_attention(target, batches=args.batches, contexts=args.lengths, **common)
+        report = micro.bench_attention(bench, batches=args.batches, contexts=args.lengths)
     elif name == "backends":
         only = args.only.split(",") if args.only else ()
         report = backends.bench_backends(
-            target, count=args.batch, prompt_len=args.prompt_len, num_tokens=args.steps, only=only, **common
+            bench, count=args.batch, prompt_len=args.prompt_len, num_tokens=args.steps, only=only
         )
     elif name == "memory":
-        report = micro.bench_memory(target, **common)
+        report = micro.bench_memory(target, seed=args.seed, tell=notice)
     else:
-        report = matrix.bench_matrix(target, only=args.only.split(",") if args.only else (), **common)
+        report = matrix.bench_matrix(bench, only=args.only.split(",") if args.only else ())
         _draw(args, matrix.speed_ups(report))
     return _finish(args, report)
 

@@ -13,7 +13,7 @@ from infer.errors import ConfigError
 
 def test_an_unknown_ablation_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown ablation 'pagd'; did you mean 'paged'"):
-        bench_matrix(None, seed=1, repeats=1, tell=print, only=("pagd",))  # type: ignore[arg-type]
+        bench_matrix(None, only=("pagd",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from infer.bench.matrix import bench_matrix, speed_ups
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import columns, provenance
-from infer.bench.repeats import beyond_roofline, run_rows
+from infer.bench.repeats import EngineBench, Tell, beyond_roofline, run_rows
 from infer.bench.report import Row, make_row, revision_of, skip_row, write_report
 from infer.bench.roofline import (
     Ceilings,
@@ -46,6 +46,10 @@ from scripts.make_checkpoint import make_checkpoint
 
 def quiet(line: str) -> None:
     pass
+
+
+def on(target: BenchTarget, *, repeats: int = 1, tell: Tell = quiet) -> EngineBench:
+    return EngineBench(target=target, seed=1, repeats=repeats, tell=tell)
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +124,11 @@ def test_every_offline_bench_reports(
         monkeypatch.setattr(module, "measure_ceilings", lambda device, dtype: ceilings)
     monkeypatch.setattr(micro, "capacity_rows", functools.partial(micro.capacity_rows, num_requests=30))
     reports = [
-        bench_offline(target, ["b1_256_256"], seed=1, repeats=2, tell=quiet),
-        bench_latency(target, seed=1, repeats=1, tell=quiet),
-        bench_prefill(target, lengths=[64, 4096], seed=1, repeats=2, tell=quiet),
-        bench_decode(target, batches=[1, 2], context=16, num_steps=4, seed=1, repeats=2, tell=quiet),
-        bench_attention(target, batches=[2], contexts=[40], seed=1, repeats=2, tell=quiet),
+        bench_offline(on(target, repeats=2), ["b1_256_256"]),
+        bench_latency(on(target)),
+        bench_prefill(on(target, repeats=2), lengths=[64, 4096]),
+        bench_decode(on(target, repeats=2), batches=[1, 2], context=16, num_steps=4),
+        bench_attention(on(target, repeats=2), batches=[2], contexts=[40]),
         bench_memory(target, seed=1, tell=quiet),
     ]
     for report in reports:
@@ -150,7 +154,7 @@ def test_every_offline_bench_reports(
 
 
 def test_the_matrix_explains_every_row(target: BenchTarget) -> None:
-    report = bench_matrix(target, seed=1, repeats=1, tell=quiet, only=["paged", "graphs", "quant"])
+    report = bench_matrix(on(target), only=["paged", "graphs", "quant"])
     rows = {row.name: row for row in report.rows}
     assert len(rows) == 6
     assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
@@ -178,7 +182,7 @@ def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(target: Ben
     before[2]["output_tokens_per_s"] = 15.0
     row = row_of(ablation, ablation.best, before, after)
     assert (row.figures["speed_up"].median, row.note[:29]) == (3.0, "output 15 tok/s -> 40 tok/s: ")
-    several = bench_matrix(target, seed=1, repeats=2, tell=quiet, only=["graphs"])
+    several = bench_matrix(on(target, repeats=2), only=["graphs"])
     assert several.notes == [
         "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
     ]
@@ -287,7 +291,7 @@ def test_ctrl_c_keeps_what_was_measured(target: BenchTarget, monkeypatch: pytest
         if len(lines) == 4:
             raise KeyboardInterrupt
 
-    report = bench_prefill(target, lengths=[8, 16, 32], seed=1, repeats=2, tell=tell)
+    report = bench_prefill(on(target, repeats=2, tell=tell), lengths=[8, 16, 32])
     assert report.is_partial
     first, second, third = report.rows
     assert len(first.figures["ttft_p50_s"].values) == 2
@@ -320,7 +324,7 @@ def test_weights_in_another_form_are_compared_with_plain_ones(
 
     monkeypatch.setattr(BenchTarget, "in_form", in_form)
     real = dataclasses.replace(target, is_random=False)
-    rows = bench_matrix(real, seed=1, repeats=1, tell=quiet, only=["quant"]).rows
+    rows = bench_matrix(on(real), only=["quant"]).rows
     assert forms == ["fp32", "int8"]
     measured = [row.name for row in rows if row.figures]
     assert measured == ["+quant b1_256_256", "+quant prefill_8x4096"]
@@ -340,7 +344,7 @@ def test_a_report_names_the_revision_of_a_checkpoint_and_random_weights_have_non
     real = open_target({"model": str(tmp_path), "device": "cpu"})
     assert real.facts()["revision"] == revision_of(tmp_path)
     assert "revision" not in target.facts()
-    report = bench_latency(real, seed=1, repeats=1, tell=quiet)
+    report = bench_latency(on(real))
     assert f"revision {real.revision[7:19]}" in provenance(report)
 
 
@@ -364,4 +368,4 @@ def test_a_process_that_fails_has_no_first_byte() -> None:
 
 def test_decoding_that_does_not_fit_names_its_own_flags(target: BenchTarget) -> None:
     with pytest.raises(ConfigError, match="--steps is 9999, but a sequence has room for .* tokens here"):
-        bench_decode(target, batches=[1], context=8, num_steps=9999, seed=0, repeats=1, tell=lambda _: None)
+        bench_decode(on(target), batches=[1], context=8, num_steps=9999)
