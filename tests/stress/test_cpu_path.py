@@ -23,6 +23,13 @@ pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
 NUM_KINDS = 12
 PROMPTS = random_prompts(NUM_KINDS, seed=5, longest=30)
+KNOBS: tuple[dict[str, Any], ...] = (
+    {},
+    {"record_cpu_step": False},
+    {"use_prefix_caching": False},
+    {"kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "int8", "preemption": "swap", "swap_blocks": 12},
+)
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 20, "max_batch_size": 6, "max_num_batched_tokens": 24}
 
 
@@ -38,12 +45,12 @@ def params_of(kind: int) -> SamplingParams:
 
 
 @functools.cache
-def alone(family: str, kind: int) -> list[list[int]]:
-    engine = make_engine(family, max_batch_size=2, use_prefix_caching=False)
+def alone(family: str, kind: int, kv_cache_dtype: str) -> list[list[int]]:
+    engine = make_engine(family, max_batch_size=2, use_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     return run_engine(engine, [(PROMPTS[kind], params_of(kind))])[0]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"record_cpu_step": False}, {"use_prefix_caching": False}], ids=str)
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
     rng, engine = random.Random(f"{family} {knobs}"), make_engine(family, **SMALL, **knobs)
@@ -66,6 +73,6 @@ def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any
     drain(engine)
     assert engine.scheduler.num_preemptions > 0 and aborted
     for name, kind in kinds.items():
-        for index, expected in enumerate(alone(family, kind)):
+        for index, expected in enumerate(alone(family, kind, knobs.get("kv_cache_dtype", "auto"))):
             tokens = made[name, index]
             assert tokens == (expected[: len(tokens)] if name in aborted else expected), (name, kind, index)

@@ -29,7 +29,7 @@ from infer.bench.target import BenchTarget
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import layer_sizes
+from infer.engine.cache_fit import kept_as, layer_sizes
 from infer.errors import EngineError
 from infer.kernels.attention.paged import attend_paged
 from infer.kernels.runtime.dispatch import is_gpu
@@ -105,7 +105,10 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
     stats = engine.stats()
     scheduler = resolve_for(target.config, loaded).scheduler
     per_token = kv_bytes_per_token(
-        config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        kept_as(target.config.cache, loaded.dtype).itemsize,
     )
     split = {
         "weights_bytes": float(target.weight_bytes),

@@ -6,6 +6,9 @@ lie in other blocks, so L is the number of layers to a block, and a layer's *pla
 (`layout.py`). The books (`kv_pool.py`) say what owns which block; this file only moves bytes where it is
 told to.
 
+Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has
+their scales, [L, 2, num_blocks, G, block_size], and what moves a block moves both.
+
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
 fill the store with NaN and expect no trace of it.
 
@@ -15,11 +18,13 @@ Shapes:  L layers to a block, G kv heads, H head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, product
 
 import torch
 
 from infer.cache.layout import KVLayout
 from infer.kernels.elementwise.copy_block import copy_block
+from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
 from infer.kernels.runtime.dispatch import is_gpu
 
 
@@ -37,33 +42,41 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        kept_as: torch.dtype | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.dtype = device, dtype  # what the model computes in
         self.tables = layout.tables  # of each layer: which block table says where its blocks are
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self._data = torch.empty(shape, dtype=dtype, device=device)
-        host_shape = (layout.num_planes, 2, num_host_blocks, *shape[3:])
-        self._host = torch.empty(host_shape, dtype=dtype, pin_memory=is_gpu(device) and num_host_blocks > 0)
-        flat = self._data.view(layout.num_planes, 2, num_blocks * block_size, num_kv_heads, head_dim)
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and in host memory
+
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            part, in_host = torch.empty(shape, dtype=dtype, device=device), (*shape[:2], num_host_blocks)
+            pinned = is_gpu(device) and num_host_blocks > 0
+            self._parts.append((part, torch.empty((*in_host, *shape[3:]), dtype=dtype, pin_memory=pinned)))
+            return part
+
+        flat = allocate(shape, kept_as or dtype).view(*shape[:2], num_blocks * block_size, *shape[4:])
         self.keys = [flat[plane, 0] for plane in layout.planes]  # [num_slots, G, H] each
         self.values = [flat[plane, 1] for plane in layout.planes]
+        self.scales: list[KVScales | None] = [None for _ in layout.planes]
+        if kept_as in LARGEST:
+            scales = allocate((*shape[:3], num_kv_heads, block_size), torch.float32)
+            self.scales = [KVScales(scales[plane, 0], scales[plane, 1]) for plane in layout.planes]
         if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 
     @property
     def num_bytes(self) -> int:
         """Device memory taken."""
-        return self._data.numel() * self._data.element_size()
+        return sum(part.nbytes for part, _ in self._parts)
 
     def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
-        device, host = self._data, self._host
-        sides = {"swap_out": (device, host), "swap_in": (host, device)}
-        for kind, source, destination in transfers:
+        for (kind, source, destination), (device, host) in product(transfers, self._parts):
             if kind == "copy":
                 copy_block(device, source, destination)
                 continue
-            source_side, destination_side = sides[kind]
+            source_side, destination_side = (device, host) if kind == "swap_out" else (host, device)
             try:
                 destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
             except (
@@ -74,5 +87,8 @@ class KVStore:
 
     def fill(self, value: float) -> None:
         """Overwrite everything; for tests that look for reads of slots that were not written."""
-        self._data.fill_(value)
-        self._host.fill_(value)
+        for part in chain(*self._parts):
+            if part.dtype in LARGEST:  # a code may have no such number; its scale has
+                part.view(torch.uint8).fill_(0x7F)
+            else:
+                part.fill_(value)

@@ -3,7 +3,8 @@
     weights        every parameter once, in the chosen number format, and the tables computed from them
     activations    the largest step: its hidden states, its widest layer, its logits
     graphs         on a GPU the same of the largest step that is captured, and the runner's own buffers
-    KV cache       2 * layers * kv heads * head size * bytes, for every token of every block
+    KV cache       2 * layers * kv heads * head size * bytes, for every token of every block; in 8 bits 4 more
+                   bytes for each head: its scale
     workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
 
 `infer plan` prints this; start-up uses the same figures to size the cache and to say what does not fit.
@@ -122,8 +123,9 @@ class CacheSize:
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_element: int) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * bytes_per_element
+    """Bytes of keys and values of one token in all layers; heads in elements of one byte have a scale."""
+    scale = FLOAT32_BYTES if bytes_per_element == 1 else 0
+    return 2 * num_layers * num_kv_heads * (head_dim * bytes_per_element + scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +158,13 @@ def logit_bytes(sizes: LayerSizes, *, num_rows: int, bytes_per_element: int) -> 
     return num_rows * sizes.vocab_size * (bytes_per_element + 3 * FLOAT32_BYTES)
 
 
-def workspace_share(num_layers: int, *, gathers: bool = True) -> float:
+def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 1.0) -> float:
     """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice.
 
+    `widening`: bytes of an element that is gathered, for each byte of one that is kept.
     Nothing if it does not gather: kernels that read keys and values where they lie copy none of them.
     """
-    return 2 / num_layers if gathers else 0.0
+    return 2 * widening / num_layers if gathers else 0.0
 
 
 def step_bytes(

@@ -22,7 +22,6 @@ class Foreign(NamedTuple):
 
 
 _SPECULATION, _LORA, _GPUS = "speculative decoding", "LoRA", "an engine on several GPUs"
-_CACHE_TYPE = "a KV cache in another number format than the model's"
 
 
 def _instead(nothing: object, what: str) -> Foreign:
@@ -49,14 +48,13 @@ FOREIGN: Mapping[str, Foreign] = {
     "max_lora_rank": Foreign(16, _LORA),
     "lora_modules": Foreign(None, _LORA),
     "lora": Foreign(None, _LORA),
-    "kv_cache_dtype": Foreign("auto", _CACHE_TYPE),
-    "cache_type_k": Foreign("auto", _CACHE_TYPE),
-    "cache_type_v": Foreign("auto", _CACHE_TYPE),
     "cpu_offload_gb": Foreign(0, "a model that is partly on the CPU"),
     "limit_mm_per_prompt": Foreign(None, "input of images"),
     "mmproj": Foreign(None, "input of images"),
     "hf_overrides": Foreign(None, "overriding the config of a checkpoint"),
     "rope_scaling": Foreign(None, "overriding the config of a checkpoint"),
+    "cache_type_k": _instead("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
+    "cache_type_v": _instead("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
     "n_gpu_layers": _instead(None, "a model is on one device as a whole; use device=cpu or device=cuda"),
     "parallel": _instead(None, "requests share the whole cache, there are no slots; use max_batch_size"),
     "swap_space": _instead(0, "host memory for preempted sequences is counted in blocks; use swap_blocks"),

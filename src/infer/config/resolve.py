@@ -42,6 +42,7 @@ class Machine:
     device: str = "cpu"  # cpu, cuda or cuda:N
     gpu_memory: int | None = None  # bytes in all, whatever is free of them
     has_gpu_kernels: bool = False  # those that keep the state of the batch on the device
+    has_fp8: bool = True  # of a GPU: whether it converts e4m3 numbers, from compute capability 8.9 on
     has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
 
     @property
@@ -56,7 +57,7 @@ class ModelFacts:
 
     max_seq_len: int  # prompt + output, in tokens
     num_layer_weights: int  # of all layers, that one token meets
-    dtype: str = "float32"  # of activations and KV cache
+    dtype: str = "float32"  # of activations, and of the KV cache unless that is kept in 8 bits
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
     kept_as: str = ""  # what a GPU has made of the weights, where that is not plain numbers
@@ -121,6 +122,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     check_machine(config, machine)
     _check_products(config, machine, model)
     _check_deterministic(config, machine, model)
+    _check_cache_dtype(config, machine)
     run, cache, backends = config.run, config.cache, choose(config, machine)
     on_gpu = uses_gpu_runner(config, machine)
     steps_ahead = 0
@@ -254,6 +256,22 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
         raise ConfigError(
             "deterministic needs the attention kernel in C, which reads float32; "
             f"this is {model.dtype} on {machine.device} (`infer doctor` says what is missing)"
+        )
+
+
+def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:
+    kept_as, attention = config.cache.kv_cache_dtype, config.cache.attention_backend
+    if kept_as != AUTO and uses_gpu_runner(config, machine):
+        raise ConfigError(f"kv_cache_dtype={kept_as} is not built yet for a GPU; leave it out")
+    if kept_as == "fp8" and machine.is_gpu and not machine.has_fp8:
+        raise ConfigError(
+            "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one is older; "
+            "use kv_cache_dtype=int8"
+        )
+    if kept_as != AUTO and attention == "flash":
+        raise ConfigError(
+            f"attention_backend=flash reads no 8-bit cache, and kv_cache_dtype is {kept_as}; "
+            "use attention_backend=auto or triton"
         )
 
 

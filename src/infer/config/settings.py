@@ -50,6 +50,7 @@ from infer.config.knobs import (
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
 
+KV_SPELLINGS = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
 
@@ -120,6 +121,12 @@ class CacheConfig:
         "naive: keep nothing and recompute every token (the teaching baseline)",
         choices=("paged", "contiguous", "naive"),
     )
+    kv_cache_dtype: str = knob(
+        "auto",
+        "number format of keys and values: fp8 or int8 with one scale for each token and head; auto: the "
+        "dtype; see docs/features/kv-cache-dtype.md",
+        choices=("auto", "fp8", "int8", *KV_SPELLINGS),
+    )
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
     num_blocks: int | None = knob(
         None,
@@ -169,6 +176,13 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "kv_cache_backend")
+        check_choice(self, "kv_cache_dtype")
+        object.__setattr__(self, "kv_cache_dtype", KV_SPELLINGS.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        if self.kv_cache_dtype != "auto" and not self.keeps_cache:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype} needs a cache, and kv_cache_backend=naive keeps none; "
+                "leave one of the two out"
+            )
         check_backend(self, "attention_backend")
         check_backend(self, "decode_attention_backend")
         check_positive(self, "block_size", "num_blocks")

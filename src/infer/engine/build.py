@@ -26,7 +26,7 @@ from infer.cache.memory import CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
-from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kv_layout
+from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
@@ -223,6 +223,7 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             dtype=loaded.dtype,
             device=loaded.device,
             num_host_blocks=swap_blocks * len(layout.windows),
+            kept_as=kept_as(config.settings.cache, loaded.dtype),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(

@@ -7,6 +7,8 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+import torch
+
 from infer.cache.layout import KVLayout
 from infer.cache.memory import (
     CacheSize,
@@ -44,7 +46,7 @@ def fit_to_device(
     on_gpu = is_gpu(loaded.device)
     free_host = free_host_bytes()
     cache, model = config.settings.cache, loaded.config
-    layout = kv_layout(model, cache, config.max_seq_len)
+    layout, kept = kv_layout(model, cache, config.max_seq_len), kept_as(cache, loaded.dtype)
     memory = look(loaded.device, cache.device_memory, free_host=free_host).with_weights(weight_bytes)
     size = fit_cache(
         cache,
@@ -52,11 +54,15 @@ def fit_to_device(
         step or compute_step(config, loaded),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kv_bytes_per_token(
-            layout.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype.itemsize
+            layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize
         ),
         free_bytes=memory.room,
         share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
-        workspace=workspace_share(layout.num_planes, gathers=config.gathers_kv),
+        workspace=workspace_share(
+            layout.num_planes,
+            gathers=config.gathers_kv,
+            widening=loaded.dtype.itemsize / kept.itemsize,
+        ),
         left=memory.describe(),
         layout=layout,
     )
@@ -81,6 +87,11 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
     if not config.use_cuda_graphs:
         return None
     return most_tokens(model, config.scheduler.max_num_batched_tokens)
+
+
+def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type that keys and values of a model in `dtype` are kept in."""
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(cache.kv_cache_dtype, dtype)
 
 
 def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:

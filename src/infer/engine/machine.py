@@ -7,7 +7,7 @@ import torch
 from infer.config.resolve import Machine, ModelFacts
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import has_c_attention
-from infer.kernels.runtime.dispatch import gpu_memory, is_gpu
+from infer.kernels.runtime.dispatch import gpu_memory, is_gpu, nvidia_capability
 from infer.loader.load import LoadChoice, LoadedModel
 
 
@@ -21,6 +21,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         device=str(device),
         gpu_memory=memory,
         has_gpu_kernels=has_gpu_kernels(device),
+        has_fp8=nvidia_capability(device) >= (8, 9),
         has_c_attention=has_c_attention(device, loaded.dtype, loaded.config.head_dim),
     )
 

@@ -2,7 +2,7 @@
 
     engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
         kv_cache_tokens=130112 prefix_caching=on preemption=recompute device=cpu threads=4 attention=c
-        decode_attention=c mlp=kernels weights=int4 products=exact dtype=float32
+        decode_attention=c mlp=kernels weights=int4 products=exact dtype=float32 kv_cache_dtype=float32
 
 It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
 setting turns off is named at the end, as `note="..."`.
@@ -40,6 +40,7 @@ def describe_engine(
         "weights": _weights(config),
         **_products(config),
         "dtype": config.dtype,
+        "kv_cache_dtype": config.settings.cache.kv_cache_dtype.replace("auto", config.dtype),
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
     notes = [f"{name} is {config.reasons[name]}" for name in OVERRULED if name in config.reasons]

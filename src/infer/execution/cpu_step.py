@@ -130,7 +130,8 @@ class CpuStep(StepContext):
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
         keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
-        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table])
+        scales = self._store.scales[layer]
+        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table], scales)
         return operations.attend(
             self._library,
             q_TNH,
@@ -142,6 +143,7 @@ class CpuStep(StepContext):
             scale=scale,
             window=window,
             parts=self._parts,
+            scales=scales,
         )
 
 
@@ -206,7 +208,7 @@ class CpuSteps:
 
 def can_run(model: Model, store: KVStore) -> bool:
     """Whether attention.c can read this store."""
-    return can_read(store.device, store.keys[0].dtype, model.config.head_dim)
+    return can_read(store.device, store.dtype, model.config.head_dim)
 
 
 def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

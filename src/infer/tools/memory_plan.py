@@ -50,7 +50,7 @@ from infer.config.resolve import (
 )
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, kv_layout, layer_sizes
+from infer.engine.cache_fit import fit_to_device, kept_as, kv_layout, layer_sizes
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
@@ -239,12 +239,13 @@ def plan_memory(
     step = machine.steps_of(config, model_config, max_seq_len, bytes_each)
     activations = step.activations
     layout = kv_layout(model_config, config.cache, max_seq_len)
+    kept = kept_as(config.cache, DTYPES[dtype])
     bytes_per_token = kv_bytes_per_token(
-        layout.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
+        layout.num_layers, model_config.num_kv_heads, model_config.head_dim, kept.itemsize
     )
     can_read = has_c_attention(machine.device, DTYPES[dtype], model_config.head_dim)
     gathers = not (machine.keeps_state(config) or (config.cache.attends_in_c and can_read))
-    share = workspace_share(layout.num_planes, gathers=gathers)
+    share = workspace_share(layout.num_planes, gathers=gathers, widening=bytes_each / kept.itemsize)
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if is_scheme(weight_format) and machine.kind == "gpu" else 0)
@@ -322,7 +323,8 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     for name, settings, changed in _smaller(config, dtype, on_gpu=machine.kind == "gpu"):
         bytes_each = DTYPES[name].itemsize
         step = machine.steps_of(settings, model, max_seq_len, bytes_each)
-        token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
+        kept = kept_as(config.cache, DTYPES[name]).itemsize
+        token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
         home = home_of(machine.device)
         weights = weight_bytes(headers, num_parameters, name, weight_format, home) + num_table_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
@@ -10,14 +11,14 @@ from infer.cache.layout import KVLayout
 NUM_LAYERS, BLOCK_SIZE = 3, 2
 
 
-def make_store() -> KVStore:
+def make_store(kept_as: torch.dtype | None = None) -> KVStore:
     """Every block holds numbers of its own: 100 * layer + block for keys, the negative for values."""
     store = KVStore(
         layout=KVLayout.whole(NUM_LAYERS), num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=4,
-        dtype=torch.float32, device=torch.device("cpu"), num_host_blocks=2,
+        dtype=torch.float32, device=torch.device("cpu"), num_host_blocks=2, kept_as=kept_as,
     )  # fmt: skip
     store.fill(float("nan"))
-    for layer in range(NUM_LAYERS):
+    for layer in range(NUM_LAYERS if kept_as is None else 0):
         for slot in range(4 * BLOCK_SIZE):
             store.keys[layer][slot] = 100 * layer + slot // BLOCK_SIZE
             store.values[layer][slot] = -(100 * layer + slot // BLOCK_SIZE)
@@ -54,3 +55,25 @@ def test_moves_happen_in_order() -> None:
         ]
     )
     assert blocks_in(store) == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kept_as", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_block_of_codes_moves_with_its_scales(kept_as: torch.dtype) -> None:
+    store = make_store(kept_as)
+    plain = make_store()
+    assert store.num_bytes == plain.num_bytes * (4 + 4) // (4 * 4)  # 4 codes and a scale for 4 floats
+    for layer, scales in enumerate(store.scales):
+        assert scales is not None
+        for side in scales:
+            side.copy_(torch.arange(4.0)[:, None, None] + layer)
+        for codes in (store.keys[layer], store.values[layer]):
+            codes.view(torch.uint8).copy_(torch.arange(4).repeat_interleave(BLOCK_SIZE)[:, None, None])
+    store.transfer([("copy", 1, 3), ("swap_out", 2, 1), ("copy", 3, 2), ("swap_in", 1, 0)])
+    for layer, scales in enumerate(store.scales):
+        assert scales is not None
+        for side in scales:
+            assert (side[:, 0, 0] - layer).tolist() == [2, 1, 1, 1]
+        for codes in (store.keys[layer], store.values[layer]):
+            assert codes.view(torch.uint8)[::BLOCK_SIZE, 0, 0].tolist() == [2, 1, 1, 1]
+    store.fill(float("nan"))
+    assert all(scales is not None and scales.keys.isnan().all() for scales in store.scales)

@@ -136,7 +136,6 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
         ("tensor_parallel_size", 1, 2),
         ("enable_lora", False, True),
         ("speculative_config", None, "{}"),
-        ("kv_cache_dtype", "auto", "fp8"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:

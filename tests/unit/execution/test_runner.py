@@ -82,14 +82,14 @@ def test_the_same_plan_twice_gives_the_same_ids() -> None:
 def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     runner, _, store, _ = make_runner(num_host_blocks=2)
     store.fill(0.0)
-    block = store._data[:, :, 3]
+    block = store._parts[0][0][:, :, 3]
     block.fill_(1.5)
     moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))
     result = runner.run(StepPlan(1, Chunks.of(()), (), moves), [])
     assert (result.ids, result.logprobs, result.prompt_logprobs) == ([], [], {})
-    assert torch.equal(store._data[:, :, 8], block)
-    assert torch.equal(store._data[:, :, 5], block)
-    assert not store._data[:, :, 4].any()
+    assert torch.equal(store._parts[0][0][:, :, 8], block)
+    assert torch.equal(store._parts[0][0][:, :, 5], block)
+    assert not store._parts[0][0][:, :, 4].any()
 
 
 @pytest.mark.parametrize("splits", [[], [1], [4], [3, 7, 70], [66]])

@@ -319,7 +319,7 @@ class PrefillContract(OnDevice):
     def test_an_invariant_step_computes_rows_that_decode_as_if_they_were_prompts(self) -> None:
         heads, dtype = Heads(4, 2, 16), torch.float32
         paged = make_paged([9, 40, 3], heads, block_size=16, dtype=dtype, device=self.device)
-        store = SimpleNamespace(keys=[paged.keys], values=[paged.values], tables=[0])
+        store = SimpleNamespace(keys=[paged.keys], values=[paged.values], tables=[0], scales=[None])
         q = torch.randn(5, 4, 16, device=self.device)
         work = DecodeWork(
             max_rows=5, max_len=64, num_heads=4, num_kv_heads=2, head_dim=16, device=self.device

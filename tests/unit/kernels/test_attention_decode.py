@@ -78,7 +78,8 @@ def test_a_step_without_triton_leaves_the_projection_to_the_model() -> None:
     rows, lens = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     work = DecodeWork(max_rows=1, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
     step = DeviceStep(
-        cast(KVStore, SimpleNamespace(keys=[paged.keys], values=[paged.values])), paged.tables[None], work,
+        cast(KVStore, SimpleNamespace(keys=[paged.keys], values=[paged.values], scales=[None])),
+        paged.tables[None], work,
         block_size=4, positions_T=torch.tensor([2]), slots_KT=torch.tensor([[0]]), rows_S=rows, lens_S=lens,
     )  # fmt: skip
     transform = make_transform(

@@ -161,7 +161,8 @@ def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_whoever_anno
     assert " max_seq_len=64 max_batch_size=5 " in line
     assert re.search(r" kv_cache=[\d.]+[KM]iB kv_cache_tokens=1024 prefix_caching=on ", line)
     assert re.search(
-        r" device=cpu threads=\d+ attention=\w+ decode_attention=\w+ mlp=kernels weights=\S+ dtype=float32$",
+        r" device=cpu threads=\d+ attention=\w+ decode_attention=\w+ mlp=kernels weights=\S+ dtype=float32"
+        r" kv_cache_dtype=float32$",
         line,
     )
     assert not any("ready" in message for message in caplog.messages)

@@ -102,7 +102,7 @@ class DeviceRunner:
             ),
         )
         # begins here, and goes on beside what follows
-        self.wait_for_compiler = compile_sample_rows(self._rows.sampling, self._scratch, store.keys[0].dtype)
+        self.wait_for_compiler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size,
@@ -124,7 +124,7 @@ class DeviceRunner:
         if attention_backend == "auto" and self._windows == (None,):
             self._dense = DenseAttention(
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
+                scale=config.scale, dtype=store.dtype, device=device, max_tokens=max_tokens,
                 max_len=max_seq_len,
             )  # fmt: skip
         self._pads, self._max_tokens = is_gpu(device) and self._backend != "flash", max_tokens
@@ -288,7 +288,7 @@ class DeviceRunner:
         num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
         self._compile()
         # the logits that logprobs of the step before are taken from meanwhile
-        shape, dtype = (min(num_rows, LOGPROB_ROWS), self._model.config.vocab_size), self._store.keys[0].dtype
+        shape, dtype = (min(num_rows, LOGPROB_ROWS), self._model.config.vocab_size), self._store.dtype
         beside_KV = torch.empty(shape, dtype=dtype, device=self._device)
         self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
         longest = self._dense.prepare_longest() if self._dense is not None else 0
@@ -301,7 +301,7 @@ class DeviceRunner:
         """Sample as many rows as a step can have, all of them padding."""
         self._inputs.blank()
         rows_S = self._inputs.rows_S
-        dtype = self._store.keys[0].dtype
+        dtype = self._store.dtype
         hidden_SD = torch.zeros(
             (len(rows_S), self._model.config.hidden_size), dtype=dtype, device=self._device
         )

@@ -100,7 +100,8 @@ class DeviceStep(StepContext):
         """The cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
         slots_T = self._slots[self._store.tables[layer]]
-        return CacheSlots(self._store.keys[layer], self._store.values[layer], slots_T, keeps)
+        scales = self._store.scales[layer]
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], slots_T, keeps, scales)
 
     def attend_projected(
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from infer.kernels.elementwise.kv_codes import KVScales, read_slots
+
 
 def attend_paged_reference(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
@@ -38,7 +40,7 @@ def attend_paged_reference(
 
 def attend_paged(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
-    is_seen_SL: torch.Tensor | None, *, scale: float,
+    is_seen_SL: torch.Tensor | None, *, scale: float, scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
     num_rows, num_heads, head_dim = q_SNH.shape
@@ -46,8 +48,8 @@ def attend_paged(
     q_SGMH = q_SNH.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out_SGMH = F.scaled_dot_product_attention(
         q_SGMH,
-        keys_PGH[slots_SL].transpose(1, 2),
-        values_PGH[slots_SL].transpose(1, 2),
+        read_slots(keys_PGH, scales and scales.keys, slots_SL, q_SNH.dtype).transpose(1, 2),
+        read_slots(values_PGH, scales and scales.values, slots_SL, q_SNH.dtype).transpose(1, 2),
         attn_mask=None if is_seen_SL is None else is_seen_SL[:, None, None, :],
         scale=scale,
     )

@@ -56,6 +56,7 @@ class Library:
         self.activation = self._address("infer_activation")
         self.rope = self._address("infer_rope")
         self.write_cache = self._address("infer_write_cache")
+        self.write_codes = self._address("infer_write_codes")
         self.attend = self._address("infer_attend")
         self.num_threads = 1
         self.set_threads(torch.get_num_threads())

@@ -15,6 +15,7 @@ import torch
 
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
+from infer.kernels.elementwise.kv_codes import KVScales
 
 GROUP = 32  # weights that share a scale
 SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a minimum (csrc/linear.h)
@@ -36,7 +37,9 @@ _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqq")
-_ATTEND = struct.Struct("qqqqqqqqqqqqqqdq")
+_WRITE_CODES = struct.Struct("qqqqqqqqqqqqqqq")
+_ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
+_KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 
 _ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
@@ -281,10 +284,21 @@ def write_cache(
     keys_PGH: torch.Tensor,
     values_PGH: torch.Tensor,
     slots_T: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
-    """Copy keys and values to their slots."""
+    """Copy keys and values to their slots; with scales, as codes (kv_codes.h)."""
     T, G, H = k_TGH.shape
     tokens_per_chunk = _rows_per_chunk(G * H)
+    if scales is not None:
+        args = _WRITE_CODES.pack(
+            T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
+            values_PGH.data_ptr(), scales.keys.data_ptr(), scales.values.data_ptr(), slots_T.data_ptr(),
+            _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2], tokens_per_chunk,
+        )  # fmt: skip
+        run_or_record(
+            library, library.write_codes, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
+        )
+        return
     args = _WRITE.pack(
         T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
         values_PGH.data_ptr(), slots_T.data_ptr(), G * H, tokens_per_chunk,
@@ -306,6 +320,7 @@ def attend(
     scale: float,
     window: int | None,
     parts: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attention of every item over the paged cache; csrc/attention.c says what an item is.
 
@@ -319,6 +334,7 @@ def attend(
         T, q_TNH.data_ptr(), q_TNH.stride(0), out_TNH.data_ptr(), keys_PGH.data_ptr(), values_PGH.data_ptr(),
         table_RB.data_ptr(), table_RB.stride(0), items_I6.data_ptr(), N, G, H, block_size, window or 0, scale,
         _pointer(parts),
+        _KV_KINDS[keys_PGH.dtype], *((0, 0) if scales is None else (side.data_ptr() for side in scales)),
     )  # fmt: skip
     run_or_record(
         library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I6.shape[0]

@@ -21,6 +21,8 @@ Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: ke
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
@@ -51,7 +53,7 @@ def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> Non
     assert cache_L2NPGH.is_contiguous(), "the cache must be contiguous"
     num_layers, _, num_blocks, *shape = cache_L2NPGH.shape
     assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
-    size = shape[0] * shape[1] * shape[2]
+    size = math.prod(shape)
     piece = PIECE_BYTES // cache_L2NPGH.element_size()
     launch_triton(
         _copy_block_kernel, (num_layers * 2, -(-size // piece)), (cache_L2NPGH,), (),

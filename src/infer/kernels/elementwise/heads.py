@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.kernels.elementwise.kv_codes import KVScales, write_codes_reference
 from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -50,6 +51,7 @@ class CacheSlots(NamedTuple):
     values_PGH: torch.Tensor
     slots_T: torch.Tensor  # -1: a padding token, written nowhere
     keeps: bool = False  # attention wants the keys and values as well
+    scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
 
 
 class HeadTransform(NamedTuple):
@@ -83,8 +85,12 @@ def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: Cache
     """The specification of `write_slots`, in PyTorch."""
     is_real_T = cache.slots_T >= 0
     slots = cache.slots_T[is_real_T].long()
-    cache.keys_PGH[slots] = k_TGH[is_real_T]
-    cache.values_PGH[slots] = v_TGH[is_real_T]
+    if cache.scales is None:
+        cache.keys_PGH[slots] = k_TGH[is_real_T]
+        cache.values_PGH[slots] = v_TGH[is_real_T]
+    else:
+        write_codes_reference(k_TGH[is_real_T], cache.keys_PGH, cache.scales.keys, slots)
+        write_codes_reference(v_TGH[is_real_T], cache.values_PGH, cache.scales.values, slots)
 
 
 @jit

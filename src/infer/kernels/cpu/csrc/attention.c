@@ -33,7 +33,7 @@
  * not see are never multiplied with anything, so whatever they hold cannot reach it.
  *
  * A chunk of work is one item and one kv head. */
-#include "infer.h"
+#include "kv_codes.h"
 
 #define MAX_HEAD 256
 #define BLOCK 16
@@ -60,6 +60,8 @@ typedef struct {
     int64_t window; /* 0: none */
     double scale;
     float *parts; /* [parts]: of every query head its peak, total and H sums; then G counters of finished segments */
+    int64_t kind;                           /* of keys and values: AS_FLOAT, or codes (kv_codes.h) */
+    const float *key_scales, *value_scales; /* of codes: [blocks][G][block_size] */
 } attend_args;
 
 typedef struct {
@@ -274,13 +276,20 @@ static void find_slots(const attend_args *a, const int64_t *table, int64_t block
 }
 
 /* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is no multiple of a register are
- * copied into `room`, [16][padded]. Another type of cache differs here alone. */
-static void load_rows(const attend_args *a, const float *cache, int64_t g, const int64_t slots[BLOCK], int64_t padded,
-                      float *room, const float *rows[BLOCK]) {
+ * copied into `room`, [16][padded], and codes are decoded into it. */
+static void load_rows(const attend_args *a, const float *cache, const float *scales, int64_t g,
+                      const int64_t slots[BLOCK], int64_t padded, float *room, const float *rows[BLOCK]) {
     static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
     for (int j = 0; j < BLOCK; j++) {
         rows[j] = slots[j] < 0 ? zeros : cache + (slots[j] * a->G + g) * a->H;
-        if (padded == a->H || slots[j] < 0) continue;
+        if ((padded == a->H && a->kind == AS_FLOAT) || slots[j] < 0) continue;
+        if (a->kind != AS_FLOAT) {
+            const int64_t head = slots[j] / a->block_size * a->G + g, offset = slots[j] % a->block_size;
+            decode_codes(a->kind, (const uint8_t *)cache + (slots[j] * a->G + g) * a->H,
+                         scales[head * a->block_size + offset], room + j * padded, a->H);
+            rows[j] = room + j * padded;
+            continue;
+        }
         memcpy(room + j * padded, rows[j], (size_t)a->H * sizeof(float));
         rows[j] = room + j * padded; /* what lies behind H is 0 */
     }
@@ -308,8 +317,8 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     const float *keys[BLOCK], *values[BLOCK];
     int64_t slots[BLOCK];
     find_slots(a, w->table, block, low, high, slots);
-    load_rows(a, a->keys, w->g, slots, padded, w->key_room, keys);
-    load_rows(a, a->values, w->g, slots, padded, w->value_room, values);
+    load_rows(a, a->keys, a->key_scales, w->g, slots, padded, w->key_room, keys);
+    load_rows(a, a->values, a->value_scales, w->g, slots, padded, w->value_room, values);
     if (is_packed) pack_keys(keys, padded, w->packed);
     for (int64_t i = 0, together; i < num; i += together) {
         int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;

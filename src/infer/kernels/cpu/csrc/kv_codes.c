@@ -1,0 +1,46 @@
+/* Writing keys and values as codes of 8 bits. */
+#include "kv_codes.h"
+
+typedef struct {
+    int64_t T;
+    const float *k, *v; /* [T][G][H], the heads of a token side by side */
+    int64_t k_stride, v_stride;
+    uint8_t *keys, *values;           /* [slots][G][H] */
+    float *key_scales, *value_scales; /* [blocks][G][block_size] */
+    const int64_t *slots;             /* [T]; -1 is padding: nothing is written for it */
+    int64_t kind, G, H, block_size;
+    int64_t tokens_per_chunk;
+} write_codes_args;
+
+static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scale, int64_t H) {
+    float largest = 0.0f;
+    for (int64_t h = 0; h < H; h++) {
+        float magnitude = fabsf(x[h]);
+        if (!(magnitude <= largest)) largest = magnitude; /* NaN too, and then the scale is NaN */
+    }
+    const float top = kind == AS_FP8 ? 448.0f : 127.0f;
+    const float inverse = largest == 0.0f ? 0.0f : top / largest;
+    *scale = largest * (1.0f / top);
+    if (largest != largest)
+        memset(codes, 0, (size_t)H);
+    else if (kind == AS_FP8)
+        for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(x[h] * inverse);
+    else
+        for (int64_t h = 0; h < H; h++) codes[h] = (uint8_t)(int8_t)rintf(x[h] * inverse);
+}
+
+void infer_write_codes(const void *args, int64_t chunk) {
+    const write_codes_args *a = args;
+    int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk;
+    if (last > a->T) last = a->T;
+    for (int64_t t = first; t < last; t++) {
+        const int64_t slot = a->slots[t], H = a->H;
+        if (slot < 0) continue;
+        for (int64_t g = 0; g < a->G; g++) {
+            const int64_t head = (slot * a->G + g) * H;
+            const int64_t scale = (slot / a->block_size * a->G + g) * a->block_size + slot % a->block_size;
+            write_head(a->kind, a->k + t * a->k_stride + g * H, a->keys + head, a->key_scales + scale, H);
+            write_head(a->kind, a->v + t * a->v_stride + g * H, a->values + head, a->value_scales + scale, H);
+        }
+    }
+}

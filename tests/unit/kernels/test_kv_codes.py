@@ -1,0 +1,95 @@
+"""Keys and values in 8 bits: what is written, what is read back, and attention over it on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.cpu import operations
+from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
+from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, encode_reference, read_slots
+from tests.unit.kernels.c_builds import BUILDS, c_library
+from tests.unit.kernels.test_c_attention import attend_exactly
+
+DTYPES = tuple(LARGEST)
+BLOCK = 4
+
+
+def empty_cache(num_slots: int, G: int, H: int, dtype: torch.dtype) -> CacheSlots:
+    """Codes and scales that are not a number wherever nothing was written."""
+    keys, values = (
+        torch.full((num_slots, G, H), 0x7F, dtype=torch.uint8).view(dtype) for _ in ("keys", "values")
+    )
+    scales = KVScales(*torch.full((2, num_slots // BLOCK, G, BLOCK), torch.nan))
+    return CacheSlots(keys, values, torch.empty(0, dtype=torch.int64), scales=scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_comes_back_within_half_a_step(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, 64) * torch.logspace(-8, 4, 50)[:, None, None]
+    codes, scales = encode_reference(x, dtype)
+    back = codes.float() * scales[..., None]
+    largest = x.abs().amax(-1, keepdim=True)
+    if dtype is torch.int8:
+        half_step = (largest / 254).expand_as(x)
+    else:  # 3 bits of mantissa; below the smallest normal number, 2^-6, steps are 2^-9
+        power = torch.floor(torch.log2((x / scales[..., None]).abs())).clamp(min=-6)
+        half_step = torch.exp2(power - 4) * scales[..., None]
+    assert ((back - x).abs() <= half_step * (1 + 1e-5)).all()
+    torch.testing.assert_close(back.abs().amax(-1, keepdim=True), largest, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_of_zeros_is_zeros_and_not_a_number_stays_so(dtype: torch.dtype) -> None:
+    codes, scales = encode_reference(torch.tensor([[[0.0, 0.0]], [[1.0, torch.nan]]]), dtype)
+    back = codes.float() * scales[..., None]
+    assert torch.equal(back[0], torch.zeros(1, 2)) and back[1].isnan().all()
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_c_writes_the_codes_and_scales_of_the_reference(build: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    T, G, H, num_slots = 40, 3, 80, 64
+    x = torch.randn(2, T, G, H) * torch.logspace(-6, 4, T)[:, None, None]
+    x[0, 3], x[1, 4, 1] = 0.0, torch.tensor([1.0, *[2.0**-9 * i / 4 for i in range(79)]])  # ties, tiny codes
+    slots = torch.randperm(num_slots)[:T].where(torch.arange(T) != 7, -1)
+    expected, actual = (empty_cache(num_slots, G, H, dtype)._replace(slots_T=slots) for _ in range(2))
+    write_slots_reference(x[0], x[1], expected)
+    keys, values, _, _, scales = actual
+    operations.write_cache(c_library(build), x[0], x[1], keys, values, slots, scales)
+    for ours, theirs in ((keys, expected.keys_PGH), (values, expected.values_PGH)):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert scales is not None and expected.scales is not None
+    for ours, theirs in zip(scales, expected.scales, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "window"), [(20, None), (64, 5), (80, 40), (256, None)])
+def test_attention_in_c_is_that_over_the_decoded_cache(
+    build: str, dtype: torch.dtype, head_dim: int, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    length, count, G = 53, 21, 2
+    cache = empty_cache(80, G, head_dim, dtype)
+    table = torch.randperm(20)
+    positions = torch.arange(length)
+    slots = table[positions // BLOCK] * BLOCK + positions % BLOCK
+    cache = cache._replace(slots_T=slots)
+    write_slots_reference(*torch.randn(2, length, G, head_dim), cache)
+    assert cache.scales is not None
+    q = torch.randn(count, 6, head_dim)
+    items = torch.tensor([(f, min(16, count - f), 0, length - count + f) for f in range(0, count, 16)])
+    ours = operations.attend(
+        c_library(build), q, cache.keys_PGH, cache.values_PGH, table[None], items,
+        block_size=BLOCK, scale=0.3, window=window, scales=cache.scales,
+    )  # fmt: skip
+    keys, values = (
+        read_slots(kept, scales, slots, torch.float32)
+        for kept, scales in zip(cache[:2], cache.scales, strict=True)
+    )
+    expected = attend_exactly(q, keys, values, scale=0.3, window=window)
+    torch.testing.assert_close(ours, expected, rtol=5e-5, atol=1e-5)
