@@ -1,12 +1,13 @@
 """Time attention of decoding rows over the paged cache, as a share of what reading memory allows.
 
-python -m benchmarks.kernels.attention_decode [--sweep] [--shape S,len,N,G,H] [--seconds 80]
+python -m benchmarks.kernels.attention_decode [--sweep] [--shape S,len,N,G,H] [--seconds 80] [--kv fp8]
 
 A step of several layers is captured into one CUDA graph, each layer with a store of its own, so that memory
 and not the cache serves the keys. The figure is bytes of keys and values per second; the ceiling is a kernel
 that only reads, measured in the same run. Blocks lie in random order. `--sweep` tries the compile and launch
 options at each shape and prints the best; `plan` is the time of the work list, paid once per step. The CUDA
-C++ kernel, which takes the same list, stands below Triton's, and both must agree.
+C++ kernel, which takes the same list, stands below Triton's, and both must agree. With `--kv` keys and values
+are of 8 bits (kernels/elementwise/kv_codes.py), and the bytes are those of codes and scales.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from infer.cache.memory import kv_bytes_per_token
 from infer.kernels.attention.decode import DecodeConfig, attend_decode
 from infer.kernels.attention.decode_cuda import attend_decode_cuda
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.elementwise.kv_codes import KVScales, encode_reference
 from infer.kernels.runtime.dispatch import jit, num_sms, tl
 
 SHAPES = (
@@ -93,6 +97,7 @@ class Layers:
     shape: tuple[int, int, int, int, int]
     q: torch.Tensor
     stores: list[tuple[torch.Tensor, torch.Tensor]]
+    scales: list[KVScales | None]
     tables: torch.Tensor
     rows: torch.Tensor
     lens: torch.Tensor
@@ -101,26 +106,32 @@ class Layers:
     def bytes_per_layer(self) -> int:
         """Keys and values that one layer must read."""
         S, length, _, G, H = self.shape
-        return 2 * S * length * G * H * self.q.element_size()
+        return kv_bytes_per_token(1, G, H, self.stores[0][0].element_size()) * S * length
 
 
-def make_layers(shape: tuple[int, int, int, int, int]) -> Layers:
+def make_layers(shape: tuple[int, int, int, int, int], kept_as: torch.dtype | None) -> Layers:
     """As many layers as it takes to overflow the cache."""
     S, length, N, G, H = shape
     blocks_per_row = -(-length // BLOCK_SIZE)
     num_blocks = S * blocks_per_row
     bytes_per_layer = 2 * num_blocks * BLOCK_SIZE * G * H * 2
     num_layers = min(max(_ROTATED_BYTES // bytes_per_layer, _MIN_LAYERS), _MAX_LAYERS)
-    stores = []
+    stores, all_scales = [], list[KVScales | None]()
     for _ in range(num_layers):
         keys, values = (
             torch.randn(num_blocks * BLOCK_SIZE, G, H, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
+        if kept_as is not None:
+            kept, scales = zip(*(encode_reference(x, kept_as) for x in (keys, values)), strict=True)
+            keys, values = kept
+            sides = (side.view(num_blocks, BLOCK_SIZE, G).transpose(1, 2).contiguous() for side in scales)
+            all_scales.append(KVScales(*sides))
         stores.append((keys, values))
     return Layers(
         shape=shape,
         q=torch.randn(S, N, H, device="cuda", dtype=torch.bfloat16),
         stores=stores,
+        scales=all_scales or [None] * num_layers,
         tables=torch.randperm(num_blocks, device="cuda").to(torch.int32).view(S, blocks_per_row),
         rows=torch.arange(S, dtype=torch.int32, device="cuda"),
         lens=torch.full((S,), length, dtype=torch.int32, device="cuda"),
@@ -148,10 +159,10 @@ def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfi
     out = torch.empty_like(layers.q)
 
     def step() -> None:
-        for keys, values in layers.stores:
+        for (keys, values), scales in zip(layers.stores, layers.scales, strict=True):
             attend_decode(
                 layers.q, keys, values, layers.tables, layers.rows, layers.lens, work,
-                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, out=out, config=config,
+                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, scales=scales, out=out, config=config,
             )  # fmt: skip
 
     return seconds_of_replay(captured(step)) / len(layers.stores)
@@ -163,10 +174,10 @@ def seconds_of_cuda(layers: Layers) -> float:
     work.plan(layers.rows, layers.lens)
 
     def step() -> None:
-        for keys, values in layers.stores:
+        for (keys, values), scales in zip(layers.stores, layers.scales, strict=True):
             attend_decode_cuda(
                 layers.q, keys, values, layers.tables, work,
-                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, out=out,
+                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, scales=scales, out=out,
             )  # fmt: skip
 
     return seconds_of_replay(captured(step)) / len(layers.stores)
@@ -177,10 +188,10 @@ def check_agreement(layers: Layers) -> None:
     H, work = layers.shape[4], make_work(layers)
     work.plan(layers.rows, layers.lens)
     inputs = (layers.q, *layers.stores[0], layers.tables)
-    triton = attend_decode(
-        *inputs, layers.rows, layers.lens, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None
-    )
-    cuda = attend_decode_cuda(*inputs, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
+    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "scale": H**-0.5, "window": None}
+    how["scales"] = layers.scales[0]
+    triton = attend_decode(*inputs, layers.rows, layers.lens, work, **how)
+    cuda = attend_decode_cuda(*inputs, work, **how)
     torch.testing.assert_close(cuda, triton, rtol=2e-2, atol=2e-2)
 
 
@@ -237,7 +248,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="try the compile and launch options")
     parser.add_argument("--shape", action="append", help="S,len,N,G,H; may be repeated")
     parser.add_argument("--seconds", type=float, default=80.0, help="time for the sweep of all shapes")
+    parser.add_argument("--kv", choices=("fp8", "int8"), help="keys and values of 8 bits")
     arguments = parser.parse_args(argv)
+    kept_as = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(arguments.kv or "")
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 2
@@ -247,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{torch.cuda.get_device_name()}, a kernel that only reads: {ceiling / 1e12:.2f} TB/s")
     shapes = chosen or SHAPES
     for index, (S, length, N, G, H) in enumerate(shapes):
-        layers = make_layers((S, length, N, G, H))
+        layers = make_layers((S, length, N, G, H), kept_as)
         check_agreement(layers)
         rows = (
             (

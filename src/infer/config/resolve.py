@@ -261,8 +261,6 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:
     kept_as, attention = config.cache.kv_cache_dtype, config.cache.attention_backend
-    if kept_as != AUTO and uses_gpu_runner(config, machine):
-        raise ConfigError(f"kv_cache_dtype={kept_as} is not built yet for a GPU; leave it out")
     if kept_as == "fp8" and machine.is_gpu and not machine.has_fp8:
         raise ConfigError(
             "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one is older; "

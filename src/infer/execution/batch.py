@@ -31,13 +31,13 @@ from infer.cache.kv_store import KVStore
 from infer.kernels.attention.paged import attend_paged
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
-from infer.kernels.elementwise.kv_codes import read_slots
+from infer.kernels.elementwise.kv_codes import read_both
 from infer.layers.attention import StepContext
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
-_ReadSlots = Callable[[torch.Tensor], torch.Tensor]
+_ReadSlots = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
 
@@ -205,21 +205,18 @@ class PagedStep(StepContext):
         slots_T = self._batch.slots_KT[table]
         cache = CacheSlots(store.keys[layer], store.values[layer], slots_T, scales=scales)
         write_slots_reference(k_TGH, v_TGH, cache)
-        keys: _ReadSlots = partial(read_slots, store.keys[layer], scales and scales.keys, dtype=q_TNH.dtype)
-        values: _ReadSlots = partial(
-            read_slots, store.values[layer], scales and scales.values, dtype=q_TNH.dtype
-        )
+        read: _ReadSlots = partial(read_both, cache.keys_PGH, cache.values_PGH, scales, dtype=q_TNH.dtype)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for number, chunk in enumerate(self._batch.long_chunks):
             slots_L = self._chunk_slots(number, chunk, window, table)
             out_TNH[chunk.first : chunk.last] = self._attend_one(
-                q_TNH[chunk.first : chunk.last], keys(slots_L), values(slots_L), scale=scale, window=window
+                q_TNH[chunk.first : chunk.last], *read(slots_L), scale=scale, window=window
             )
         for number, group in enumerate(self._batch.decode_groups):
             slots_SL, is_seen_SL = self._group_slots(number, group, window, table)
             q_SNH = q_TNH[group.rows_S]
             if self._use_reference:
-                out_TNH[group.rows_S] = self._attend_each(q_SNH, keys, values, slots_SL, is_seen_SL, scale)
+                out_TNH[group.rows_S] = self._attend_each(q_SNH, read, slots_SL, is_seen_SL, scale)
             else:
                 out_TNH[group.rows_S] = attend_paged(
                     q_SNH, cache.keys_PGH, cache.values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales
@@ -229,8 +226,7 @@ class PagedStep(StepContext):
     def _attend_each(
         self,
         q_SNH: torch.Tensor,
-        keys: _ReadSlots,
-        values: _ReadSlots,
+        read: _ReadSlots,
         slots_SL: torch.Tensor,
         is_seen_SL: torch.Tensor | None,
         scale: float,
@@ -238,7 +234,7 @@ class PagedStep(StepContext):
         rows = []
         for row, q_NH in enumerate(q_SNH):
             slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
-            rows.append(attend_naive(q_NH[None], keys(slots_L), values(slots_L), scale=scale, window=None))
+            rows.append(attend_naive(q_NH[None], *read(slots_L), scale=scale, window=None))
         return torch.cat(rows)
 
     def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None, table: int) -> torch.Tensor:

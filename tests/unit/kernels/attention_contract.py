@@ -26,8 +26,10 @@ from infer.kernels.attention.prefill import (
     build_prefill_chunks,
     tokens_per_tile,
 )
+from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, write_codes_reference
 from infer.kernels.runtime.dispatch import use_triton
 
+codes = pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -48,13 +50,35 @@ class Paged:
     values: torch.Tensor
     tables: torch.Tensor
     block_size: int
+    scales: KVScales | None = None
+
+    def keep_as(self, dtype: torch.dtype) -> None:
+        """Keep keys and values as codes; what was not a number is a code and a scale that are none."""
+        num_slots, G, _ = self.keys.shape
+        lost = self.keys[:, 0, 0].isnan()
+        everywhere = torch.arange(num_slots, device=self.keys.device)
+        scales = torch.empty(2, num_slots // self.block_size, G, self.block_size, device=self.keys.device)
+        kept = []
+        for x, side in zip((self.keys, self.values), scales, strict=True):
+            codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+            write_codes_reference(x.nan_to_num(), codes, side, everywhere)
+            codes.view(torch.uint8)[lost] = 0x7F
+            side[everywhere[lost] // self.block_size, :, everywhere[lost] % self.block_size] = torch.nan
+            kept.append(codes)
+        self.keys, self.values = kept
+        self.scales = KVScales(*scales)
 
     def forget(self, row: int, num_tokens: int) -> None:
         """Put NaN where the first tokens of a row were: behind a window a block may be another sequence's."""
         positions = torch.arange(max(num_tokens, 0), device=self.tables.device)
         blocks = self.tables[row, positions // self.block_size].long()
         slots = blocks * self.block_size + positions % self.block_size
-        self.keys[slots] = self.values[slots] = torch.nan
+        if self.scales is None:
+            self.keys[slots] = self.values[slots] = torch.nan
+            return
+        for codes, side in zip((self.keys, self.values), self.scales, strict=True):
+            codes.view(torch.uint8)[slots] = 0x7F
+            side[blocks, :, positions % self.block_size] = torch.nan
 
 
 def make_paged(
@@ -115,9 +139,12 @@ class DecodeContract(OnDevice):
         window: int | None = None,
         dtype: torch.dtype = torch.float32,
         num_layers: int = 1,
+        kept_as: torch.dtype | None = None,
     ) -> None:
         """The kernel equals its reference, on scratch that is NaN and then on what the last layer left."""
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
+        if kept_as is not None:
+            paged.keep_as(kept_as)
         rows = torch.randperm(len(lens)).to(self.device, torch.int32)  # not the order of the tables
         lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)[rows.long()]
         work = DecodeWork(
@@ -135,10 +162,12 @@ class DecodeContract(OnDevice):
         for _ in range(num_layers):
             q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device=self.device).to(dtype)
             arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-            expected = attend_decode_reference(*arguments, block_size=block_size, scale=0.3, window=window)
+            options: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
+            options["scales"] = paged.scales
+            expected = attend_decode_reference(*arguments, **options)
             for row, length in enumerate(lens):
                 paged.forget(row, 0 if window is None else length - window)
-            actual = self.attend(*arguments, work=work, block_size=block_size, scale=0.3, window=window)
+            actual = self.attend(*arguments, work=work, **options)
             assert_close(actual, expected)
         assert not work.tickets.any()
 
@@ -151,6 +180,13 @@ class DecodeContract(OnDevice):
     def test_decode_in_half_precision(self) -> None:
         for dtype in self.half_precision:
             self.check([5, 70], Heads(6, 2, 64), dtype=dtype)
+
+    @codes
+    def test_decode_over_codes_of_8_bits(self, kept_as: torch.dtype) -> None:
+        self.check([1, 17, 33, 0], Heads(4, 2, 80), kept_as=kept_as)
+        self.check([1, 41, 60], Heads(7, 1, 128), kept_as=kept_as, window=40)
+        for dtype in self.half_precision:
+            self.check([5, 70], Heads(4, 4, 64), kept_as=kept_as, dtype=dtype)
 
     def test_decode_writes_zeros_for_padding_and_reads_nothing(self) -> None:
         self.check([0, 40, 0, 3, 0], Heads(4, 2, 32), num_layers=2)
@@ -243,10 +279,13 @@ class PrefillContract(OnDevice):
         window: int | None = None,
         dtype: torch.dtype = torch.float32,
         num_spare_tiles: int = 0,
+        kept_as: torch.dtype | None = None,
     ) -> None:
         """The kernel equals its reference and leaves the tokens between the chunks alone."""
         lens = [start + num for start, num in spans]
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
+        if kept_as is not None:
+            paged.keep_as(kept_as)
         chunks, first = [], 1
         for row, (start, num) in enumerate(spans):
             chunks.append(PrefillChunk(first=first, num=num, row=row, start=start))
@@ -259,12 +298,12 @@ class PrefillContract(OnDevice):
         q = torch.randn(first, heads.num_heads, heads.head_dim, device=self.device).to(dtype)
         arguments = (q, paged.keys, paged.values, paged.tables, batch)
         out = torch.full_like(q, torch.nan)
-        expected = attend_prefill_reference(
-            *arguments, block_size=block_size, scale=0.3, window=window, out=torch.full_like(q, torch.nan)
-        )
+        options: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
+        options["scales"] = paged.scales
+        expected = attend_prefill_reference(*arguments, **options, out=torch.full_like(q, torch.nan))
         for row, (start, _) in enumerate(spans):
             paged.forget(row, 0 if window is None else start - window + 1)
-        actual = attend_prefill(*arguments, block_size=block_size, scale=0.3, window=window, out=out)
+        actual = attend_prefill(*arguments, **options, out=out)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         assert out.isnan().any() and not out.isnan().all()
@@ -285,6 +324,13 @@ class PrefillContract(OnDevice):
     @pytest.mark.parametrize("window", [1, 20, 100])
     def test_prefill_within_a_window(self, window: int) -> None:
         self.check([(0, 9), (90, 75)], Heads(4, 1, 16), window=window)
+
+    @codes
+    def test_prefill_over_codes_of_8_bits(self, kept_as: torch.dtype) -> None:
+        self.check([(0, 17), (15, 20), (130, 3)], Heads(4, 2, 80), kept_as=kept_as)
+        self.check([(0, 9), (90, 30)], Heads(7, 1, 128), kept_as=kept_as, window=20)
+        for dtype in self.half_precision:
+            self.check([(0, 20), (100, 30)], Heads(4, 2, 64), kept_as=kept_as, dtype=dtype)
 
     def test_prefill_with_larger_blocks(self) -> None:
         self.check([(0, 65), (64, 5)], Heads(2, 1, 32), block_size=64)

@@ -120,22 +120,20 @@ static void call(void (*kernel)(A...), void** arguments) {
 static float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 
-#if IS_BFLOAT16
-static float to_float(unsigned short bits) { return __uint_as_float((unsigned int)bits << 16); }
-static unsigned short to_bits(float value) {
+static float bfloat_to_float(unsigned short bits) { return __uint_as_float((unsigned int)bits << 16); }
+static unsigned short float_to_bfloat(float value) {
     const unsigned int bits = __float_as_uint(value);
     if (value != value) return 0x7fc0;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, and to even from the middle
 }
-#else
 // By bits: C++ has no name for this type that every compiler of every processor knows.
-static float to_float(unsigned short half) {
+static float half_to_float(unsigned short half) {
     const unsigned int sign = (half & 0x8000u) << 16, magnitude = half & 0x7fff;
     if (magnitude >= 0x7c00) return __uint_as_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
     if (magnitude >= 0x400) return __uint_as_float(sign | (magnitude + (112 << 10)) << 13);  // 112: 127 - 15
     return __uint_as_float(sign | __float_as_uint((float)magnitude * 0x1p-24f));
 }
-static unsigned short to_bits(float value) {
+static unsigned short float_to_half(float value) {
     const unsigned int bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return sign | 0x7e00 | (magnitude >> 13 & 0x3ff);
     if (magnitude >= 0x477ff000) return sign | 0x7c00;  // from halfway to 2^16 on: infinity
@@ -143,6 +141,17 @@ static unsigned short to_bits(float value) {
     // Below 2^-14 halves are 2^-24 apart, as floats are from 0.5 on: the addition rounds, to even from the middle.
     return sign | __float_as_uint(__uint_as_float(magnitude) + 0.5f) - __float_as_uint(0.5f);
 }
+#if IS_BFLOAT16
+static float to_float(unsigned short bits) { return bfloat_to_float(bits); }
+static unsigned short to_bits(float value) { return float_to_bfloat(value); }
+#else
+static float to_float(unsigned short bits) { return half_to_float(bits); }
+static unsigned short to_bits(float value) { return float_to_half(value); }
+#endif
+#if CODES  // kept in 8 bits: matrices are of float16, whatever the rest is
+static float of_matrix(unsigned int pair, int i) { return half_to_float(i ? pair >> 16 : pair & 0xffff); }
+#else
+static float of_matrix(unsigned int pair, int i) { return to_float(i ? pair >> 16 : pair & 0xffff); }
 #endif
 static float half_of(unsigned int pair, int i) { return to_float(i ? pair >> 16 : pair & 0xffff); }
 static unsigned int pack(float low, float high) { return to_bits(low) | (unsigned int)to_bits(high) << 16; }
@@ -181,6 +190,6 @@ static void multiply(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a
             const int of_k = k % 8 / 2, upper = k / 8;
             const Words& with_a = all[row * 4 + of_k];
             const Words& with_b = all[(column + e % 2) * 4 + of_k];
-            d[e] += half_of(with_a.w[2 * upper + e / 2], k % 2) * half_of(with_b.w[4 + upper], k % 2);
+            d[e] += of_matrix(with_a.w[2 * upper + e / 2], k % 2) * of_matrix(with_b.w[4 + upper], k % 2);
         }
 }

@@ -84,12 +84,16 @@ static void check_that_it_waited() {
 // ---- what a thread does alone --------------------------------------------------------------------
 
 static float power_of_two(float x) { return exp2f(x); }
-static uint4 load_stream(const unsigned short* at) {
+static uint4 load_stream(const void* at) {
     num_early_loads += !is_waited[current];
-    return *reinterpret_cast<const uint4*>(at);
+    return *static_cast<const uint4*>(at);
+}
+static uint2 load_half_stream(const void* at) {
+    num_early_loads += !is_waited[current];
+    return *static_cast<const uint2*>(at);
 }
 static int take_ticket(int* counter) { return (*counter)++; }
-static void prefetch(const unsigned short* at) { volatile unsigned short read = *at; }  // it must be there
+static void prefetch(const void* at) { volatile char read = *static_cast<const char*>(at); }  // it must be there
 static void gdc_launch_dependents() {}
 static void __threadfence() {}
 template <typename T>
@@ -102,6 +106,34 @@ static unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int sel
     unsigned int result = 0;
     for (int i = 0; i < 4; ++i) result |= (unsigned int)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
+}
+
+// ---- codes of 8 bits: from the definition of e4m3, each of its 128 magnitudes tried ---------------
+
+static float log_of_two(float x) { return log2f(x); }
+static int __float2int_rn(float x) { return (int)nearbyintf(x); }
+static unsigned int pack_half(float low, float high) {
+    return float_to_half(low) | (unsigned int)float_to_half(high) << 16;
+}
+static float of_fp8(unsigned int code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return NAN;
+    const float magnitude = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+static unsigned int to_fp8(float x) {
+    if (x != x) return 0x7f;
+    unsigned int best = 0;
+    for (unsigned int code = 1; code < 0x7f; ++code) {
+        const float distance = fabsf(of_fp8(code) - fabsf(x)), least = fabsf(of_fp8(best) - fabsf(x));
+        if (distance < least || (distance == least && code % 2 == 0)) best = code;
+    }
+    return best | (x < 0 ? 0x80 : 0);
+}
+static unsigned int decode_fp8(unsigned int codes) { return pack_half(of_fp8(codes & 0xff), of_fp8(codes >> 8 & 0xff)); }
+static unsigned int encode_fp8(float low, float high) { return to_fp8(low) | to_fp8(high) << 8; }
+static unsigned int subtract_half(unsigned int a, unsigned int b) {
+    return pack_half(half_to_float(a & 0xffff) - half_to_float(b & 0xffff), half_to_float(a >> 16) - half_to_float(b >> 16));
 }
 
 #include KERNEL_SOURCE

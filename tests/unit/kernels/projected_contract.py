@@ -16,11 +16,24 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
 from infer.kernels.attention import decode as attention_decode
-from infer.kernels.attention.decode import attend_projected, attend_projected_reference
+from infer.kernels.attention.decode import (
+    attend_decode_reference,
+    attend_projected,
+    attend_projected_reference,
+)
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
-from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
-from tests.unit.kernels.attention_contract import Heads, OnDevice, Paged, assert_close, make_paged
+from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
+from infer.kernels.elementwise.kv_codes import KVScales, read_slots
+from tests.unit.kernels.attention_contract import (
+    TOLERANCE,
+    Heads,
+    OnDevice,
+    Paged,
+    assert_close,
+    codes,
+    make_paged,
+)
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 
 EPS = 1e-6
@@ -51,6 +64,39 @@ def newest_slots(paged: Paged, rows_S: torch.Tensor, lens_S: torch.Tensor) -> to
     )
 
 
+def check_codes(
+    paged: Paged, stores: list[torch.Tensor], scales: KVScales, newest: torch.Tensor, tolerance: float
+) -> None:
+    """The cache is that of the reference, up to codes that a rounding moves to their neighbours."""
+    is_int8 = paged.keys.dtype is torch.int8
+    assert paged.scales is not None
+    for kept, side, want, want_side in zip(
+        (paged.keys, paged.values), paged.scales, stores, scales, strict=True
+    ):
+        ours, theirs = (
+            read_slots(*pair, newest, torch.float32) for pair in ((kept, side), (want, want_side))
+        )
+        step = theirs.abs().amax(dim=-1, keepdim=True) / 127 if is_int8 else theirs.abs() / 8
+        assert ((ours - theirs).abs() <= 1.01 * step + tolerance).all()
+        assert ((ours - theirs).abs() > 0.1 * step + tolerance).float().mean() < 0.05
+        torch.testing.assert_close(side, want_side, rtol=tolerance, atol=0, equal_nan=True)
+        others = torch.ones(len(kept), dtype=torch.bool, device=kept.device)
+        others[newest] = False
+        assert torch.equal(kept.view(torch.uint8)[others], want.view(torch.uint8)[others])
+
+
+def attend_written(
+    qkv: torch.Tensor, transform: HeadTransform, paged: Paged, rows_S: torch.Tensor, lens_S: torch.Tensor,
+    *, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """What rows attend to in the cache as it is now: the newest position included, as it was written."""
+    q, _, _ = norm_rope_write_reference(qkv, transform, (lens_S.long() - 1).clamp(min=0))
+    return attend_decode_reference(
+        q, paged.keys, paged.values, paged.tables, rows_S, lens_S,
+        block_size=paged.block_size, scale=scale, window=window, scales=paged.scales,
+    )  # fmt: skip
+
+
 class ProjectedContract(OnDevice):
     """Norm, rotation, the write to the cache and attention of one token per row, in one kernel."""
 
@@ -66,6 +112,7 @@ class ProjectedContract(OnDevice):
         has_norm: bool = True,
         offset: float = 0.0,
         num_layers: int = 1,
+        kept_as: torch.dtype | None = None,
     ) -> None:
         """Output and cache are those of the reference, on scratch that is NaN and on what a layer left."""
         device, num_rows = self.device, len(lens)
@@ -96,18 +143,26 @@ class ProjectedContract(OnDevice):
             paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=device)
             newest = newest_slots(paged, rows, lens_S)
             paged.keys[newest] = paged.values[newest] = torch.nan
+            if kept_as is not None:
+                paged.keep_as(kept_as)
             stores = [store.clone() for store in (paged.keys, paged.values)]
+            scales = None if paged.scales is None else KVScales(*(side.clone() for side in paged.scales))
             num_heads = heads.num_heads + 2 * heads.num_kv_heads
             qkv = FramedTensor((num_rows, num_heads * heads.head_dim), dtype, device)
             with nan_in_fresh_memory():
                 actual = attend_projected(
                     qkv.view, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                    block_size=block_size, scale=0.3, window=window,
+                    block_size=block_size, scale=0.3, window=window, scales=paged.scales,
                 )  # fmt: skip
             expected = attend_projected_reference(
                 qkv.view, transform, stores[0], stores[1], paged.tables, rows, lens_S,
-                block_size=block_size, scale=0.3, window=window,
+                block_size=block_size, scale=0.3, window=window, scales=scales,
             )  # fmt: skip
+            if paged.scales is not None and scales is not None:
+                written = attend_written(qkv.view, transform, paged, rows, lens_S, scale=0.3, window=window)
+                assert_close(actual, written)
+                check_codes(paged, stores, scales, newest, TOLERANCE[dtype])
+                continue
             assert_close(actual, expected)
             assert_close(paged.keys[newest], stores[0][newest])
             assert torch.equal(paged.values[newest], stores[1][newest])
@@ -115,6 +170,13 @@ class ProjectedContract(OnDevice):
                 actual_store[newest] = expected_store[newest] = 0.0
                 torch.testing.assert_close(actual_store, expected_store, rtol=0, atol=0, equal_nan=True)
         assert not work.tickets.any()
+
+    @codes
+    def test_projected_over_codes_of_8_bits(self, kept_as: torch.dtype) -> None:
+        self.check([1, 17, 33, 0], Heads(4, 2, 80), kept_as=kept_as)
+        self.check([1, 41, 60], Heads(7, 1, 128), kept_as=kept_as, window=40, has_norm=False)
+        for dtype in self.half_precision:
+            self.check([5, 33], Heads(8, 1, 64), kept_as=kept_as, dtype=dtype)
 
     @pytest.mark.parametrize(
         "heads",

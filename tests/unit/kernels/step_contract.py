@@ -23,6 +23,7 @@ from infer.kernels.elementwise.heads import (
     write_slots,
     write_slots_reference,
 )
+from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.kernels.elementwise.rope import rope
 from infer.kernels.elementwise.step_state import (
@@ -286,6 +287,36 @@ class StepContract:
         write_slots_reference(k, v, CacheSlots(caches[2], caches[3], slots))
         assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
         assert torch.equal(caches[0][4], k[0]) and bool((caches[1][5:9] == 7.0).all())
+
+    @pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
+    @pytest.mark.parametrize("is_projected", [True, False])
+    def test_heads_are_written_as_codes(self, is_projected: bool, kept_as: torch.dtype) -> None:
+        shape, block_size = (5, 9, 3, 80), 4
+        qkv, positions = self.qkv(shape, torch.float32), self.positions(5)
+        slots = torch.tensor([4, -1, 23, 0, 9], device=self.device)
+        blank = torch.zeros((2, NUM_SLOTS, 3, 80), dtype=torch.uint8, device=self.device)
+        caches = []
+        for _ in range(2):
+            keys, values = blank.clone().view(kept_as)
+            scales = torch.full((2, NUM_SLOTS // block_size, 3, block_size), 7.0, device=self.device)
+            caches.append(CacheSlots(keys, values, slots, scales=KVScales(*scales)))
+        transform = HeadTransform(None, *self.tables(80), 9, 3, EPS)
+        if is_projected:
+            norm_rope_write(qkv.view, transform, positions, caches[0])
+            norm_rope_write_reference(qkv.view, transform, positions, caches[1])
+        else:
+            _, k, v = split_heads(qkv.view, 9, 3)
+            write_slots(k, v, caches[0])
+            write_slots_reference(k, v, caches[1])
+        for ours, theirs in zip(caches[0][:2], caches[1][:2], strict=True):
+            distance = (ours.float() - theirs.float()).abs()  # a rotation may round otherwise
+            assert (distance > 0).float().mean() < 0.005 and theirs.float().any()
+            step = torch.ones_like(distance) if kept_as is torch.int8 else theirs.float().abs() / 8 + 2**-9
+            assert (distance <= step).all()
+        assert caches[0].scales is not None and caches[1].scales is not None
+        for ours, theirs in zip(caches[0].scales, caches[1].scales, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+            assert (ours == 7.0).sum() == (NUM_SLOTS - 4) * 3
 
     # sampling ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from infer.errors import ConfigError
 from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_decode_reference
 from infer.kernels.attention.decode_cuda import CachedHeads, attend_decode_cuda
-from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
+from tests.unit.kernels.attention_contract import Heads, Paged, assert_close, codes, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 
 LAUNCHES: list[EmulatedLaunch] = []
@@ -65,16 +65,17 @@ def check(
     block_size: int = 16,
     split_len: int = 1024,
     window: int | None = None,
+    kept_as: torch.dtype | None = None,
 ) -> None:
     paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
+    if kept_as is not None:
+        paged.keep_as(kept_as)
     rows = torch.randperm(len(lens)).int()  # not the order of the tables
     lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
     for row, length in zip(
         rows.tolist(), lens_S.tolist(), strict=True
     ):  # what is before a window is not read
-        before = torch.arange(max(length - (window or length), 0))
-        slots = paged.tables[row, before // block_size].long() * block_size + before % block_size
-        paged.keys[slots] = paged.values[slots] = torch.nan
+        paged.forget(row, length - (window or length))
     rows = torch.where(lens_S == 0, -1, rows)  # as the engine's padding has it
     wide = torch.full((len(lens), heads.num_heads + 3, heads.head_dim), torch.nan, dtype=dtype)
     q = wide[:, 2:-1].copy_(torch.randn(len(lens), heads.num_heads, heads.head_dim))
@@ -90,12 +91,13 @@ def check(
         block_size=block_size,
         scale=0.3,
         window=window,
+        scales=paged.scales,
     )
     for _ in range(2):  # the second time over the scratch memory and tickets that the first has left
         out = torch.full((len(lens), heads.num_heads, heads.head_dim), torch.nan, dtype=dtype)
         actual = attend_decode_cuda(
             q, paged.keys, paged.values, paged.tables, work,
-            block_size=block_size, scale=0.3, window=window, out=out,
+            block_size=block_size, scale=0.3, window=window, scales=paged.scales, out=out,
         )  # fmt: skip
         assert actual is out
         assert_close(actual, expected)
@@ -117,6 +119,36 @@ def test_equals_the_reference_at_lengths_around_a_tile_and_a_block_of_warps(
     heads: Heads, dtype: torch.dtype
 ) -> None:
     check([1, 15, 17, 31, 33, 70, 150], heads, dtype=dtype)
+
+
+@codes
+def test_codes_of_8_bits(kept_as: torch.dtype) -> None:
+    check([1, 15, 17, 100, 0], Heads(8, 2, 128), kept_as=kept_as)
+    check([1, 41, 0, 150], Heads(7, 1, 64), kept_as=kept_as, window=40, split_len=48, dtype=torch.float16)
+
+
+@codes
+def test_weights_far_below_the_largest_are_not_lost(kept_as: torch.dtype) -> None:
+    """A position that takes nearly all, beside many with values a hundred times as large."""
+    heads, num = Heads(2, 1, 64), 2048
+    keys = torch.zeros(num, 1, 64)
+    keys[:, 0, 0] = torch.where(
+        torch.arange(num) == 7, 0.0, -12.0
+    )  # of the others 6e-6 of the largest weight
+    values = torch.randn(num, 1, 64) + 3.0
+    values[7] *= 1e-2
+    q = torch.zeros(1, 2, 64)
+    q[..., 0] = 1.0
+    table = torch.arange(num // 16, dtype=torch.int32)[None]
+    row, length = torch.zeros(1, dtype=torch.int32), torch.full((1,), num, dtype=torch.int32)
+    paged = Paged(keys.half(), values.half(), table, 16)
+    paged.keep_as(kept_as)
+    work = make_work(heads, max_rows=1, max_len=num, split_len=512)
+    plan_on_host(work, row, length)
+    inputs = (q.half(), paged.keys, paged.values, table)
+    how: dict[str, Any] = {"block_size": 16, "scale": 1.0, "window": None, "scales": paged.scales}
+    actual = attend_decode_cuda(*inputs, work, **how)
+    assert_close(actual, attend_decode_reference(*inputs, row, length, **how))
 
 
 @pytest.mark.parametrize("split_len", [16, 100, 1024])
@@ -188,7 +220,7 @@ def test_the_plan_of_these_tests_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": torch.float32}, "16-bit numbers, and the cache holds float32"),
+        ({"dtype": torch.float32}, "16-bit numbers, and the model's are float32"),
         ({"head_dim": 80}, "heads of 64 or 128, and this model's have 80"),
         ({"num_heads": 18}, "at most 8 query heads per kv head, and this model has 9"),
         ({"block_size": 8}, "block_size to be a multiple of 16, and it is 8"),

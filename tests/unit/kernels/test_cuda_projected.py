@@ -15,10 +15,11 @@ import torch
 from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_projected_reference
 from infer.kernels.attention.decode_cuda import PROJECTED, attend_projected_cuda
-from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
+from infer.kernels.elementwise.kv_codes import KVScales
+from tests.unit.kernels.attention_contract import TOLERANCE, Heads, assert_close, codes, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.kernel_contract import FramedTensor
-from tests.unit.kernels.projected_contract import make_transform, newest_slots
+from tests.unit.kernels.projected_contract import attend_written, check_codes, make_transform, newest_slots
 
 WRITTEN: list[torch.Tensor] = []  # by the kernel before
 LAUNCHES: list[EmulatedLaunch] = []
@@ -51,6 +52,7 @@ def check(
     has_norm: bool = True,
     offset: float = 0.0,
     num_sms: int = 1,
+    kept_as: torch.dtype | None = None,
 ) -> None:
     rows = torch.randperm(len(lens)).int()
     lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
@@ -64,7 +66,10 @@ def check(
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
         newest = newest_slots(paged, rows, lens_S)
         paged.keys[newest] = paged.values[newest] = torch.nan
+        if kept_as is not None:
+            paged.keep_as(kept_as)
         stores = [store.clone() for store in (paged.keys, paged.values)]
+        scales = None if paged.scales is None else KVScales(*(side.clone() for side in paged.scales))
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         qkv = FramedTensor((len(lens), num_heads * heads.head_dim), dtype, "cpu").view
         if qkv.stride(0) % 8 or qkv.data_ptr() % 16:
@@ -72,10 +77,18 @@ def check(
             qkv = wide[:, 8:-8].copy_(qkv)
         WRITTEN[:] = qkv.unbind()
         how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": window}
-        actual = attend_projected_cuda(qkv, transform, paged.keys, paged.values, paged.tables, work, **how)
-        expected = attend_projected_reference(
-            qkv, transform, stores[0], stores[1], paged.tables, rows, lens_S, **how
+        actual = attend_projected_cuda(
+            qkv, transform, paged.keys, paged.values, paged.tables, work, scales=paged.scales, **how
         )
+        expected = attend_projected_reference(
+            qkv, transform, stores[0], stores[1], paged.tables, rows, lens_S, scales=scales, **how
+        )
+        if scales is not None:
+            written = attend_written(qkv, transform, paged, rows, lens_S, scale=0.1, window=window)
+            assert_close(actual, written)
+            check_codes(paged, stores, scales, newest, TOLERANCE[dtype])
+            assert not work.tickets.any()
+            continue
         assert_close(actual, expected)
         assert_close(paged.keys[newest], stores[0][newest])
         assert torch.equal(paged.values[newest], stores[1][newest])
@@ -91,6 +104,12 @@ def check(
 @pytest.mark.parametrize("split_len", [32, 1024])
 def test_at_lengths_around_a_tile_a_block_and_a_split(heads: Heads, split_len: int) -> None:
     check([1, 2, 16, 17, 32, 33, 70, 0, 150], heads, split_len=split_len)
+
+
+@codes
+def test_codes_of_8_bits(kept_as: torch.dtype) -> None:
+    check([1, 16, 17, 70, 0], Heads(8, 2, 128), kept_as=kept_as, split_len=32)
+    check([1, 41, 97], Heads(8, 1, 64), kept_as=kept_as, window=40, has_norm=False, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -118,7 +118,7 @@ class DeviceStep(StepContext):
         return attend_projected(
             qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
             self._tables[self._store.tables[layer]], self._rows_S, self._lens_S, self._work,
-            block_size=self._block_size, scale=scale, window=window,
+            block_size=self._block_size, scale=scale, window=window, scales=self._store.scales[layer],
         )  # fmt: skip
 
     def attend(
@@ -135,7 +135,7 @@ class DeviceStep(StepContext):
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
         keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
-        tables_RB, num_rows = self._tables[table], self._num_rows
+        tables_RB, num_rows, scales = self._tables[table], self._num_rows, self._store.scales[layer]
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         branch = self._branch(q_TNH)
         if branch is not None:
@@ -143,13 +143,14 @@ class DeviceStep(StepContext):
         if num_rows:
             attend_decode(
                 q_TNH[:num_rows], keys, values, tables_RB, self._rows_S, self._lens_S, self._work,
-                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
+                block_size=self._block_size, scale=scale, window=window, scales=scales,
+                out=out_TNH[:num_rows],
             )  # fmt: skip
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):
                 attend_prefill(
                     q_TNH, keys, values, tables_RB, chunks,
-                    block_size=self._block_size, scale=scale, window=window, out=out_TNH,
+                    block_size=self._block_size, scale=scale, window=window, scales=scales, out=out_TNH,
                     fresh_slots_T=self._slots[table] if self._backend == "flash" else None,
                     invariant=self._backend == "invariant",
                 )  # fmt: skip
@@ -184,8 +185,9 @@ def prepare_backend(
     if is_auto and not is_gpu(store.device):
         return "triton"
     heads = CachedHeads(
-        store.keys[0].dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size
-    )
+        store.dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size,
+        None if store.scales[0] is None else store.keys[0].dtype,
+    )  # fmt: skip
     try:
         if not is_auto or not is_projected_faster(max_batch_size, config.num_kv_heads):
             compile_decode(DECODE, heads, store.device)

@@ -5,16 +5,27 @@
 typedef unsigned short Element;
 typedef unsigned int Pair;  // two elements, the first one in the lower half
 
+// What 8 elements of the cache are: as they are, or codes of 8 bits (kernels/elementwise/kv_codes.py).
+#if CODES
+typedef unsigned char Kept;
+typedef uint2 Piece;
+#else
+typedef Element Kept;
+typedef uint4 Piece;
+#endif
+
 constexpr int N = G * M;
 constexpr int WARP = 32;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE = 16;              // positions of one instruction
 constexpr int STRIDE = WARPS * TILE;  // from a warp's tile to its next
-constexpr int K_PIECES = H / 32;      // 16-byte pieces of a key that one lane loads
+constexpr bool PAIRED = CODES && H == 128;  // pieces are neighbours in twos, so that a load has 16 bytes
+constexpr int K_PIECES = H / 32;      // pieces of a key that one lane loads
 constexpr int V_PIECES = H / 64;
 constexpr int ROWS = H / 16;             // tiles of rows that make up the output
 constexpr float SLACK = 8.0f;            // a weight is at most 2^SLACK
 constexpr float LOWEST = -1e30f;         // below any score, yet finite: LOWEST - LOWEST is 0, -inf - -inf is not
+constexpr float SMALLEST_SCALE = 1e-18f;  // of codes: with less, no value counts
 constexpr float UNSEEN = 2.0f * LOWEST;  // the weight 2^(UNSEEN - LOWEST) is 0
 
 static_assert(H == 64 || H == 128, "heads of 64 or 128");
@@ -25,7 +36,7 @@ static_assert(BLOCK_SIZE % TILE == 0, "a tile must lie in one block");
 
 #ifndef EMULATED
 __device__ void multiply(float (&c)[4], Pair a0, Pair a1, Pair a2, Pair a3, Pair b0, Pair b1) {
-#if IS_BFLOAT16
+#if IS_BFLOAT16 && !CODES
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -50,6 +61,38 @@ __device__ Pair pack(float low, float high) {
     return pair;
 }
 
+__device__ Pair pack_half(float low, float high) {
+    Pair pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+#if CODES
+__device__ Pair decode_fp8(Pair codes) {  // the two in its lower half, as float16
+    Pair pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)codes));
+    return pair;
+}
+
+__device__ Pair encode_fp8(float low, float high) {
+    unsigned short codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+__device__ Pair subtract_half(Pair a, Pair b) {
+    Pair pair;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+__device__ float log_of_two(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
 __device__ float2 unpack(Pair pair) {
 #if IS_BFLOAT16
     return float2{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
@@ -69,7 +112,7 @@ __device__ float power_of_two(float x) {
 }
 
 // Read once: not worth a place in L1. Two loads of a key take half a line of 128 bytes each: L2 brings all of it.
-__device__ uint4 load_stream(const Element* at) {
+__device__ uint4 load_stream(const void* at) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -77,7 +120,13 @@ __device__ uint4 load_stream(const Element* at) {
     return x;
 }
 
-__device__ void prefetch(const Element* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ uint2 load_half_stream(const void* at) {
+    uint2 x;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at));
+    return x;
+}
+
+__device__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ int take_ticket(int* counter) {  // the holder of a later one sees what was written before
     int ticket;
@@ -93,41 +142,134 @@ __device__ Pair word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y
 __device__ Pair both_low(Pair first, Pair second) { return __byte_perm(first, second, 0x5410); }
 __device__ Pair both_high(Pair first, Pair second) { return __byte_perm(first, second, 0x7632); }
 
+// ---- codes: what is multiplied is float16, in which every code is exact ---------------------------
+
+#if CODES
+__device__ uint4 widen(const uint2& codes) {
+#if CODES == 1
+    return uint4{decode_fp8(codes.x), decode_fp8(codes.x >> 16), decode_fp8(codes.y), decode_fp8(codes.y >> 16)};
+#else  // 1024 + (128 + code), by its bits, less 1152
+    const Pair x = codes.x ^ 0x80808080u, y = codes.y ^ 0x80808080u, base = 0x64646464u, bias = 0x64806480u;
+    return uint4{subtract_half(__byte_perm(x, base, 0x4140), bias), subtract_half(__byte_perm(x, base, 0x4342), bias),
+                 subtract_half(__byte_perm(y, base, 0x4140), bias), subtract_half(__byte_perm(y, base, 0x4342), bias)};
+#endif
+}
+
+__device__ Pair encode_two(Pair elements, float inverse) {
+    const float2 x = unpack(elements);
+#if CODES == 1
+    return encode_fp8(x.x * inverse, x.y * inverse);
+#else
+    return (__float2int_rn(x.x * inverse) & 0xff) | (__float2int_rn(x.y * inverse) & 0xff) << 8;
+#endif
+}
+
+__device__ uint2 encode(const uint4& x, float inverse) {
+    return uint2{encode_two(x.x, inverse) | encode_two(x.y, inverse) << 16,
+                 encode_two(x.z, inverse) | encode_two(x.w, inverse) << 16};
+}
+
+// The largest element of a head that the 4 lanes of a g hold together.
+__device__ float largest_of(const uint4 (&x)[K_PIECES]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int c = 0; c < K_PIECES; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 both = unpack(word(x[c], i));
+            largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
+        }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+}
+
+constexpr float LARGEST_CODE = CODES == 1 ? 448.0f : 127.0f;
+__device__ float inverse_scale(float largest) { return LARGEST_CODE / (largest == 0.0f ? 1.0f : largest); }
+
+__device__ uint4 to_half(const uint4& x) {
+#if IS_BFLOAT16
+    const float2 a = unpack(x.x), b = unpack(x.y), c = unpack(x.z), d = unpack(x.w);
+    return uint4{pack_half(a.x, a.y), pack_half(b.x, b.y), pack_half(c.x, c.y), pack_half(d.x, d.y)};
+#else
+    return x;
+#endif
+}
+#else
+__device__ const uint4& widen(const uint4& elements) { return elements; }
+__device__ const uint4& to_half(const uint4& x) { return x; }
+#endif
+
 // ---- keys, values and queries, as fragments ------------------------------------------------------
 
 struct Keys {
-    uint4 piece[2][K_PIECES];  // of positions g and g+8
+    Piece piece[2][K_PIECES];  // of positions g and g+8
+#if CODES
+    float scale[2], value_scale[2];  // of these positions
+#endif
 };
 
 struct Values {
-    uint4 piece[4][V_PIECES];  // of positions 2t, 2t+1, 2t+8, 2t+9
+    Piece piece[4][V_PIECES];  // of positions 2t, 2t+1, 2t+8, 2t+9
 };
 
-// Where a tile's first position is: `block` holds it.
-__device__ long long offset_of(int block, int position, int head) {
-    return (((long long)block * BLOCK_SIZE + position % BLOCK_SIZE) * G + head) * H;
+struct Cache {
+    const Kept *keys, *values;                 // [P, G, H]
+    const float *key_scales, *value_scales;    // of codes: [blocks, G, BLOCK_SIZE]
+};
+
+struct Tile {  // where its first position is, in keys or values and in their scales
+    long long at, scale;
+};
+
+__device__ Tile tile_of(int block, int position, int head) {  // `block` holds it
+    const int offset = position % BLOCK_SIZE;
+    return Tile{(((long long)block * BLOCK_SIZE + offset) * G + head) * H,
+                ((long long)block * G + head) * BLOCK_SIZE + offset};
 }
 
-__device__ void load_keys(Keys& k, const Element* tile, int g, int t) {
+// The first of 8 neighbouring elements: of a key's piece c in lane t, and of a value's in lane g.
+__device__ constexpr int key_element(int c, int t) { return PAIRED ? c / 2 * 64 + t * 16 + c % 2 * 8 : c * 32 + t * 8; }
+__device__ constexpr int value_element(int c, int g) { return PAIRED ? g * 16 + c * 8 : c * 64 + g * 8; }
+
+template <int PIECES, typename Element_of>
+__device__ void load_pieces(Piece (&piece)[PIECES], const Kept* head, const Element_of& element_of) {
 #pragma unroll
-    for (int p = 0; p < 2; ++p)
-#pragma unroll
-        for (int c = 0; c < K_PIECES; ++c) k.piece[p][c] = load_stream(tile + (g + p * 8) * G * H + c * 32 + t * 8);
+    for (int c = 0; c < PIECES; c += PAIRED ? 2 : 1) {
+#if !CODES
+        piece[c] = load_stream(head + element_of(c));
+#elif H == 128
+        const uint4 both = load_stream(head + element_of(c));
+        piece[c] = uint2{both.x, both.y};
+        piece[c + 1] = uint2{both.z, both.w};
+#else
+        piece[c] = load_half_stream(head + element_of(c));
+#endif
+    }
 }
 
-__device__ void load_values(Values& v, const Element* tile, int g, int t) {
+__device__ void load_keys(Keys& k, const Cache& cache, const Tile& tile, int g, int t) {
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+        load_pieces(k.piece[p], cache.keys + tile.at + (g + p * 8) * G * H, [&](int c) { return key_element(c, t); });
+#if CODES
+        k.scale[p] = cache.key_scales[tile.scale + g + p * 8];
+        k.value_scale[p] = cache.value_scales[tile.scale + g + p * 8];
+#endif
+    }
+}
+
+__device__ void load_values(Values& v, const Cache& cache, const Tile& tile, int g, int t) {
 #pragma unroll
     for (int p = 0; p < 4; ++p)
-#pragma unroll
-        for (int c = 0; c < V_PIECES; ++c)
-            v.piece[p][c] = load_stream(tile + (2 * t + p % 2 + p / 2 * 8) * G * H + c * 64 + g * 8);
+        load_pieces(v.piece[p], cache.values + tile.at + (2 * t + p % 2 + p / 2 * 8) * G * H,
+                    [&](int c) { return value_element(c, g); });
 }
 
 __device__ void load_query(uint4 (&query)[K_PIECES], const Element* heads, long long head_stride, int g, int t) {
 #pragma unroll
     for (int c = 0; c < K_PIECES; ++c) {
         query[c] = uint4{0, 0, 0, 0};  // of a column without a head
-        if (g < M) query[c] = *reinterpret_cast<const uint4*>(heads + g * head_stride + c * 32 + t * 8);
+        if (g < M) query[c] = to_half(*reinterpret_cast<const uint4*>(heads + g * head_stride + key_element(c, t)));
     }
 }
 
@@ -137,20 +279,46 @@ struct Softmax {  // of heads 2t and 2t+1
     float total[ROWS][4], maximum[2], denominator[2];
 };
 
-__device__ void multiply_keys(float (&score)[4], const Keys& k, const uint4 (&query)[K_PIECES], float scale_log2e) {
-    float part[2][4] = {};  // two chains, for each instruction waits for the sum it adds to
-#pragma unroll
-    for (int c = 0; c < K_PIECES; ++c)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            multiply(part[j], word(k.piece[0][c], 2 * j), word(k.piece[1][c], 2 * j), word(k.piece[0][c], 2 * j + 1),
-                     word(k.piece[1][c], 2 * j + 1), word(query[c], 2 * j), word(query[c], 2 * j + 1));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) score[e] = (part[0][e] + part[1][e]) * scale_log2e;
+// Of positions g and g+8. The weight of codes has their scale in it: its exponent is the score and the scale's
+// logarithm. So the maximum is that of their sum, and a weight fits float16 whatever the scale is.
+struct Scores {
+    float x[4];
+#if CODES
+    float log_scale[2];
+#endif
+};
+
+__device__ float exponent(const Scores& score, int e) {
+#if CODES
+    return score.x[e] + score.log_scale[e / 2];
+#else
+    return score.x[e];
+#endif
 }
 
-__device__ void follow_maximum(Softmax& softmax, const float (&score)[4]) {
-    float largest[2] = {fmaxf(score[0], score[2]), fmaxf(score[1], score[3])};
+__device__ void multiply_keys(Scores& score, const Keys& k, const uint4 (&query)[K_PIECES], float scale_log2e) {
+    float part[2][4] = {};  // two chains, for each instruction waits for the sum it adds to
+#pragma unroll
+    for (int c = 0; c < K_PIECES; ++c) {
+        const uint4 k0 = widen(k.piece[0][c]), k8 = widen(k.piece[1][c]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            multiply(part[j], word(k0, 2 * j), word(k8, 2 * j), word(k0, 2 * j + 1), word(k8, 2 * j + 1),
+                     word(query[c], 2 * j), word(query[c], 2 * j + 1));
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) score.x[e] = (part[0][e] + part[1][e]) * scale_log2e;
+#if CODES
+#pragma unroll
+    for (int e = 0; e < 4; ++e) score.x[e] *= k.scale[e / 2];
+#pragma unroll
+    for (int p = 0; p < 2; ++p)  // of a head of zeros any number does
+        score.log_scale[p] = log_of_two(k.value_scale[p] < SMALLEST_SCALE ? SMALLEST_SCALE : k.value_scale[p]);
+#endif
+}
+
+__device__ void follow_maximum(Softmax& softmax, const Scores& score) {
+    float largest[2] = {fmaxf(exponent(score, 0), exponent(score, 2)), fmaxf(exponent(score, 1), exponent(score, 3))};
     const bool is_larger = largest[0] > softmax.maximum[0] + SLACK || largest[1] > softmax.maximum[1] + SLACK;
     if (!__any_sync(0xffffffffu, is_larger)) return;
 #pragma unroll
@@ -170,27 +338,42 @@ __device__ void follow_maximum(Softmax& softmax, const float (&score)[4]) {
     }
 }
 
-__device__ void add_values(Softmax& softmax, float (&score)[4], const Values& v) {
+__device__ void add_values(Softmax& softmax, const Scores& score, const Values& v) {
+    float weight[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-        score[e] = power_of_two(score[e] - softmax.maximum[e % 2]);  // from here on a weight
-        softmax.denominator[e % 2] += score[e];
+        weight[e] = power_of_two(exponent(score, e) - softmax.maximum[e % 2]);
+        softmax.denominator[e % 2] += CODES ? power_of_two(score.x[e] - softmax.maximum[e % 2]) : weight[e];
     }
-    const Pair weights0 = transpose(pack(score[0], score[1])), weights8 = transpose(pack(score[2], score[3]));
+#if CODES
+    const Pair weights0 = transpose(pack_half(weight[0], weight[1]));
+    const Pair weights8 = transpose(pack_half(weight[2], weight[3]));
+#else
+    const Pair weights0 = transpose(pack(weight[0], weight[1])), weights8 = transpose(pack(weight[2], weight[3]));
+#endif
 #pragma unroll
-    for (int j = 0; j < ROWS; ++j) {
-        const Pair v0 = word(v.piece[0][j / 4], j % 4), v1 = word(v.piece[1][j / 4], j % 4);
-        const Pair v8 = word(v.piece[2][j / 4], j % 4), v9 = word(v.piece[3][j / 4], j % 4);
-        multiply(softmax.total[j], both_low(v0, v1), both_high(v0, v1), both_low(v8, v9), both_high(v8, v9), weights0,
-                 weights8);
+    for (int c = 0; c < V_PIECES; ++c) {
+        const uint4 at0 = widen(v.piece[0][c]), at1 = widen(v.piece[1][c]);
+        const uint4 at8 = widen(v.piece[2][c]), at9 = widen(v.piece[3][c]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const Pair v0 = word(at0, j), v1 = word(at1, j), v8 = word(at8, j), v9 = word(at9, j);
+            multiply(softmax.total[c * 4 + j], both_low(v0, v1), both_high(v0, v1), both_low(v8, v9),
+                     both_high(v8, v9), weights0, weights8);
+        }
     }
 }
 
 // A tile at the edge of an item: unseen positions get no weight, and no value, for 0 times not-a-number is not 0.
-__device__ void hide_scores(float (&score)[4], int first, int end, int g) {  // both relative to the tile
+__device__ void hide_scores(Scores& score, int first, int end, int g) {  // both relative to the tile
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-        if (g + e / 2 * 8 < first || g + e / 2 * 8 >= end) score[e] = UNSEEN;
+        if (g + e / 2 * 8 < first || g + e / 2 * 8 >= end) {
+            score.x[e] = UNSEEN;
+#if CODES
+            score.log_scale[e / 2] = 0.0f;
+#endif
+        }
 }
 
 __device__ void hide_values(Values& v, int first, int end, int t) {
@@ -199,7 +382,7 @@ __device__ void hide_values(Values& v, int first, int end, int t) {
         const int at = 2 * t + p % 2 + p / 2 * 8;
 #pragma unroll
         for (int c = 0; c < V_PIECES; ++c)
-            if (at < first || at >= end) v.piece[p][c] = uint4{0, 0, 0, 0};
+            if (at < first || at >= end) v.piece[p][c] = Piece{};
     }
 }
 
@@ -233,7 +416,7 @@ __device__ void leave_part(Softmax& softmax, int warp, int g, int t) {
         if (m >= M) continue;
 #pragma unroll
         for (int j = 0; j < ROWS; j += 2)
-            *reinterpret_cast<float4*>(&warp_sums[warp][m][j / 4 * 64 + g * 8 + j % 4 * 2]) =
+            *reinterpret_cast<float4*>(&warp_sums[warp][m][value_element(j / 4, g) + j % 4 * 2]) =
                 float4{softmax.total[j][e], softmax.total[j][e + 2],  //
                        softmax.total[j + 1][e], softmax.total[j + 1][e + 2]};
         if (g == 0) {

@@ -66,6 +66,7 @@ from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_proje
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
 from infer.kernels.attention.reference import LOG2E, attend_naive
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
+from infer.kernels.elementwise.kv_codes import KVScales, encode_rows, load_scales, read_both, weigh_codes
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.ptx import prefetch_l2
 
@@ -103,6 +104,7 @@ _PREFETCHED = 128  # positions of a program's first item; of few heads alone: al
 def attend_decode_reference(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
     rows_S: torch.Tensor, lens_S: torch.Tensor, *, block_size: int, scale: float, window: int | None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The specification: gather the slots of one row after the other and attend to them."""
     out_SNH = torch.zeros_like(q_SNH)
@@ -113,25 +115,26 @@ def attend_decode_reference(
         positions_L = torch.arange(first, length, device=q_SNH.device)
         slots_L = tables_RB[row, positions_L // block_size].long() * block_size + positions_L % block_size
         out_SNH[index] = attend_naive(
-            q_SNH[index : index + 1], keys_PGH[slots_L], values_PGH[slots_L], scale=scale, window=None
-        )[0]
+            q_SNH[index : index + 1], *read_both(keys_PGH, values_PGH, scales, slots_L),
+            scale=scale, window=None,
+        )[0]  # fmt: skip
     return out_SNH
 
 
 def attend_projected_reference(
     qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
     tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
-    *, block_size: int, scale: float, window: int | None,
+    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The specification of the form that is given the fused projection: norm, rotate, write, then attend."""
     newest_S = (lens_S.long() - 1).clamp(min=0)
     blocks_S = tables_RB[rows_S.long().clamp(min=0), newest_S // block_size].long()
     slots_S = torch.where(lens_S > 0, blocks_S * block_size + newest_S % block_size, -1)
-    cache = CacheSlots(keys_PGH, values_PGH, slots_S)
+    cache = CacheSlots(keys_PGH, values_PGH, slots_S, scales=scales)
     q_SNH, _, _ = norm_rope_write_reference(qkv_SX, transform, newest_S, cache)
     return attend_decode_reference(
         q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-        block_size=block_size, scale=scale, window=window,
+        block_size=block_size, scale=scale, window=window, scales=scales,
     )  # fmt: skip
 
 
@@ -223,10 +226,11 @@ def _transform(
 @jit
 def _start_projected(
     token_ptr,  # the row's projection
-    keys_ptr, values_ptr, new_block, g,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block, g,
     is_last,  # of the row's splits
     length, cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain, m, h, eps, offset, scale_log2e,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """The queries of an item, and a softmax that has seen the newest position if the item includes it.
 
@@ -247,8 +251,20 @@ def _start_projected(
     newest = tl.maximum(length - 1, 0)
     slot = new_block.to(tl.int64) * BLOCK_SIZE + newest % BLOCK_SIZE
     to = (slot * G + g) * H + same + h[None, :]
-    tl.store(keys_ptr + to, k, mask=in_newest & (m == 0)[:, None])
-    tl.store(values_ptr + to, v, mask=in_newest & (m == 0)[:, None])
+    is_stored = m < tl.where(has_newest, 1, 0)
+    in_stored = is_stored[:, None] & (h < H)[None, :]
+    if HAS_SCALES:  # they attend as they will be read later
+        k_codes, k_scale = encode_rows(k, keys_ptr.dtype.element_ty == tl.float8e4nv)
+        v_codes, v_scale = encode_rows(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
+        scale_to = (new_block.to(tl.int64) * G + g) * BLOCK_SIZE + newest % BLOCK_SIZE + m * 0
+        tl.store(key_scales_ptr + scale_to, k_scale, mask=is_stored)
+        tl.store(value_scales_ptr + scale_to, v_scale, mask=is_stored)
+        tl.store(keys_ptr + to, k_codes, mask=in_stored)
+        tl.store(values_ptr + to, v_codes, mask=in_stored)
+        k, v = k_codes.to(tl.float32) * k_scale[:, None], v_codes.to(tl.float32) * v_scale[:, None]
+    else:
+        tl.store(keys_ptr + to, k, mask=in_stored)
+        tl.store(values_ptr + to, v, mask=in_stored)
 
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
     # padding has no positions at all: 0 and not -inf, for -inf - -inf is not a number
@@ -259,37 +275,48 @@ def _start_projected(
 
 @jit
 def _load_tile(
-    keys_ptr, values_ptr, block, position, end, g, h, G: tl.constexpr, H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, block, position, end, g, h, G: tl.constexpr,
+    H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """The keys and values of one kv head at some positions: [BLOCK_N, BLOCK_H] each."""
+    """The keys and values of one kv head at some positions, [BLOCK_N, BLOCK_H] each, and their scales."""
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
     at = (slot * (G * H) + g * H)[:, None] + h[None, :]
     in_tile = (position < end)[:, None] & (h < H)[None, :]
     k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
     v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
-    return k, v
+    k_scale, v_scale = slot, slot  # not looked at
+    if HAS_SCALES:
+        k_scale = load_scales(key_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
+        v_scale = load_scales(value_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
+    return k, v, k_scale, v_scale
 
 
 @jit
-def _attend_tile(q, k, v, in_split, maximum, denominator, total, scale_log2e):
+def _attend_tile(
+    q, k, v, k_scale, v_scale, in_split, maximum, denominator, total, scale_log2e, HAS_SCALES: tl.constexpr
+):
     """Add a tile to the running softmax."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e
+    if HAS_SCALES:
+        scores = scores * k_scale[None, :]
     scores = tl.where(in_split[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     rescale = tl.exp2(maximum - new_maximum)
     weights = tl.exp2(scores - new_maximum[:, None])
     denominator = denominator * rescale + tl.sum(weights, axis=1)
-    total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
+    if HAS_SCALES:
+        total = weigh_codes(weights, v, v_scale, total * rescale[:, None], q.dtype)
+    else:
+        total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
     return new_maximum, denominator, total
 
 
 @jit
 def _attend_tiles(
-    q, keys_ptr, values_ptr, table_ptr,
+    q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
     block,  # of the first tile
     first, end, g, h, maximum, denominator, total, scale_log2e, G: tl.constexpr, H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the positions from `first` to `end` to the running softmax."""
     # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
@@ -298,9 +325,12 @@ def _attend_tiles(
         own_block = block
         ahead = position + BLOCK_N
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        k, v = _load_tile(keys_ptr, values_ptr, own_block, position, end, g, h, G, H, BLOCK_SIZE)
+        k, v, k_scale, v_scale = _load_tile(
+            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, own_block, position, end, g, h, G, H,
+            BLOCK_SIZE, HAS_SCALES,
+        )  # fmt: skip
         maximum, denominator, total = _attend_tile(
-            q, k, v, position < end, maximum, denominator, total, scale_log2e
+            q, k, v, k_scale, v_scale, position < end, maximum, denominator, total, scale_log2e, HAS_SCALES
         )
     return maximum, denominator, total
 
@@ -383,8 +413,9 @@ def _finish_item(
 
 @jit
 def _decode_kernel(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, maxima_ptr,
-    denominators_ptr, tickets_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
+    num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, q_row_stride, q_head_stride,
+    table_stride, scale_log2e,
     q_weight_ptr,  # from here to `offset`: for PROJECTED alone
     k_weight_ptr, cos_ptr, sin_ptr, eps, offset, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
@@ -392,7 +423,9 @@ def _decode_kernel(
     PREFETCH_N: tl.constexpr,  # positions of the first item
     LINE: tl.constexpr,  # elements of a cache line
     PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
+    PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -413,7 +446,10 @@ def _decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if PROJECTED:
         new_block = _newest_block(table_ptr, length, BLOCK_SIZE)
-        k, v = _load_tile(keys_ptr, values_ptr, block, first + n, end, own % G, h, G, H, BLOCK_SIZE)
+        k, v, k_scale, v_scale = _load_tile(
+            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, block, first + n, end, own % G, h, G, H,
+            BLOCK_SIZE, HAS_SCALES,
+        )  # fmt: skip
         cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = _load_transform(
             q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M, H, HAS_NORM
         )
@@ -432,17 +468,20 @@ def _decode_kernel(
         if own < num_work:
             g = own % G
             q, maximum, denominator, total = _start_projected(
-                q_ptr + s * q_row_stride, keys_ptr, values_ptr, new_block, g, split == num_splits - 1, length,
+                q_ptr + s * q_row_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block,
+                g, split == num_splits - 1, length,
                 cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
-                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM,
+                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
             )  # fmt: skip
             maximum, denominator, total = _attend_tile(
-                q, k, v, first + n < end, maximum, denominator, total, scale_log2e
-            )
+                q, k, v, k_scale, v_scale, first + n < end, maximum, denominator, total, scale_log2e,
+                HAS_SCALES,
+            )  # fmt: skip
             if first + BLOCK_N < end:
                 maximum, denominator, total = _attend_tiles(
-                    q, keys_ptr, values_ptr, table_ptr, block, first + BLOCK_N, end, g, h,
-                    maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, BLOCK_N,
+                    q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block,
+                    first + BLOCK_N, end, g, h, maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE,
+                    HAS_SCALES, BLOCK_N,
                 )  # fmt: skip
             _finish_item(
                 out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits,
@@ -463,9 +502,10 @@ def _decode_kernel(
                 q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M, H, HAS_NORM
             )
             q, maximum, denominator, total = _start_projected(
-                q_ptr + s * q_row_stride, keys_ptr, values_ptr, new_block, g, split == num_splits - 1, length,
+                q_ptr + s * q_row_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block,
+                g, split == num_splits - 1, length,
                 cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
-                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM,
+                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
             )  # fmt: skip
         else:
             q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
@@ -478,8 +518,8 @@ def _decode_kernel(
             items_ptr, after // G, after < num_work, ITEM_INTS, PROJECTED
         )
         maximum, denominator, total = _attend_tiles(
-            q, keys_ptr, values_ptr, table_ptr, block, first, end, g, h,
-            maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, BLOCK_N,
+            q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block, first, end, g, h,
+            maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, HAS_SCALES, BLOCK_N,
         )  # fmt: skip
         table_ptr = tables_ptr + next_row * table_stride
         next_position = next_first + n
@@ -502,7 +542,7 @@ def is_projected_faster(num_rows: int, num_kv_heads: int) -> bool:
 def attend_decode(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
     rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
-    *, block_size: int, scale: float, window: int | None,
+    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
     out: torch.Tensor | None = None, config: DecodeConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
@@ -511,12 +551,12 @@ def attend_decode(
     if work.backend == "cuda" or (work.backend == "auto" and are_many):
         return attend_decode_cuda(
             q_SNH, keys_PGH, values_PGH, tables_RB, work,
-            block_size=block_size, scale=scale, window=window, out=out,
+            block_size=block_size, scale=scale, window=window, scales=scales, out=out,
         )  # fmt: skip
     if work.backend == REFERENCE or not use_triton(q_SNH):
         result = attend_decode_reference(
             q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-            block_size=block_size, scale=scale, window=window,
+            block_size=block_size, scale=scale, window=window, scales=scales,
         )  # fmt: skip
         return result if out is None else out.copy_(result)
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
@@ -524,7 +564,7 @@ def attend_decode(
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
     _launch_decode(
         q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), keys_PGH, values_PGH, tables_RB, work, None,
-        block_size=block_size, scale=scale, window=window, out=out, config=config,
+        block_size=block_size, scale=scale, window=window, scales=scales, out=out, config=config,
     )  # fmt: skip
     return out
 
@@ -532,7 +572,7 @@ def attend_decode(
 def attend_projected(
     qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
     tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
-    *, block_size: int, scale: float, window: int | None,
+    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
@@ -544,23 +584,23 @@ def attend_projected(
     if work.backend == "cuda" or (work.backend == "auto" and _CUDA_PROJECTED_HEADS.get(H, 0) >= S * G):
         return attend_projected_cuda(
             qkv_SX, transform, keys_PGH, values_PGH, tables_RB, work,
-            block_size=block_size, scale=scale, window=window,
+            block_size=block_size, scale=scale, window=window, scales=scales,
         )  # fmt: skip
     if not use_triton(qkv_SX):
         return attend_projected_reference(
             qkv_SX, transform, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-            block_size=block_size, scale=scale, window=window,
+            block_size=block_size, scale=scale, window=window, scales=scales,
         )  # fmt: skip
     cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
     assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
     assert keys_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
-    assert keys_PGH.dtype == qkv_SX.dtype, f"keys are {keys_PGH.dtype}, the projection {qkv_SX.dtype}"
+    assert keys_PGH.dtype == qkv_SX.dtype or scales is not None, f"keys are {keys_PGH.dtype}"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
     _launch_decode(
         qkv_SX, (qkv_SX.stride(0), H), keys_PGH, values_PGH, tables_RB, work, transform,
-        block_size=block_size, scale=scale, window=window, out=out_SNH,
+        block_size=block_size, scale=scale, window=window, scales=scales, out=out_SNH,
     )  # fmt: skip
     return out_SNH
 
@@ -570,7 +610,7 @@ def _launch_decode(
     q_strides: tuple[int, int],  # between rows and between heads
     keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, work: DecodeWork,
     transform: HeadTransform | None, *, block_size: int, scale: float, window: int | None,
-    out: torch.Tensor, config: DecodeConfig | None = None,
+    scales: KVScales | None, out: torch.Tensor, config: DecodeConfig | None = None,
 ) -> None:  # fmt: skip
     S, N, H = out.shape
     if S == 0:
@@ -583,7 +623,7 @@ def _launch_decode(
         config = _CONFIGS[min(max(block_h * element_size, 128), 1024)]
         if are_few:
             config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW[S * G >= _HANDFUL])
-        elif element_size == 2 and block_h <= 128 and merge_m <= 16:
+        elif element_size <= 2 and block_h <= 128 and merge_m <= 16:
             config = _ONE_WARP
     max_splits = work.max_splits(S)
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
@@ -593,13 +633,13 @@ def _launch_decode(
         options.pop("launch_pdl", None)
         work.is_fresh = False
     is_projected = transform is not None
-    if options["PDL"] and is_projected and config.num_warps == 4 and block_h * element_size == 128:
+    if options["PDL"] and is_projected and config.num_warps == 4 and block_h * q.element_size() == 128:
         options["maxnreg"] = _PROJECTED_REGISTERS
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
     _decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
-        q, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
+        q, keys_PGH, values_PGH, *(scales or (q, q)), tables_RB, out, items_W8, num_items,
         work.sums, work.maxima, work.denominators, work.tickets,
         *q_strides, tables_RB.stride(0), scale * LOG2E,
         q_weight_H, k_weight_H, transform.cos_PR, transform.sin_PR, transform.eps, transform.offset,
@@ -608,5 +648,5 @@ def _launch_decode(
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
         PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        HAS_SCALES=scales is not None, num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

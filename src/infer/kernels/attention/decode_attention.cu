@@ -57,8 +57,14 @@
    one split is then done. Otherwise the result goes to scratch memory and the block draws a ticket; the one with
    the last ticket knows that all parts are there, adds them in the order of the splits, and resets the counter.
 
+   CODES. Keys and values of 8 bits are loaded as they are, and made float16 in the registers where a matrix wants
+   them: an instruction for two e4m3 codes, and for int8 a byte put into the mantissa of 1024. A piece is then 8
+   bytes; of heads of 128 a lane loads two neighbouring ones at once, so elements are renamed once more. The score
+   is multiplied by its key's scale, and the logarithm of its value's scale is added to the exponent of the weight.
+
    Compiled for each model, with
        IS_BFLOAT16         the type of q, k, v and out: bfloat16, or float16
+       CODES               of keys and values: 0 none, 1 e4m3, 2 int8 (kernels/elementwise/kv_codes.py)
        H, G, M             head size (64, 128), kv heads, query heads per kv head (up to 8)
        BLOCK_SIZE          positions in a block of the cache, a multiple of 16
        WARPS               of a block
@@ -80,8 +86,10 @@ __device__ Merged merge_splits(const float* sums, const float* maxima, const flo
 // grid: any number of blocks; each strides over the units.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention(
     const Element* q,                // [S, N, H], with strides; not restrict: it must not be read before the wait
-    const Element* keys,             // [P, G, H]
-    const Element* values,           // [P, G, H]
+    const Kept* keys,                // [P, G, H]
+    const Kept* values,              // [P, G, H]
+    const float* key_scales,         // `Cache`
+    const float* value_scales,
     const int* __restrict__ tables,  // [R, B]: blocks of each row
     Element* out,                    // [S, N, H]
     const int4* __restrict__ items,  // [W, 8 ints]
@@ -91,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 
     const Scratch scratch = {sums, maxima, denominators, tickets, max_splits};
+    const Cache cache = {keys, values, key_scales, value_scales};
 
     // Older than the kernel before: the list and the tables.
     const int num_units = *num_items * G;
@@ -104,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     Values v = {};
     uint4 query[K_PIECES];
     const auto load_tile = [&](int of_block) {
-        const long long tile = offset_of(of_block, position, unit % G);
-        load_keys(k, keys + tile, g, t);
-        load_values(v, values + tile, g, t);
+        const Tile tile = tile_of(of_block, position, unit % G);
+        load_keys(k, cache, tile, g, t);
+        load_values(v, cache, tile, g, t);
     };
     bool is_loaded = false;
 #if PDL
@@ -140,16 +149,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
         Softmax softmax = {{}, {LOWEST, LOWEST}, {0.0f, 0.0f}};
         for (; position < item.end; position += STRIDE) {
             const int after = position + STRIDE;
-            const long long next_tile = offset_of(block, after, head);
+            const Tile next_tile = tile_of(block, after, head);
             const bool is_whole = position >= item.first && position + TILE <= item.end;
-            float score[4];
+            Scores score;
             multiply_keys(score, k, query, scale_log2e);
-            if (after < item.end) load_keys(k, keys + next_tile, g, t);
+            if (after < item.end) load_keys(k, cache, next_tile, g, t);
             if (!is_whole) hide_scores(score, item.first - position, item.end - position, g);
             follow_maximum(softmax, score);
             if (!is_whole) hide_values(v, item.first - position, item.end - position, t);
             add_values(softmax, score, v);
-            if (after < item.end) load_values(v, values + next_tile, g, t);
+            if (after < item.end) load_values(v, cache, next_tile, g, t);
             if (after + STRIDE < item.end) block = table[(after + STRIDE) / BLOCK_SIZE];
         }
 

@@ -6,7 +6,7 @@
 
 The contracts, the references and the choice between Triton and CUDA C++ are in decode.py; what a warp does is
 explained in decode_attention.cu. Both kernels are for heads that the matrix instruction fits: 64 or 128
-elements of 16 bits, and at most 8 query heads to each kv head.
+elements of 16 bits, in the cache also of 8, and at most 8 query heads to each kv head.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, X = (N + 2 G) H,
          P slots, R rows of the block tables, B blocks per row.
@@ -25,15 +25,19 @@ from infer.errors import ConfigError
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.reference import LOG2E
 from infer.kernels.elementwise.heads import HeadTransform
+from infer.kernels.elementwise.kv_codes import KVScales
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.runtime.dispatch import launch_options, nvidia_capability
 
 Defines = tuple[tuple[str, int], ...]
 
 _TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
+_OLDEST_FP8 = (8, 9)
 _OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
 _WARPS = 4
 _BLOCKS_PER_SM = {64: 4, 128: 3}  # by the head size: as many as registers allow
+_CODED_BLOCKS_PER_SM = {64: 5, 128: 4}  # with keys and values of 8 bits, which take half the registers
+_CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}
 _TURNS = 4  # blocks for each place on an SM: the place that is free first takes the next
 _PROJECTED_BLOCKS_PER_SM = 2  # and no more are launched: with few rows the plan has an item or two for each
 
@@ -52,11 +56,11 @@ class CudaKernel(NamedTuple):
 
 DECODE = CudaKernel(
     "decode_attention",
-    (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float),
+    (*(ctypes.c_void_p,) * 13, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float),
 )
 PROJECTED = CudaKernel(
     "decode_projected",
-    (*(ctypes.c_void_p,) * 15, *(ctypes.c_longlong,) * 2, ctypes.c_int, *(ctypes.c_float,) * 3),
+    (*(ctypes.c_void_p,) * 17, *(ctypes.c_longlong,) * 2, ctypes.c_int, *(ctypes.c_float,) * 3),
 )
 
 
@@ -68,12 +72,13 @@ class CachedHeads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     block_size: int
+    kept_as: torch.dtype | None = None  # in 8 bits (kv_codes.py); None: in `dtype`
 
     def check(self, device: torch.device) -> None:
         """ConfigError if the kernels cannot be had for this model on this GPU."""
         group = self.num_heads // self.num_kv_heads
         if self.dtype not in (torch.float16, torch.bfloat16):
-            reason = f"16-bit numbers, and the cache holds {str(self.dtype).removeprefix('torch.')}"
+            reason = f"16-bit numbers, and the model's are {str(self.dtype).removeprefix('torch.')}"
         elif self.head_dim not in _BLOCKS_PER_SM:
             reason = f"heads of 64 or 128, and this model's have {self.head_dim}"
         elif group > _MAX_GROUP:
@@ -84,16 +89,26 @@ class CachedHeads(NamedTuple):
             reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
                 *capability
             )
+        elif self.kept_as is torch.float8_e4m3fn and capability < _OLDEST_FP8:
+            reason = "compute capability 8.9 for kv_cache_dtype=fp8, and this GPU has {}.{}".format(
+                *capability
+            )
         else:
             return
         raise ConfigError(f"attention_backend=cuda needs {reason}; use attention_backend=triton")
 
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks of the first kernel that share an SM."""
+        return (_BLOCKS_PER_SM if self.kept_as is None else _CODED_BLOCKS_PER_SM)[self.head_dim]
+
     def defines(self, kernel: CudaKernel, *, pdl: bool, has_norm: bool = False) -> Defines:
         """The constants that a kernel is compiled with; `has_norm` is for the projected one alone."""
         is_projected = kernel.name == PROJECTED.name
-        blocks_per_sm = _PROJECTED_BLOCKS_PER_SM if is_projected else _BLOCKS_PER_SM[self.head_dim]
+        blocks_per_sm = _PROJECTED_BLOCKS_PER_SM if is_projected else self.blocks_per_sm
         return (
             ("IS_BFLOAT16", int(self.dtype is torch.bfloat16)),
+            ("CODES", _CODES.get(self.kept_as, 0)),
             ("H", self.head_dim),
             ("G", self.num_kv_heads),
             ("M", self.num_heads // self.num_kv_heads),
@@ -123,7 +138,8 @@ def prepare_launch(kernel: CudaKernel, defines: Defines, device: int, pdl: bool)
 
 def attend_decode_cuda(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    work: DecodeWork, *, block_size: int, scale: float, window: int | None, out: torch.Tensor | None = None,
+    work: DecodeWork, *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen rows, lengths and window."""
     S, N, H = q_SNH.shape
@@ -132,7 +148,7 @@ def attend_decode_cuda(
     assert not (q_SNH.stride(0) % 8 or q_SNH.stride(1) % 8 or q_SNH.data_ptr() % 16), (
         "heads start at 16 bytes"
     )
-    _check_cache(q_SNH, keys_PGH, values_PGH, tables_RB, G, H)
+    _check_cache(q_SNH, keys_PGH, values_PGH, scales, tables_RB, G, H)
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
     assert out.is_contiguous() and out.dtype == q_SNH.dtype, (
@@ -141,10 +157,10 @@ def attend_decode_cuda(
     if S == 0:
         return out
     pdl = launch_options(q_SNH.device)["PDL"]
-    defines = CachedHeads(q_SNH.dtype, N, G, H, block_size).defines(DECODE, pdl=pdl)
+    heads = CachedHeads(q_SNH.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
     _launch_decode(
-        DECODE, defines, pdl, work, window, S, _BLOCKS_PER_SM[H] * _TURNS,
-        (q_SNH, keys_PGH, values_PGH, tables_RB, out), (),
+        DECODE, heads.defines(DECODE, pdl=pdl), pdl, work, window, S, heads.blocks_per_sm * _TURNS,
+        (q_SNH, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), tables_RB, out), (),
         (q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0)), (scale * LOG2E,),
     )  # fmt: skip
     return out
@@ -153,6 +169,7 @@ def attend_decode_cuda(
 def attend_projected_cuda(
     qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
     tables_RB: torch.Tensor, work: DecodeWork, *, block_size: int, scale: float, window: int | None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
@@ -166,7 +183,7 @@ def attend_projected_cuda(
     assert cos_PR.dtype == sin_PR.dtype == torch.float32, "angles are float32"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables of angles must be contiguous"
-    _check_cache(qkv_SX, keys_PGH, values_PGH, tables_RB, G, H)
+    _check_cache(qkv_SX, keys_PGH, values_PGH, scales, tables_RB, G, H)
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
     if S == 0:
         return out_SNH
@@ -174,21 +191,28 @@ def attend_projected_cuda(
     q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)  # without a norm they are not read
     assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
     pdl = launch_options(qkv_SX.device)["PDL"]
-    defines = CachedHeads(qkv_SX.dtype, N, G, H, block_size).defines(PROJECTED, pdl=pdl, has_norm=has_norm)
+    heads = CachedHeads(qkv_SX.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
+    defines = heads.defines(PROJECTED, pdl=pdl, has_norm=has_norm)
     _launch_decode(
         PROJECTED, defines, pdl, work, window, S, _PROJECTED_BLOCKS_PER_SM,
-        (qkv_SX, keys_PGH, values_PGH, tables_RB, out_SNH), (q_gain, k_gain, cos_PR, sin_PR),
+        (qkv_SX, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), tables_RB, out_SNH),
+        (q_gain, k_gain, cos_PR, sin_PR),
         (qkv_SX.stride(0), tables_RB.stride(0)), (scale * LOG2E, transform.eps, transform.offset),
     )  # fmt: skip
     return out_SNH
 
 
 def _check_cache(
-    x: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, G: int, H: int
-) -> None:
+    x: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, scales: KVScales | None,
+    tables_RB: torch.Tensor, G: int, H: int,
+) -> None:  # fmt: skip
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     assert keys_PGH.shape[1:] == values_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
-    assert keys_PGH.dtype == values_PGH.dtype == x.dtype, "input, keys and values must be of one type"
+    if scales is None:
+        assert keys_PGH.dtype == values_PGH.dtype == x.dtype, "input, keys and values must be of one type"
+    else:
+        assert keys_PGH.dtype == values_PGH.dtype in _CODES, f"codes are {keys_PGH.dtype}"
+        assert all(side.is_contiguous() for side in scales), "scales must be contiguous"
     assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
 
 
@@ -200,7 +224,7 @@ def _launch_decode(
     window: int | None,
     num_rows: int,
     blocks_per_sm: int,
-    tensors: tuple[torch.Tensor, ...],  # input, keys, values, tables, output
+    tensors: tuple[torch.Tensor, ...],  # input, keys, values, their scales, tables, output
     weights: tuple[torch.Tensor, ...],
     strides: tuple[int, ...],
     numbers: tuple[float, ...],

@@ -23,6 +23,7 @@
 
 constexpr int HALF = K_PIECES / 2;  // pieces of a head's first half
 constexpr int PREFETCHED = 2;       // tiles of a warp, after its first, that are prefetched to L2 before the wait
+constexpr int LINES = CODES ? 1 : V_PIECES;  // of a position
 constexpr int BATCH = 8;            // splits that are read at once
 constexpr bool HAS_ROOM = M < 8;    // for the newest key among the columns of the queries
 
@@ -46,7 +47,7 @@ __device__ float2 read_two(const float* at) { return *reinterpret_cast<const flo
 
 __device__ void load_head(uint4 (&x)[K_PIECES], const Element* head, int t) {
 #pragma unroll
-    for (int c = 0; c < K_PIECES; ++c) x[c] = *reinterpret_cast<const uint4*>(head + c * 32 + t * 8);
+    for (int c = 0; c < K_PIECES; ++c) x[c] = *reinterpret_cast<const uint4*>(head + key_element(c, t));
 }
 
 __device__ uint4 of_lane(const uint4& x, int lane) {
@@ -76,7 +77,7 @@ __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, in
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float2 first = unpack(word(x[c], i)), second = unpack(word(x[c + HALF], i));
-            const int at = c * 32 + t * 8 + 2 * i;
+            const int at = key_element(c, t) + 2 * i;
             if (HAS_NORM) {  // rounded, as a norm of its own does it
                 const float2 gain0 = read_two(gain + at), gain1 = read_two(gain + H / 2 + at);
                 first = unpack(pack(first.x * inv_rms * gain0.x, first.y * inv_rms * gain0.y));
@@ -89,6 +90,15 @@ __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, in
         x[c] = uint4{turned[0][0], turned[0][1], turned[0][2], turned[0][3]};
         x[c + HALF] = uint4{turned[1][0], turned[1][1], turned[1][2], turned[1][3]};
     }
+}
+
+// 8 elements as the cache keeps them, of a head whose largest element is this.
+__device__ Piece kept_as(const uint4& x, float largest) {
+#if CODES
+    return encode(x, inverse_scale(largest));
+#else
+    return x;
+#endif
 }
 
 // All parts of a batch are asked for before the first is looked at.
@@ -124,8 +134,9 @@ __device__ Merged merge_batches(const float* sums, const float* maxima, const fl
 // grid: any number of blocks; each strides over the units.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_projected(
     const Element* qkv,  // [S, (N + 2 G) H]; not restrict: it must not be read before the wait
-    Element* keys,       // [P, G, H]
-    Element* values,     // [P, G, H]
+    Kept* keys,          // [P, G, H]
+    Kept* values,        // [P, G, H]
+    float* key_scales, float* value_scales,  // `Cache`
     const int* __restrict__ tables, Element* out, const int4* __restrict__ items, const int* __restrict__ num_items,
     float* sums, float* maxima, float* denominators, int* tickets,           // `Scratch`
     const Element* __restrict__ q_gain, const Element* __restrict__ k_gain,  // [H]
@@ -133,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
     long long qkv_stride, long long table_stride, int max_splits, float scale_log2e, float eps, float offset) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     const Scratch scratch = {sums, maxima, denominators, tickets, max_splits};
+    const Cache cache = {keys, values, key_scales, value_scales};
     const int num_units = *num_items * G;
     bool has_waited = false;
     for (int unit = blockIdx.x; unit < num_units || !has_waited; unit += gridDim.x) {
@@ -145,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
         Values v = {};
         int block = 0;  // of the tile after the one that is loaded
         if (position >= lowest) {
-            const long long tile = offset_of(table[position / BLOCK_SIZE], position, head);
-            load_keys(k, keys + tile, g, t);
-            load_values(v, values + tile, g, t);
+            const Tile tile = tile_of(table[position / BLOCK_SIZE], position, head);
+            load_keys(k, cache, tile, g, t);
+            load_values(v, cache, tile, g, t);
             if (position - STRIDE >= lowest) block = table[(position - STRIDE) / BLOCK_SIZE];
         }
         const bool has_newest = warp == 0 && item.length > 0 && item.end == item.length;
@@ -157,13 +169,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
 #if PDL
             gdc_launch_dependents();
 #pragma unroll
-            for (int i = 1; i <= PREFETCHED; ++i) {  // a position of a head is one or two lines of 64 elements
+            for (int i = 1; i <= PREFETCHED; ++i) {  // a position of a head is one or two lines of 128 bytes
                 const int ahead = first_position - i * STRIDE;
                 if (ahead < lowest) break;
-                const long long tile = offset_of(table[ahead / BLOCK_SIZE], ahead, head);
+                const long long tile = tile_of(table[ahead / BLOCK_SIZE], ahead, head).at;
 #pragma unroll
-                for (int line = lane; line < TILE * V_PIECES; line += WARP) {
-                    const long long at = tile + (long long)(line / V_PIECES) * G * H + line % V_PIECES * 64;
+                for (int line = lane; line < TILE * LINES; line += WARP) {
+                    const long long at = tile + (long long)(line / LINES) * G * H + line % LINES * 64;
                     prefetch(keys + at);
                     prefetch(values + at);
                 }
@@ -180,14 +192,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
         if ((g < M || is_key) && item.length > 0)
             load_head(query, token + (is_key ? N + head : head * M + g) * H, t);
         const int newest = (item.length - 1) % TILE;  // its place in the tile
+        float value_largest = 0.0f;
         if (has_newest) {
             if (!HAS_ROOM) load_head(key, token + (N + head) * H, t);
+            const Element* value = token + (N + G + head) * H;
+#if CODES
+            uint4 whole[K_PIECES];
+            load_head(whole, value, t);
+            value_largest = largest_of(whole);
+#endif
 #pragma unroll
             for (int p = 0; p < 4; ++p)
 #pragma unroll
                 for (int c = 0; c < V_PIECES; ++c)
                     if (2 * t + p % 2 + p / 2 * 8 == newest)
-                        v.piece[p][c] = *reinterpret_cast<const uint4*>(token + (N + G + head) * H + c * 64 + g * 8);
+                        v.piece[p][c] = kept_as(*reinterpret_cast<const uint4*>(value + value_element(c, g)), value_largest);
         }
         transform(query, gains[is_key], eps, t);
         if (has_newest) {
@@ -198,38 +217,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
                     key[c] = of_lane(query[c], M * 4 + t);
                     if (is_key) query[c] = uint4{0, 0, 0, 0};
                 }
-            const long long tile = offset_of(table[position / BLOCK_SIZE], position, head);
-            Element* new_key = keys + tile + (long long)newest * G * H;
-            Element* new_value = values + tile + (long long)newest * G * H;
+            const Tile tile = tile_of(table[position / BLOCK_SIZE], position, head);
+            Kept* new_key = keys + tile.at + (long long)newest * G * H;
+            Kept* new_value = values + tile.at + (long long)newest * G * H;
+            float key_largest = 0.0f;
+#if CODES
+            key_largest = largest_of(key);
+#pragma unroll
+            for (int p = 0; p < 2; ++p)
+                if (g + p * 8 == newest) {
+                    k.scale[p] = key_largest * (1.0f / LARGEST_CODE);
+                    k.value_scale[p] = value_largest * (1.0f / LARGEST_CODE);
+                    key_scales[tile.scale + newest] = k.scale[p];
+                    value_scales[tile.scale + newest] = k.value_scale[p];
+                }
+#endif
 #pragma unroll
             for (int p = 0; p < 2; ++p)
 #pragma unroll
                 for (int c = 0; c < K_PIECES; ++c)
                     if (g + p * 8 == newest) {
-                        k.piece[p][c] = key[c];
-                        *reinterpret_cast<uint4*>(new_key + c * 32 + t * 8) = key[c];
+                        k.piece[p][c] = kept_as(key[c], key_largest);
+                        *reinterpret_cast<Piece*>(new_key + key_element(c, t)) = k.piece[p][c];
                     }
 #pragma unroll
             for (int p = 0; p < 4; ++p)
 #pragma unroll
                 for (int c = 0; c < V_PIECES; ++c)
                     if (2 * t + p % 2 + p / 2 * 8 == newest)
-                        *reinterpret_cast<uint4*>(new_value + c * 64 + g * 8) = v.piece[p][c];
+                        *reinterpret_cast<Piece*>(new_value + value_element(c, g)) = v.piece[p][c];
         }
+#pragma unroll
+        for (int c = 0; c < K_PIECES; ++c) query[c] = to_half(query[c]);
 
         Softmax softmax = {{}, {LOWEST, LOWEST}, {0.0f, 0.0f}};
         for (; position >= lowest; position -= STRIDE) {
             const int after = position - STRIDE;
-            const long long next_tile = offset_of(block, after, head);
+            const Tile next_tile = tile_of(block, after, head);
             const bool is_whole = position >= item.first && position + TILE <= item.end;
-            float score[4];
+            Scores score;
             multiply_keys(score, k, query, scale_log2e);
-            if (after >= lowest) load_keys(k, keys + next_tile, g, t);
+            if (after >= lowest) load_keys(k, cache, next_tile, g, t);
             if (!is_whole) hide_scores(score, item.first - position, item.end - position, g);
             follow_maximum(softmax, score);
             if (!is_whole) hide_values(v, item.first - position, item.end - position, t);
             add_values(softmax, score, v);
-            if (after >= lowest) load_values(v, values + next_tile, g, t);
+            if (after >= lowest) load_values(v, cache, next_tile, g, t);
             if (after - STRIDE >= lowest) block = table[(after - STRIDE) / BLOCK_SIZE];
         }
 

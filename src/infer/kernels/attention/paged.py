@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.elementwise.kv_codes import KVScales, read_slots
+from infer.kernels.elementwise.kv_codes import KVScales, read_both
 
 
 def attend_paged_reference(
@@ -48,8 +48,7 @@ def attend_paged(
     q_SGMH = q_SNH.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out_SGMH = F.scaled_dot_product_attention(
         q_SGMH,
-        read_slots(keys_PGH, scales and scales.keys, slots_SL, q_SNH.dtype).transpose(1, 2),
-        read_slots(values_PGH, scales and scales.values, slots_SL, q_SNH.dtype).transpose(1, 2),
+        *(side.transpose(1, 2) for side in read_both(keys_PGH, values_PGH, scales, slots_SL, q_SNH.dtype)),
         attn_mask=None if is_seen_SL is None else is_seen_SL[:, None, None, :],
         scale=scale,
     )

@@ -64,6 +64,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention.reference import LOG2E, attend_naive
+from infer.kernels.elementwise.kv_codes import KVScales, load_scales, read_both, weigh_codes
 from infer.kernels.runtime.dispatch import (
     gpu_capability,
     jit,
@@ -178,7 +179,7 @@ def build_prefill_chunks(
 def attend_prefill_reference(
     q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
     chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
-    out: torch.Tensor | None = None,
+    scales: KVScales | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The specification: gather the slots of one chunk after the other and attend to them."""
     out = torch.zeros_like(q_TNH) if out is None else out
@@ -187,8 +188,9 @@ def attend_prefill_reference(
         positions_L = torch.arange(lowest, start + num, device=q_TNH.device)
         slots_L = tables_RB[row, positions_L // block_size].long() * block_size + positions_L % block_size
         out[first : first + num] = attend_naive(
-            q_TNH[first : first + num], keys_PGH[slots_L], values_PGH[slots_L], scale=scale, window=window
-        )
+            q_TNH[first : first + num], *read_both(keys_PGH, values_PGH, scales, slots_L),
+            scale=scale, window=window,
+        )  # fmt: skip
     return out
 
 
@@ -219,10 +221,10 @@ def _attend_keys(
     q, total, maximum, denominator, token_position, lo, hi,
     first,  # position: what is before it may be another sequence's, even not a number, and is not read
     keys_ptr,  # of kv head g
-    values_ptr,
+    values_ptr, key_scales_ptr, value_scales_ptr,
     table_ptr,  # of this row
-    window, scale_log2e, MASKED: tl.constexpr, WINDOWED: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-    H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    g, window, scale_log2e, MASKED: tl.constexpr, WINDOWED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     h = tl.arange(0, BLOCK_H)
     n = tl.arange(0, BLOCK_N)
@@ -231,7 +233,12 @@ def _attend_keys(
     for start in range(lo, hi, BLOCK_N):
         position = start + n
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
-        at = (slot * SLOT_STRIDE)[:, None] + h[None, :]
+        at = (slot * (G * H))[:, None] + h[None, :]
+        if HAS_SCALES:
+            k_scale = load_scales(key_scales_ptr, block, position, position < hi, g, G, BLOCK_SIZE)
+            v_scale = load_scales(value_scales_ptr, block, position, position < hi, g, G, BLOCK_SIZE)
+            if WINDOWED:
+                v_scale = tl.where(position >= first, v_scale, 0.0)
         ahead = position + BLOCK_N
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < hi, other=0)
         if MASKED:
@@ -245,7 +252,9 @@ def _attend_keys(
         else:
             k = tl.load(keys_ptr + at, mask=(h < H)[None, :], other=0.0)
 
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if HAS_SCALES:
+            scores = scores * k_scale[None, :]
         if MASKED:
             seen = position[None, :] <= token_position[:, None]
             if WINDOWED:
@@ -265,20 +274,25 @@ def _attend_keys(
             v = tl.load(values_ptr + at)
         else:
             v = tl.load(values_ptr + at, mask=(h < H)[None, :], other=0.0)
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision="ieee")
+        if HAS_SCALES:
+            total = weigh_codes(weights, v, v_scale, total, q.dtype)
+        else:
+            total = tl.dot(weights.to(v.dtype), v, total, input_precision="ieee")
         maximum = new_maximum
     return total, maximum, denominator
 
 
 @jit_for_any("num_tiles", "max_items")
 def _prefill_kernel(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, out_ptr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, tiles_ptr, out_ptr,
     sums_ptr,  # [programs, BLOCK_M, H] of the parts, and the same without H; read where SPLIT
     maxima_ptr, denominators_ptr, q_token_stride, q_head_stride, out_token_stride, table_stride, window,
     scale_log2e, num_tiles, max_items, SPLIT: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOWED: tl.constexpr,
-    INVARIANT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
+    G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) // (G * NUM_PARTS)
     g = tl.program_id(0) // NUM_PARTS % G
@@ -333,8 +347,8 @@ def _prefill_kernel(
         elif WINDOWED:
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, lowest, tl.minimum(edge_end, split_end),
-                lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-                True, True, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+                lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
+                scale_log2e, True, True, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         if not INVARIANT:
             seen_by_all = edge_end + tl.maximum(start + 1 - edge_end, 0) // BLOCK_N * BLOCK_N
@@ -345,13 +359,13 @@ def _prefill_kernel(
                 seen_by_all = tl.maximum(seen_by_all, lowest)
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, edge_end, seen_end,
-                lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-                False, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+                lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
+                scale_log2e, False, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         total, maximum, denominator = _attend_keys(
             q, total, maximum, denominator, position, seen_by_all, split_end,
-            lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-            True, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+            lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
+                scale_log2e, True, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
         )  # fmt: skip
 
         is_whole = True
@@ -439,8 +453,9 @@ def _merge_kernel(
 def attend_prefill(
     q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
     chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
-    fresh_slots_T: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    config: PrefillConfig | None = None, invariant: bool = False, num_splits: int | None = None,
+    scales: KVScales | None = None, fresh_slots_T: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, config: PrefillConfig | None = None, invariant: bool = False,
+    num_splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
@@ -453,13 +468,13 @@ def attend_prefill(
     if not use_triton(q_TNH):
         return attend_prefill_reference(
             q_TNH, keys_PGH, values_PGH, tables_RB, chunks,
-            block_size=block_size, scale=scale, window=window, out=out,
+            block_size=block_size, scale=scale, window=window, scales=scales, out=out,
         )  # fmt: skip
     T, N, H = q_TNH.shape
     G = keys_PGH.shape[1]
     if out is None:
         out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
-    if fresh_slots_T is not None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
+    if fresh_slots_T is not None and scales is None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
         k_TGH, v_TGH = keys_PGH[fresh_slots_T], values_PGH[fresh_slots_T]
         return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out)
     assert N // G <= BLOCK_M, f"{N // G} query heads share a kv head, at most {BLOCK_M} can"
@@ -490,10 +505,11 @@ def attend_prefill(
     }  # fmt: skip
     launch_triton(
         _prefill_kernel, (num_programs,),
-        (q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out, *parts),
+        (q_TNH, keys_PGH, values_PGH, *(scales or (out, out)), tables_RB, chunks.tiles_W4, out, *parts),
         (q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
          num_tiles, max_items),
         **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
+        HAS_SCALES=scales is not None,
         BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=max_registers,
     )  # fmt: skip

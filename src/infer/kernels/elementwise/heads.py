@@ -27,11 +27,11 @@ tables or slots in the cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.elementwise.kv_codes import KVScales, write_codes_reference
+from infer.kernels.elementwise.kv_codes import KVScales, encode, encode_rows, scale_of, write_codes_reference
 from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -95,19 +95,29 @@ def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: Cache
 
 @jit
 def _write_slots_kernel(
-    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride,
-    v_head_stride, GH, H,
-    BLOCK: tl.constexpr,  # next power of two >= G * H
+    k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, k_token_stride,
+    k_head_stride, v_token_stride, v_head_stride, G, H,
+    CODE_BLOCK: tl.constexpr,  # tokens of a block whose keys and values are codes; 0: they are not
+    FP8: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    head, element = index // H, index % H
-    mask = (index < GH) & (slot >= 0)
-    k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + element, mask=mask, other=0.0)
-    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + element, mask=mask, other=0.0)
-    tl.store(keys_ptr + slot * GH + index, k, mask=mask)
-    tl.store(values_ptr + slot * GH + index, v, mask=mask)
+    head, h = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    is_written = (head < G) & (slot >= 0)
+    mask = is_written[:, None] & (h < H)[None, :]
+    k_at = token * k_token_stride + head[:, None] * k_head_stride + h[None, :]
+    v_at = token * v_token_stride + head[:, None] * v_head_stride + h[None, :]
+    k = tl.load(k_ptr + k_at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
+    if CODE_BLOCK > 0:
+        k, k_scale = encode_rows(k, FP8)
+        v, v_scale = encode_rows(v, FP8)
+        scale_at = (slot // CODE_BLOCK * G + head) * CODE_BLOCK + slot % CODE_BLOCK
+        tl.store(key_scales_ptr + scale_at, k_scale, mask=is_written)
+        tl.store(value_scales_ptr + scale_at, v_scale, mask=is_written)
+    at = (slot * G + head)[:, None] * H + h[None, :]
+    tl.store(keys_ptr + at, k, mask=mask)
+    tl.store(values_ptr + at, v, mask=mask)
 
 
 def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> None:
@@ -115,14 +125,23 @@ def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> 
     if not use_triton(k_TGH):
         write_slots_reference(k_TGH, v_TGH, cache)
         return
-    keys_PGH, values_PGH, slots_T, _ = cache
+    keys_PGH, values_PGH, slots_T, _, scales = cache
     T, G, H = k_TGH.shape
     assert k_TGH.stride(2) == v_TGH.stride(2) == 1, "the elements of a head must be contiguous"
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the cache must be contiguous"
     _write_slots_kernel[(T,)](
-        k_TGH, v_TGH, keys_PGH, values_PGH, slots_T, k_TGH.stride(0), k_TGH.stride(1),
-        v_TGH.stride(0), v_TGH.stride(1), G * H, H, BLOCK=next_power_of_two(G * H),
+        k_TGH, v_TGH, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), slots_T, k_TGH.stride(0),
+        k_TGH.stride(1), v_TGH.stride(0), v_TGH.stride(1), G, H, **_code_options(cache),
+        BLOCK_G=next_power_of_two(G), BLOCK_H=next_power_of_two(H),
     )  # fmt: skip
+
+
+def _code_options(cache: CacheSlots | None) -> dict[str, Any]:
+    """What a kernel is compiled for that writes to this cache."""
+    scales = None if cache is None else cache.scales
+    if cache is None or scales is None:
+        return {"CODE_BLOCK": 0, "FP8": False}
+    return {"CODE_BLOCK": scales.keys.shape[2], "FP8": cache.keys_PGH.dtype is torch.float8_e4m3fn}
 
 
 def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
@@ -157,10 +176,29 @@ def _angles_and_gains(
 
 
 @jit
+def _fill_slots(
+    first, second, kept_ptr, scales_ptr, cached, slots, heads, in_cache, G, R, CODE_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Put the two halves of some heads into the cache."""
+    if CODE_BLOCK > 0:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+        scale, inverse = scale_of(largest, FP8)
+        first, second = encode(first, inverse[:, None], FP8), encode(second, inverse[:, None], FP8)
+        at = (slots // CODE_BLOCK * G + heads) * CODE_BLOCK + slots % CODE_BLOCK
+        tl.store(scales_ptr + at, scale, mask=(slots >= 0) & (heads < G))
+    tl.store(kept_ptr + cached, first, mask=in_cache)
+    tl.store(kept_ptr + cached + R, second, mask=in_cache)
+
+
+@jit
 def _norm_rope_write_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_out_ptr, keys_ptr,
-    values_ptr, k_out_ptr, v_out_ptr, qkv_token_stride, N, G, H, eps, offset, HAS_NORM: tl.constexpr,
-    HAS_CACHE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    values_ptr, key_scales_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, qkv_token_stride, N, G, H, eps,
+    offset, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, KEEPS: tl.constexpr,
+    CODE_BLOCK: tl.constexpr,  # tokens of a block whose keys and values are codes; 0: they are not
+    FP8: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # next power of two >= R
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -196,8 +234,10 @@ def _norm_rope_write_kernel(
     cached = (places * G + heads)[:, None] * H + r[None, :]
     kept = (token * G + heads)[:, None] * H + r[None, :]
     if is_v:
-        tl.store(values_ptr + cached, first_raw, mask=in_cache)
-        tl.store(values_ptr + cached + R, second_raw, mask=in_cache)
+        _fill_slots(
+            first_raw, second_raw, values_ptr, value_scales_ptr, cached, places, heads, in_cache, G, R,
+            CODE_BLOCK, FP8,
+        )  # fmt: skip
         if KEEPS:
             tl.store(v_out_ptr + kept, first_raw, mask=in_half)
             tl.store(v_out_ptr + kept + R, second_raw, mask=in_half)
@@ -219,8 +259,10 @@ def _norm_rope_write_kernel(
             tl.store(q_out_ptr + q_at + R, turned_second, mask=in_half)
         else:
             if HAS_CACHE:
-                tl.store(keys_ptr + cached, turned_first, mask=in_cache)
-                tl.store(keys_ptr + cached + R, turned_second, mask=in_cache)
+                _fill_slots(
+                    turned_first, turned_second, keys_ptr, key_scales_ptr, cached, places, heads, in_cache,
+                    G, R, CODE_BLOCK, FP8,
+                )  # fmt: skip
             if KEEPS:
                 tl.store(k_out_ptr + kept, turned_first, mask=in_half)
                 tl.store(k_out_ptr + kept + R, turned_second, mask=in_half)
@@ -247,11 +289,11 @@ def norm_rope_write(
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     # without a cache these are not looked at, like the weights of no norm
-    keys, values, slots_T, keeps = cache or CacheSlots(q_out, q_out, positions_T)
+    keys, values, slots_T, keeps, scales = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
-            assert part.dtype == qkv_TX.dtype, f"{name} are {part.dtype}, the projection {qkv_TX.dtype}"
+            assert part.dtype == qkv_TX.dtype or scales is not None, f"{name} are {part.dtype}"
         assert slots_T.is_contiguous(), "slots must be contiguous"
     if keeps:
         k_TGH = v_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
@@ -266,11 +308,12 @@ def norm_rope_write(
         (T, sum(num_programs)),
         (
             qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T,
-            q_out, keys, values, k_TGH, v_TGH,
+            q_out, keys, values, *(scales or (keys, values)), k_TGH, v_TGH,
         ),
         (qkv_TX.stride(0), N, G, H, eps, offset),
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
         KEEPS=cache is None or keeps, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
+        **_code_options(cache),
         **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
     )  # fmt: skip
     return q_out, k_TGH, v_TGH

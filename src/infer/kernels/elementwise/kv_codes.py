@@ -24,9 +24,6 @@ import torch
 from infer.kernels.runtime.dispatch import jit, tl
 
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each type
-ROUNDING: Final = (
-    12582912.0  # 1.5 * 2^23: a float32 that it is added to is rounded to an integer, half to even
-)
 
 
 class KVScales(NamedTuple):
@@ -67,17 +64,53 @@ def read_slots(
     return (codes.float() * scales[slots // block_size, :, slots % block_size][..., None]).to(dtype)
 
 
+def read_both(
+    keys_PGH: torch.Tensor, values_PGH: torch.Tensor, scales: KVScales | None, slots: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gather keys and values from their slots; codes are decoded to `dtype`."""
+    key_scales, value_scales = scales or (None, None)
+    return read_slots(keys_PGH, key_scales, slots, dtype), read_slots(values_PGH, value_scales, slots, dtype)
+
+
 @jit
 def scale_of(largest, FP8: tl.constexpr):
     """The scale of a head whose largest element is this, and its inverse."""
     top: tl.constexpr = 448.0 if FP8 else 127.0
-    return largest * (1 / top), tl.where(largest == 0.0, 0.0, top / largest)
+    return largest * (1 / top), top / tl.where(largest == 0.0, 1.0, largest)
 
 
 @jit
 def encode(x, inverse, FP8: tl.constexpr):
     """The codes of elements, given the inverse of their scale."""
     scaled = x.to(tl.float32) * inverse
-    if FP8:
-        return scaled.to(tl.float8e4nv)
-    return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # `ROUNDING`
+    if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
+        power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
+        return ((scaled + rounding) - rounding).to(tl.float8e4nv)
+    return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: rounds to an integer, half to even
+
+
+@jit
+def encode_rows(x, FP8: tl.constexpr):
+    """The codes of some heads [rows, H], and their scales [rows]."""
+    scale, inverse = scale_of(tl.max(tl.abs(x.to(tl.float32)), axis=1), FP8)
+    return encode(x, inverse[:, None], FP8), scale
+
+
+@jit
+def weigh_codes(weights, v, v_scale, total, dtype: tl.constexpr):
+    """The sums `total` and, added to them, values [positions, H] with these weights [rows, positions]."""
+    if dtype == tl.float16:  # a small weight times a small scale is below its range
+        largest = tl.max(v_scale, axis=0)
+        relative = v_scale / tl.where(largest == 0.0, 1.0, largest)
+        product = tl.dot((weights * relative[None, :]).to(dtype), v.to(dtype), input_precision="ieee")
+        return total + product * largest
+    return tl.dot((weights * v_scale[None, :]).to(dtype), v.to(dtype), total, input_precision="ieee")
+
+
+@jit
+def load_scales(scales_ptr, block, position, is_seen, g, G: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The scales of one kv head at some positions; 0 where a position is not seen."""
+    at = (block.to(tl.int64) * G + g) * BLOCK_SIZE + position % BLOCK_SIZE
+    return tl.load(scales_ptr + at, mask=is_seen, other=0.0)

@@ -1,0 +1,102 @@
+"""A KV cache of 8 bits on a GPU: both kernels in CUDA C++ at real sizes, and engines with every toggle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer import LLM, SamplingParams
+from infer.kernels.attention.decode import attend_decode_reference
+from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
+from infer.kernels.attention.decode_work import DecodeWork
+from scripts.make_checkpoint import make_checkpoint
+from tests.gpu.attention import relative_error
+from tests.unit.kernels.attention_contract import Heads, codes, make_paged
+from tests.unit.kernels.projected_contract import attend_written, make_transform, newest_slots
+
+pytestmark = pytest.mark.gpu
+
+HEADS = [Heads(32, 8, 128), Heads(32, 8, 64), Heads(7, 1, 128), Heads(8, 1, 64), Heads(8, 8, 64)]
+LENS = [8192, 4096, 1, 800, 0, 257, 16, 5000, 33]
+
+
+@codes
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.bfloat16), (1000, torch.float16)])
+def test_cuda_at_real_sizes(
+    heads: Heads, window: int | None, dtype: torch.dtype, kept_as: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    paged = make_paged(LENS, heads, block_size=16, dtype=dtype, device="cuda")
+    paged.keep_as(kept_as)
+    rows = torch.randperm(len(LENS)).to("cuda", torch.int32)
+    lens_S = torch.tensor(LENS, dtype=torch.int32, device="cuda")[rows.long()]
+    work = DecodeWork(max_rows=len(LENS), max_len=max(LENS), device="cuda", **dataclasses.asdict(heads))
+    work.plan(rows, lens_S, window=window)
+    q = torch.randn(len(LENS), heads.num_heads, heads.head_dim, device="cuda").to(dtype)
+    how: dict[str, Any] = {"block_size": 16, "scale": heads.head_dim**-0.5, "window": window}
+    how["scales"] = paged.scales
+    outs = [attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(20)]
+    exact = attend_decode_reference(q.float(), paged.keys, paged.values, paged.tables, rows, lens_S, **how)
+    for index, length in enumerate(lens_S.tolist()):
+        assert relative_error(outs[0][index], exact[index]) < 1e-2 if length else not outs[0][index].any()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not work.tickets.any()
+
+
+@codes
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_cuda_from_the_projection(heads: Heads, has_norm: bool, kept_as: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dtype, rows = torch.bfloat16, torch.arange(len(LENS), dtype=torch.int32, device="cuda")
+    lens_S = torch.tensor(LENS, dtype=torch.int32, device="cuda")
+    transform = make_transform(
+        heads, dtype=dtype, device="cuda", has_norm=has_norm, offset=0.0, num_positions=max(LENS)
+    )
+    paged = make_paged(LENS, heads, block_size=16, dtype=dtype, device="cuda")
+    newest = newest_slots(paged, rows, lens_S)
+    paged.keys[newest] = paged.values[newest] = torch.nan
+    paged.keep_as(kept_as)
+    work = DecodeWork(max_rows=len(LENS), max_len=max(LENS), device="cuda", **dataclasses.asdict(heads))
+    work.plan(rows, lens_S)
+    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    qkv = torch.randn(len(LENS), width, device="cuda").to(dtype)
+    how: dict[str, Any] = {"scale": heads.head_dim**-0.5, "window": None}
+    actual = attend_projected_cuda(
+        qkv, transform, paged.keys, paged.values, paged.tables, work,
+        block_size=16, scales=paged.scales, **how,
+    )  # fmt: skip
+    written = attend_written(qkv, transform, paged, rows, lens_S, **how)
+    for index, length in enumerate(LENS):
+        assert relative_error(actual[index], written[index].float()) < 2e-2 if length else True
+
+
+TOGGLES: list[dict[str, Any]] = [
+    {"use_cuda_graphs": False},
+    {"attention_backend": "triton"},
+    {"kv_cache_backend": "contiguous"},
+    {"block_size": 4, "num_blocks": 24, "preemption": "swap", "swap_blocks": 40},
+    {"prefill_chunk_size": 5, "use_prefix_caching": False, "max_batch_size": 3},
+    {"deterministic": True},
+]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+def test_no_toggle_changes_a_token(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    prompts = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * i)] for i in range(5)]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def tokens_of(**knobs: Any) -> list[list[int]]:
+        llm = LLM(str(tmp_path), dtype="float32", kv_cache_dtype=kv_cache_dtype, **knobs)
+        return [answer.token_ids for answer in llm.generate(prompts, greedy)]
+
+    expected = tokens_of(device="cpu", quantization="none")
+    for knobs in ({}, *TOGGLES):
+        assert tokens_of(device="cuda", **knobs) == expected, knobs
