@@ -189,7 +189,7 @@ def prepare_backend(
         None if store.scales[0] is None else store.keys[0].dtype,
     )  # fmt: skip
     try:
-        if not is_auto or not is_projected_faster(max_batch_size, config.num_kv_heads):
+        if not is_auto or heads.kept_as or not is_projected_faster(max_batch_size, config.num_kv_heads):
             compile_decode(DECODE, heads, store.device)
         compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
     except ConfigError as error:

@@ -87,8 +87,10 @@ def encode(x, inverse, FP8: tl.constexpr):
     if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
         power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
-        return ((scaled + rounding) - rounding).to(tl.float8e4nv)
-    return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: rounds to an integer, half to even
+        codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)
+    else:
+        codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: to an integer, half to even
+    return codes
 
 
 @jit
