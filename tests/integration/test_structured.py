@@ -25,8 +25,7 @@ from infer.loader.load import LoadedModel, load_model
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence
 from infer.tokenizer.tokenizer import Tokenizer
-from infer.tools.record import Recorder
-from infer.tools.record_reader import Record
+from infer.tools.record import Record, Recorder
 from infer.tools.replay import replay_model
 from tests.support.tiny import drain
 

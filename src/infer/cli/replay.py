@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--until must be a step, 1 or more, got {args.until}")
     with importing():
         import infer.engine.build  # noqa: F401  (and torch with it, for replay_model)
-        from infer.tools.record_reader import Record
+        from infer.tools.record import Record
         from infer.tools.replay import describe_state, replay_model
 
     record = Record(args.record)

@@ -1,10 +1,10 @@
 """Programs around the engine: nothing that serves a request imports them.
 
-record.py, record_reader.py, replay.py   a run written down, and repeated bit for bit
-typed_json.py                            files into structs, with errors that say what is wrong where
-step_cost.py                             how long a step takes, as a formula that a record is fitted to
-memory_plan.py                           what fits, from config and headers alone
-nvml.py                                  how busy a GPU is, for metrics
-doctor.py                                what this machine brings to running a model
-activation_diff.py                       the first tensor in which two models differ
+record.py, replay.py   a run written down, and repeated bit for bit
+typed_json.py          files into structs, with errors that say what is wrong where
+step_cost.py           how long a step takes, as a formula that a record is fitted to
+memory_plan.py         what fits, from config and headers alone
+nvml.py                how busy a GPU is, for metrics
+doctor.py              what this machine brings to running a model
+activation_diff.py     the first tensor in which two models differ
 """

@@ -29,7 +29,7 @@ from infer.engine.run_manifest import PLACES, RunFacts, fingerprint
 from infer.errors import ConfigError, InferError
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence
-from infer.tools.record_reader import Aborted, Added, Event, Failed, Ran, Record, Reset
+from infer.tools.record import Aborted, Added, Event, Failed, Ran, Record, Reset
 
 MAX_SHOWN_BLOCKS = 12
 

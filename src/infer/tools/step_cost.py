@@ -20,7 +20,7 @@ import msgspec
 
 from infer.errors import ConfigError
 from infer.scheduling.plan import StepPlan
-from infer.tools.record_reader import Ran, Record
+from infer.tools.record import Ran, Record
 from infer.tools.typed_json import read_json
 
 MIN_STEPS = 20  # of a record, to fit four numbers

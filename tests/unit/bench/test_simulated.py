@@ -15,8 +15,7 @@ from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
 from infer.scheduling.plan import COPY, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
-from infer.tools.record import Recorder
-from infer.tools.record_reader import Record
+from infer.tools.record import Record, Recorder
 from infer.tools.step_cost import StepCost, fit_cost, read_cost
 from tests.unit.tools.recorded_runs import make_facts
 

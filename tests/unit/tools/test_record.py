@@ -19,8 +19,7 @@ from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
-from infer.tools.record import Recorder
-from infer.tools.record_reader import Aborted, Added, Failed, Ran, Record
+from infer.tools.record import Aborted, Added, Failed, Ran, Record, Recorder
 from tests.unit.tools.recorded_runs import CONFIG, SIZE, make_engine, make_facts, record_run
 
 

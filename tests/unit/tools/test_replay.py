@@ -25,8 +25,7 @@ from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import Sequence
-from infer.tools.record import Recorder
-from infer.tools.record_reader import Record
+from infer.tools.record import Record, Recorder
 from infer.tools.replay import Replay, check_threads, describe_state, replay_config, replay_model
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.unit.tools.recorded_runs import CONFIG, make_engine, make_facts, make_request, record_run
