@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.llm import TextModel
+from infer.frontend.llm import Opened, TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
     ChatOptions,
@@ -31,10 +31,9 @@ from infer.frontend.prompts import (
     check_single,
     open_embeddings,
     read_prompt,
-    split_options,
 )
 from infer.sampling.params import SamplingParams
-from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.request import StepOutput
 
 
 class AsyncLLM(TextModel):
@@ -98,7 +97,7 @@ class AsyncLLM(TextModel):
 
         Options are those of `RequestOptions`: priority, deadline and cache_salt.
         """
-        return await self._answer(*await self._open(prompt, params, request_id, options, is_chat=False))
+        return await self._answer(await self._open(self._open_prompt, prompt, params, request_id, **options))
 
     def stream(
         self,
@@ -109,7 +108,7 @@ class AsyncLLM(TextModel):
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        return self._stream(prompt, params, request_id, options, is_chat=False)
+        return self._stream(self._open_prompt, prompt, params, request_id, **options)
 
     async def chat(
         self,
@@ -120,7 +119,7 @@ class AsyncLLM(TextModel):
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation, or a text as its only message; returns the whole answer, see `LLM.chat`."""
-        return await self._answer(*await self._open(messages, params, request_id, options, is_chat=True))
+        return await self._answer(await self._open(self._open_chat, messages, params, request_id, **options))
 
     def stream_chat(
         self,
@@ -131,7 +130,7 @@ class AsyncLLM(TextModel):
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        return self._stream(messages, params, request_id, options, is_chat=True)
+        return self._stream(self._open_chat, messages, params, request_id, **options)
 
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
@@ -145,7 +144,8 @@ class AsyncLLM(TextModel):
         (request,) = job.requests(self.encoder.next_id)
         return job.finish(await embed(self.client, request))
 
-    async def _answer(self, request: Request, builder: OutputBuilder) -> RequestOutput:
+    async def _answer(self, opened: Opened) -> RequestOutput:
+        request, builder = opened
         async with contextlib.aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
                 self._take(builder, output)
@@ -154,15 +154,9 @@ class AsyncLLM(TextModel):
         return builder.build()
 
     async def _stream(
-        self,
-        prompt: Any,  # or a conversation, in a chat
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions | ChatOptions,
-        *,
-        is_chat: bool,
+        self, open_request: Callable[..., Opened], *given: Any, **options: Any
     ) -> AsyncGenerator[TextDelta, None]:
-        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
+        request, builder = await self._open(open_request, *given, **options)
         check_streams(request.params, "use generate")
         async with contextlib.aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
@@ -172,23 +166,10 @@ class AsyncLLM(TextModel):
                 if builder.is_finished:
                     return
 
-    async def _open(
-        self,
-        prompt: Any,  # or a conversation, in a chat
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions | ChatOptions,
-        *,
-        is_chat: bool,
-    ) -> tuple[Request, OutputBuilder]:
-        check_single(prompt)
-        text = prompt if isinstance(prompt, str) and not is_chat else None
-        form = None
-        if is_chat:
-            chat, options = split_options(options)
-            prompt, params, form = await asyncio.to_thread(self.encoder.open_chat, prompt, params, **chat)
-        request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
-        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat, form=form)
+    async def _open(self, open_request: Callable[..., Opened], *given: Any, **options: Any) -> Opened:
+        """Open a request in a thread, as rendering and tokenizing take their time."""
+        check_single(given[0])
+        return await asyncio.to_thread(open_request, *given, **options)
 
     def _take(self, builder: OutputBuilder, output: StepOutput) -> TextDelta | None:
         """Add an output to its answer; a sequence that met a stop string is aborted."""

@@ -19,12 +19,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from infer.config.settings import EngineConfig, knob_table
-from infer.dialects.answer import AnswerFormat
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
@@ -50,6 +50,8 @@ from infer.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from infer.scheduling.request import Request, StepOutput
     from infer.tokenizer.tokenizer import Tokenizer
+
+Opened: TypeAlias = "tuple[Request, OutputBuilder]"  # a request for the engine, and what makes its answer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
 
@@ -103,6 +105,28 @@ class TextModel:
     def has_chat_template(self) -> bool:
         """Whether `chat` works with this model."""
         return self.encoder.has_chat_template
+
+    def _open_prompt(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Opened:
+        request = self.encoder.make_request(prompt, params, request_id, **options)
+        return request, OutputBuilder(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
+
+    def _open_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Opened:
+        chat, own = split_options(options)
+        ids, params, form = self.encoder.open_chat(messages, params, **chat)
+        request = self.encoder.make_request(ids, params, request_id, **own)
+        return request, OutputBuilder(request, self.tokenizer, None, is_chat=True, form=form)
 
 
 class LLM(TextModel):
@@ -185,19 +209,7 @@ class LLM(TextModel):
 
         If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
         """
-        with self._in_turn():
-            return self._generate(as_batch(prompts), params, options, show_progress=show_progress)
-
-    def _generate(
-        self,
-        batch: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
-        *,
-        forms: Sequence[AnswerFormat | None] | None = None,
-        show_progress: bool = False,
-    ) -> list[RequestOutput]:
-        """Answer prompts together; `forms` are how the answers to conversations are read."""
+        batch = as_batch(prompts)
         if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
             each: list[Any] = [params] * len(batch)
         else:
@@ -207,30 +219,31 @@ class LLM(TextModel):
                 f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all or one each",
                 param="params",
             )
+        asked = zip(batch, each, strict=True)
+        opens = [partial(self._open_prompt, prompt, own, **options) for prompt, own in asked]
+        with self._in_turn():
+            return self._answer(opens, show_progress=show_progress)
+
+    def _answer(
+        self, opens: Sequence[Callable[[], Opened]], *, show_progress: bool = False
+    ) -> list[RequestOutput]:
+        """Answer several requests together."""
         streams: list[_Stream] = []
         try:
-            for index, (prompt, prompt_params) in enumerate(zip(batch, each, strict=True)):
+            for index, open_request in enumerate(opens):
                 try:
-                    stream = self._open(
-                        prompt,
-                        prompt_params,
-                        options,
-                        is_chat=forms is not None,
-                        form=forms[index] if forms is not None else None,
-                        keeps_deltas=False,
-                    )
+                    streams.append(self._submit(open_request(), keeps_deltas=False))
                 except RequestError as error:
-                    if len(batch) > 1:
-                        error.args = (f"prompt {index} of {len(batch)}: {error}",)
+                    if len(opens) > 1:
+                        error.args = (f"prompt {index} of {len(opens)}: {error}",)
                     raise
-                streams.append(stream)
             unfinished = {stream.request.request_id for stream in streams}
             with progress("generating", total=len(streams), is_shown=show_progress) as advance:
                 while unfinished:
                     try:
                         finished = unfinished.intersection(self._step())
                     except EngineError as error:
-                        if len(batch) > 1:
+                        if len(opens) > 1:
                             raise _batch_error(streams, str(error)) from error
                         raise
                     unfinished -= finished
@@ -238,7 +251,7 @@ class LLM(TextModel):
         finally:
             for stream in streams:
                 self._close(stream)
-        if len(batch) > 1 and any(stream.error is not None for stream in streams):
+        if len(opens) > 1 and any(stream.error is not None for stream in streams):
             raise _batch_error(streams, "unfinished")
         return [stream.result() for stream in streams]
 
@@ -255,12 +268,9 @@ class LLM(TextModel):
         (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
         max_reasoning_tokens, template_options; priority, deadline and cache_salt as of `generate`.
         """
-        chat, request = split_options(options)
-        opened = [self.encoder.open_chat(each, params, **chat) for each in as_conversations(messages)]
-        prompts: list[Prompt] = [ids for ids, _, _ in opened]
-        each_params: Any = [bound for _, bound, _ in opened]
+        opens = [partial(self._open_chat, each, params, **options) for each in as_conversations(messages)]
         with self._in_turn():
-            return self._generate(prompts, each_params, request, forms=[form for _, _, form in opened])
+            return self._answer(opens)
 
     def embed(
         self,
@@ -312,21 +322,7 @@ class LLM(TextModel):
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> TextStream:
         """Continue one prompt, piece by piece; closing the iterator ends the request."""
-        return self._stream(prompt, params, options, is_chat=False)
-
-    def _stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-        *,
-        is_chat: bool,
-        form: AnswerFormat | None = None,
-    ) -> TextStream:
-        if isinstance(params, SamplingParams):
-            check_streams(params, "use generate")
-        with self._in_turn():
-            return TextStream(self, self._open(prompt, params, options, is_chat=is_chat, form=form))
+        return self._stream(partial(self._open_prompt, prompt, params, **options))
 
     def stream_chat(
         self,
@@ -335,23 +331,16 @@ class LLM(TextModel):
         **options: Unpack[ChatOptions],
     ) -> TextStream:
         """Answer one conversation, piece by piece; a piece's `events` tell reasoning and calls from text."""
-        chat, request = split_options(options)
-        prompt, params, form = self.encoder.open_chat(messages, params, **chat)
-        return self._stream(prompt, params, request, is_chat=True, form=form)
+        return self._stream(partial(self._open_chat, messages, params, **options))
 
-    def _open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-        *,
-        is_chat: bool,
-        form: AnswerFormat | None = None,
-        keeps_deltas: bool = True,
-    ) -> _Stream:
-        request = self.encoder.make_request(prompt, params, **options)
-        text = prompt if isinstance(prompt, str) else None
-        builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat, form=form)
+    def _stream(self, open_request: Callable[[], Opened]) -> TextStream:
+        with self._in_turn():
+            request, builder = open_request()
+            check_streams(request.params, "use generate")
+            return TextStream(self, self._submit((request, builder), keeps_deltas=True))
+
+    def _submit(self, opened: Opened, *, keeps_deltas: bool) -> _Stream:
+        request, builder = opened
         stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
         self.engine.add(request)  # last: a request in the engine always has a reader
         self._streams[request.request_id] = stream
