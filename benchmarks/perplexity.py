@@ -5,7 +5,8 @@
 
 The text is cut into windows of `--window-len` tokens, and every token but the first of a window is predicted
 from those before it. The first form named is what the others are compared with. `gpu:` means as a GPU keeps
-the weights, with products in float32: what the codes cost, wherever this runs.
+the weights, with products in float32: what the codes cost, wherever this runs. `int4:fast` is int4 with
+cpu_products=fast.
 
     KL          KL(first ‖ form) of the next token's distribution, the mean over all predictions
     +-          the uncertainty of `more`, that of the mean difference in log-probability, token by token:
@@ -29,12 +30,13 @@ from infer.bench.report import revision_of
 from infer.config.settings import LoadConfig
 from infer.frontend.prompts import make_encoder
 from infer.kernels.attention.reference import attend_sdpa
+from infer.layers.bind import bind
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.load import load_model, read_headers
 from infer.models.model import Model
 
-ON_GPU = "gpu:"
+ON_GPU, FAST = "gpu:", ":fast"
 
 
 class Guesses(NamedTuple):
@@ -60,11 +62,14 @@ def cut(ids: list[int], num_windows: int, window_len: int) -> list[list[int]]:
 
 def load(source: ModelSource, weights: str, device: str) -> Model:
     """The model with its weights in a form."""
-    name = weights.removeprefix(ON_GPU)
-    home, dtype = ("cuda", "float32") if name != weights else (None, "auto")
+    name = weights.removeprefix(ON_GPU).removesuffix(FAST)
+    home, dtype = ("cuda", "float32") if weights.startswith(ON_GPU) else (None, "auto")
     if name == "none":
         dtype = "float32"
-    return load_model(source, device=device, dtype=dtype, quantization=name, home=home).model
+    model = load_model(source, device=device, dtype=dtype, quantization=name, home=home).model
+    if weights.endswith(FAST):
+        bind(model, torch.device(device), deterministic=False, cpu_products="fast")
+    return model
 
 
 @torch.inference_mode()

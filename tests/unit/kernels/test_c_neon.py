@@ -21,7 +21,7 @@ ANALYZERS = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(24, 15, -1
 MAX_STACK_ACCESSES = 14  # of vector registers in a loop over groups, that a processor hides
 ITERATIONS = 100
 
-# Cycles of a group on a Neoverse N1, measured there with gcc 12.2: eight and four rows of a quad, one row of a tile.
+# Cycles of a group, measured on a Neoverse N1 with gcc 12.2: eight or four rows of a quad, one of a tile
 MEASURED = {
     "product_int8_8": 92.0,
     "product_int4_8": 100.0,

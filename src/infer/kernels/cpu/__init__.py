@@ -4,6 +4,7 @@ PyTorch spends more time between operations than in them when a model is small, 
 product for weights in groups of small integers. Both are mended by about a thousand lines of C:
 
     csrc/linear.c        int8 and int4 weights times activations (linear.h: how both lie in memory)
+    csrc/linear_neon.h   the same on ARM
     csrc/activations.c   activations into integers, on their way to a product
     csrc/attention.c     attention of a ragged batch straight from the paged cache
     csrc/elementwise.c   norms, rotary positions, gates, cache writes
