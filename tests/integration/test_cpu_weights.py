@@ -73,11 +73,12 @@ def make_engine(family: str, quantization: str = "int8", **knobs: Any) -> Engine
 
 
 @functools.cache
-def alone(family: str, quantization: str = "int8") -> list[list[list[int]]]:
+def alone(family: str, quantization: str = "int8", products: str = "exact") -> list[list[list[int]]]:
     """Every request by itself in an engine that runs one sequence and shares nothing."""
     outputs = []
+    knobs = {"max_batch_size": 1, "use_prefix_caching": False, "cpu_products": products}
     for request in REQUESTS:
-        engine = make_engine(family, quantization, max_batch_size=1, use_prefix_caching=False)
+        engine = make_engine(family, quantization, **knobs)
         outputs += run_engine(engine, [request])
     return outputs
 
@@ -93,6 +94,30 @@ def test_no_toggle_changes_a_token(number: int) -> None:
 def test_no_toggle_changes_a_token_of_int4_either(number: int) -> None:
     knobs = engine_knobs(pairwise_rows()[number]) | {"attention_backend": "auto"}
     assert run_engine(make_engine("llama", "int4", **knobs), REQUESTS) == alone("llama", "int4")
+
+
+@pytest.mark.parametrize("number", range(1, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
+def test_no_toggle_changes_a_token_of_fast_products_either(number: int) -> None:
+    """A row has one digit in a batch of any size."""
+    family, quantization = (("llama", "int4"), ("qwen3_moe", "int8"))[number // 4 % 2]
+    knobs = engine_knobs(pairwise_rows()[number]) | {"attention_backend": "auto", "cpu_products": "fast"}
+    engine = make_engine(family, quantization, **knobs)
+    assert run_engine(engine, REQUESTS) == alone(family, quantization, "fast")
+    assert alone("llama", "int4", "fast") != alone("llama", "int4"), "one digit changes nothing"
+
+
+@pytest.mark.parametrize("products", ["exact", "fast"])
+def test_threads_change_no_token(products: str) -> None:
+    c = library()
+    assert c is not None
+    usual = c.num_threads
+    try:
+        for num_threads in (1, 3):
+            c.set_threads(num_threads)
+            engine = make_engine("llama", "int4", cpu_products=products, deterministic=True)
+            assert run_engine(engine, REQUESTS) == alone("llama", "int4", products)
+    finally:
+        c.set_threads(usual)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
