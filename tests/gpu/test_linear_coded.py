@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT
 EPS = 1e-6
 TOKENS = [1, 2, 3, 8, 9, 15, 17, 33, 64, 65, 97, 128]
 CUTS = [(64, 2, 1, 1), (128, 4, 2, 1), (192, 3, 1, 1), (64, 3, 4, 2)]  # rows, stages, split, blocks
-D, K, F_OUT = 1032, 1088, 992  # no tile divides them; gates have whole bands
+D, K, F_OUT = 1000, 1000, 992  # no tile divides them; gates have whole bands
 
 
 def form_of(name: str) -> CodedForm:
@@ -43,8 +43,10 @@ def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig]]:
         cut = CUTS[(number + list(FORMS).index(name)) % len(CUTS)]
         if num_tokens > 64:
             cut = (64, *cut[1:])
+        columns = 256 if number % 2 and form.scale_rows == 1 else 128
+        by_warps = num_tokens <= 32 and number % 3 != 1
         if num_tokens <= 64 or not form.has_minima:
-            yield num_tokens, WgmmaConfig(coded_width(num_tokens), *cut, form)
+            yield num_tokens, WgmmaConfig(coded_width(num_tokens), *cut, form, columns, by_warps)
 
 
 def variants() -> Iterator[Defines]:

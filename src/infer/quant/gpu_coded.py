@@ -59,7 +59,7 @@ class Coded(Projection):
         if spec.num_experts is not None:
             return
         self.compiled = compiled
-        self.can_add = writes and use_triton(self.weights.codes)
+        self.can_add = writes and use_triton(self.weights.cells)
         if spec.dtype is torch.bfloat16:
             has_bias = self.bias is not None
             activation = "" if has_bias else activation
@@ -100,7 +100,7 @@ class Coded(Projection):
 
     def dequantized(self) -> torch.Tensor:
         """W as float32."""
-        if use_triton(self.weights.codes):
+        if use_triton(self.weights.cells):
             return expand(self.weights, torch.float32)
         return self.weights.dequantized()
 

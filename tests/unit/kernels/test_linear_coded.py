@@ -68,23 +68,30 @@ class Filled:
 def test_where_a_lane_finds_its_codes() -> None:
     """Written out for one lane: g = 3, t = 2 of the second block, columns 64 .. 127."""
     codes = torch.arange(32 * 128).reshape(32, 128)
-    block = pack(codes.int(), 8).flatten()[(1 * 2 + 1) * 1024 :][:1024].reshape(2, 32, 16)
+    block = pack(codes.int(), "int8").flatten()[(1 * 2 + 1) * 1024 :][:1024].reshape(2, 32, 16)
     row, column = 16 + 3, 64 + 32 + 2 * 2
     first = [(row + r, column + 8 * c + e) for c in (0, 1) for e in (0, 1) for r in (0, 8)]
     expected = [codes[r, c + 16 * s].item() for s in (0, 1) for r, c in first]
     assert block[1, 3 * 4 + 2].tolist() == expected
     nibbles = (codes % 13).to(torch.uint8)
-    words = pack(nibbles, 4).flatten()[(1 * 2 + 1) * 512 :][:512].view(torch.int32).reshape(32, 4)
+    words = pack(nibbles, "int4").flatten()[(1 * 2 + 1) * 512 :][:512].view(torch.int32).reshape(32, 4)
     word = words[3 * 4 + 2, 3].item() & 0xFFFFFFFF
     column = 64 + 48 + 2 * 2
     places = [(row + r, column + 8 * c + e) for e in (0, 1) for c in (0, 1) for r in (0, 8)]
     assert [word >> 4 * n & 15 for n in range(8)] == [nibbles[place].item() for place in places]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_unpack_is_the_inverse_of_pack(bits: int) -> None:
-    codes = torch.randint(0, 1 << bits, (96, 384), dtype=torch.uint8)
-    assert torch.equal(unpack(pack(codes, bits), bits), codes)
+def test_two_floats_of_8_bits_share_16() -> None:
+    """The first as bfloat16 less 120 in its exponent; of the second four bits below and four between."""
+    codes = torch.zeros(32, 128, dtype=torch.uint8)
+    codes[0, 0], codes[8, 0] = 0b1_1010_011, 0b1_0110_101
+    assert pack(codes, "fp8")[0, 0, :2].tolist() == [0b0011_0101, 0b1_011_1_101]
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_unpack_is_the_inverse_of_pack(form: str) -> None:
+    codes = torch.randint(0, 16 if form == "int4" else 256, (96, 384), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(codes, form), form), codes)
 
 
 @pytest.mark.parametrize("name", FORMS)

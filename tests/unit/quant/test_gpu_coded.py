@@ -49,4 +49,4 @@ def test_products_gates_and_rows_are_of_the_numbers() -> None:
 def test_memory_is_counted_without_having_any() -> None:
     counted, had = InFours(spec("meta", num_experts=3)), InFours(spec(num_experts=3))
     assert counted.num_bytes() == had.num_bytes() == 3 * CodedWeights.empty(N, K, "int4", 64).num_bytes
-    assert had.expert(1).tensors["codes_0"] is had.matrices[1].codes
+    assert had.expert(1).tensors["cells_0"] is had.matrices[1].cells

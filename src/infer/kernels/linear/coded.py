@@ -10,13 +10,16 @@ The matrix unit takes W from registers, 16 rows by 16 columns at a time: with g 
 lane holds the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g and g+8. All that a lane needs of 64 columns lies
 together, so that it is read in pieces of 16 bytes, without bank conflicts, and unpacked in pairs:
 
-    codes     [N / 32 bands][K / 64][2 blocks of 16 rows] and of a block, from the slowest to the fastest:
+    cells     [N / 32 bands][K / 128]: the codes of 32 rows and 128 columns, then their scales and minima,
+              [groups][32 rows] each, in float32; all that a kernel multiplies next comes in one copy
+    codes     [2 times 64 columns][2 blocks of 16 rows] and of a block, from the slowest to the fastest:
       8 bits  half of the columns, g, t, 16 columns, column + 8, column + 1, row + 8          1,024 bytes
       4 bits  g, t, 16 columns, column + 1, column + 8; row g in the low nibble, g + 8 above   512 bytes
-    scales    [N / 32 bands][groups][32 rows]; where 128 rows share theirs, [N / 32][groups]
+    scales    where a row has one, [N / 32][32 rows]; where 128 rows share theirs, [N / 32][groups]
 
-A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it likes. Rows are
-padded to whole bands, columns to 128, with zeros.
+Of two fp8 codes that share 16 bits, sign and rest of the first lie where bfloat16 has them: one instruction
+takes them out. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
+likes. Rows are padded to whole bands, columns to 128, with zeros.
 
 The zero of a 4-bit group is kept in the last four bits of its scale, which therefore has 20 bits: those of
 files have 16 and lose nothing; one of float32 is rounded by one part in two million.
@@ -31,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-BAND, PADDED_COLUMNS = 32, 128
+BAND, CELL_COLUMNS = 32, 128
 FORMS = ("fp8", "int8", "int4")
 
 _ZERO_BITS = 15  # the bits of a scale that hold the zero
@@ -50,12 +53,29 @@ class CodedForm(NamedTuple):
         """Of a code."""
         return 4 if self.codes == "int4" else 8
 
+    @property
+    def spans(self) -> int:
+        """Groups of a row that a cell has scales of; 0: they are kept elsewhere."""
+        if not self.group or self.scale_rows > 1:
+            return 0
+        return max(1, CELL_COLUMNS // self.group)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a cell's codes."""
+        return BAND * CELL_COLUMNS * self.bits // 8
+
+    @property
+    def cell_bytes(self) -> int:
+        """Of a cell, with its scales."""
+        return self.code_bytes + self.spans * BAND * 4 * (1 + self.has_minima)
+
     def check(self) -> None:
         """Refuse what has no layout."""
         codes, group, has_minima, scale_rows = self
         if codes not in FORMS or scale_rows not in (1, 128):
             raise ValueError(f"codes must be one of {FORMS} and scale_rows 1 or 128, got {self}")
-        if group and group not in (32, 64) and group % PADDED_COLUMNS:
+        if group and group not in (32, 64) and group % CELL_COLUMNS:
             raise ValueError(f"group must be 0, 32, 64 or a multiple of 128, got {self}")
         if (codes == "fp8" and has_minima) or (codes == "int4" and scale_rows > 1):
             raise ValueError(f"fp8 has no minima, and int4 a scale for each row, got {self}")
@@ -63,14 +83,14 @@ class CodedForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CodedWeights:
-    """One matrix [N, K] in the layout above; of experts, one after the other, [E, ...] each."""
+    """One matrix [N, K] in the layout above."""
 
     form: CodedForm
     num_rows: int
     size: int
-    codes: torch.Tensor  # uint8, [bands, bytes of a band]
-    scales: torch.Tensor  # float32, [bands, G, 32] or [bands, G]
-    minima: torch.Tensor | None  # the same
+    cells: torch.Tensor  # uint8, [bands, columns / 128, bytes of a cell]
+    scales: torch.Tensor  # float32, [bands, 32] of rows or [bands, G] of bands; empty where cells have them
+    minima: torch.Tensor  # float32, [bands, 32], or empty
 
     @classmethod
     def empty(
@@ -84,17 +104,18 @@ class CodedWeights:
         device: torch.device | str = "cpu",
     ) -> CodedWeights:
         """A matrix of zeros, to be filled row by row; on the meta device without memory."""
-        made = CodedForm(form, group if group < size else 0, has_minima, scale_rows)
+        group = group if group < size else 0
+        made = CodedForm(form, group, has_minima, scale_rows if group else 1)
         made.check()
-        bands, columns = -(-num_rows // BAND), padded(size)
-        shape = [bands, _num_groups(made, size), *((BAND,) if scale_rows == 1 else ())]
+        bands, num_cells = -(-num_rows // BAND), -(-size // CELL_COLUMNS)
+        width = 0 if made.spans else -(-size // group) if group else BAND
         return cls(
             made,
             num_rows,
             size,
-            torch.zeros((bands, BAND * columns * made.bits // 8), dtype=torch.uint8, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device) if has_minima else None,
+            torch.zeros((bands, num_cells, made.cell_bytes), dtype=torch.uint8, device=device),
+            torch.zeros((bands, width), dtype=torch.float32, device=device),
+            torch.zeros((bands, width if has_minima else 0), dtype=torch.float32, device=device),
         )
 
     @property
@@ -108,8 +129,15 @@ class CodedWeights:
     @property
     def num_bytes(self) -> int:
         """The memory of all three."""
-        tensors = [self.codes, self.scales, *([] if self.minima is None else [self.minima])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is kept, by name."""
+        return {"cells": self.cells, "scales": self.scales, "minima": self.minima}
+
+    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
+        """The same matrix in other memory; with one more axis in front, those of all experts."""
+        return replace(self, **tensors)
 
     def fill(
         self,
@@ -124,7 +152,7 @@ class CodedWeights:
         `codes` [R, K] is float8_e4m3fn, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4 only;
         8 for a symmetric file) are [R, G]. Where 128 rows share a scale, all rows of a band of 32 have one.
         """
-        form, last = self.form, first_row + len(codes)
+        form, last, device = self.form, first_row + len(codes), self.cells.device
         assert codes.shape[1] == self.size and last <= self.num_rows, (codes.shape, first_row, self.num_rows)
         assert (minima is not None) == form.has_minima, (minima is None, form)
         assert form.codes == "int4" or (isinstance(zeros, int) and zeros == 0), "only int4 has zeros"
@@ -132,95 +160,106 @@ class CodedWeights:
         rows = slice(first_row - bands.start * BAND, last - bands.start * BAND)
         is_whole = rows.start == 0 and (last % BAND == 0 or last == self.num_rows)
 
-        bytes_RK = codes.to(self.codes.device).view(torch.uint8)
+        bytes_RK = codes.to(device).view(torch.uint8)
+        packed = self.cells[bands, :, : form.code_bytes]
         if is_whole:
-            count, columns = (bands.stop - bands.start) * BAND, padded(self.size)
-            whole = bytes_RK.new_zeros((count, columns)) if (count, columns) != bytes_RK.shape else bytes_RK
+            shape = (bands.stop - bands.start) * BAND, self.cells.shape[1] * CELL_COLUMNS
+            whole = bytes_RK if bytes_RK.shape == shape else bytes_RK.new_zeros(shape)
         else:
-            whole = unpack(self.codes[bands], form.bits)
+            whole = unpack(packed, form.codes)
         if whole is not bytes_RK:
             whole[rows, : self.size] = bytes_RK
-        self.codes[bands] = pack(whole, form.bits)
-        words = scales.to(self.scales.device, torch.float32)
+        packed.copy_(pack(whole, form.codes))
+        words = scales.to(device, torch.float32)
         if form.codes == "int4":
-            if isinstance(zeros, torch.Tensor):
-                zeros = zeros.to(words.device, torch.int32)
+            zeros = zeros.to(device, torch.int32) if isinstance(zeros, torch.Tensor) else zeros
             words = (((words.view(torch.int32) + 8) & ~_ZERO_BITS) | zeros).view(torch.float32)
-        self._fill_scales(self.scales, bands, rows, words)
-        if self.minima is not None and minima is not None:
-            self._fill_scales(self.minima, bands, rows, minima.to(self.minima.device, torch.float32))
+        self._fill_scales(0, bands, rows, words)
+        if minima is not None:
+            self._fill_scales(1, bands, rows, minima.to(device, torch.float32))
 
-    def _fill_scales(self, to: torch.Tensor, bands: slice, rows: slice, values_RG: torch.Tensor) -> None:
-        num_groups = values_RG.shape[1]
-        if to.dim() == 2:
+    def _fill_scales(self, which: int, bands: slice, rows: slice, values_RG: torch.Tensor) -> None:
+        form = self.form
+        if form.scale_rows > 1:
             assert rows.start == 0, "rows that share scales are filled from the first row of a band"
-            to[bands, :num_groups] = values_RG[::BAND]
-            return
-        of_bands = to[bands].transpose(1, 2).flatten(0, 1).clone()  # [rows, G]
-        of_bands[rows, :num_groups] = values_RG
-        to[bands] = of_bands.unflatten(0, (-1, BAND)).transpose(1, 2)
+            self.scales[bands] = values_RG[::BAND]
+        elif not form.spans:
+            (self.minima if which else self.scales)[bands].view(-1)[rows] = values_RG[:, 0]
+        else:
+            in_cells = self._in_cells(which)[bands]  # [bands, cells, spans, 32]
+            by_row = in_cells.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).clone()  # [rows, cells * spans]
+            repeated = values_RG.repeat_interleave(max(1, form.group // CELL_COLUMNS), dim=1)
+            count = min(repeated.shape[1], by_row.shape[1])
+            by_row[rows, :count] = repeated[:, :count]
+            shape = (-1, BAND, *in_cells.shape[1:3])
+            in_cells.copy_(by_row.view(shape).permute(0, 2, 3, 1))
+
+    def _in_cells(self, which: int) -> torch.Tensor:
+        """Scales, or minima, where cells have them: [bands, cells, spans, 32]."""
+        num_bytes = self.form.spans * BAND * 4
+        first = self.form.code_bytes + which * num_bytes
+        floats = self.cells.view(torch.float32)[:, :, first // 4 : (first + num_bytes) // 4]
+        return floats.unflatten(2, (self.form.spans, BAND))
 
     def dequantized(self) -> torch.Tensor:
         """W as float32, [N, K]: the specification of what the kernels multiply with."""
-        codes = unpack(self.codes, self.form.bits)[:, : self.size]
+        form = self.form
+        codes = unpack(self.cells[:, :, : form.code_bytes], form.codes)[:, : self.size]
         numbers = codes.float()
-        if self.form.codes != "int4":
-            code_type = torch.float8_e4m3fn if self.form.codes == "fp8" else torch.int8
+        if form.codes != "int4":
+            code_type = torch.float8_e4m3fn if form.codes == "fp8" else torch.int8
             numbers = codes.contiguous().view(code_type).float()
-        scales = self.scales
-        if self.form.codes == "int4":
-            words = scales.view(torch.int32)
-            numbers -= self._by_element((words & _ZERO_BITS).float())
+        scales = self._by_element(0)
+        if form.codes == "int4":
+            words = scales.contiguous().view(torch.int32)
+            numbers -= (words & _ZERO_BITS).float()
             scales = (words & ~_ZERO_BITS).view(torch.float32)
-        numbers *= self._by_element(scales)
-        if self.minima is not None:
-            numbers += self._by_element(self.minima)
+        numbers *= scales
+        if form.has_minima:
+            numbers += self._by_element(1)
         return numbers[: self.num_rows]
 
-    def _by_element(self, parts: torch.Tensor) -> torch.Tensor:
+    def _by_element(self, which: int) -> torch.Tensor:
         """What each element's group has, [rows of all bands, K]; one column where a row has one group."""
-        if parts.dim() == 2:
-            parts = parts[:, :, None].expand(-1, -1, BAND)
-        by_row = parts.transpose(1, 2).flatten(0, 1)
-        group = self.form.group
-        return by_row.repeat_interleave(group, dim=1)[:, : self.size] if group else by_row
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What is kept, by name."""
-        named = {"codes": self.codes, "scales": self.scales}
-        return named if self.minima is None else {**named, "minima": self.minima}
-
-    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
-        """The same matrix in other memory."""
-        return replace(self, **tensors)
+        form = self.form
+        if not form.spans:
+            parts = self.minima if which else self.scales
+            if form.scale_rows == 1:
+                return parts.reshape(-1, 1)
+            return parts.repeat_interleave(BAND, 0).repeat_interleave(form.group, 1)[:, : self.size]
+        by_row = self._in_cells(which).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
+        return by_row.repeat_interleave(CELL_COLUMNS // form.spans, dim=1)[:, : self.size]
 
 
-def padded(size: int) -> int:
-    """Columns that are kept for `size`."""
-    return -(-size // PADDED_COLUMNS) * PADDED_COLUMNS
-
-
-def _num_groups(form: CodedForm, size: int) -> int:
-    return -(-padded(size) // form.group) if form.group else 1
-
-
-def pack(codes_RK: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes of whole bands, one code each, in the layout above."""
+def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
+    """Bytes of whole bands and cells, one code each, in the layout above: [bands, cells, bytes of codes]."""
     num_columns = codes_RK.shape[1]
     # band, block, row + 8, g | 64 columns, half, 16 columns, column + 8, t, column + 1
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
-    if bits == 8:
-        return axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(len(axes), -1)
-    low, high = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, len(axes), -1)
-    return low | high << 4
+    shape = (len(axes), num_columns // CELL_COLUMNS, -1)
+    if form == "int4":
+        low, high = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, *shape)
+        return low | high << 4
+    in_order = axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(*shape)
+    if form == "int8":
+        return in_order
+    first, second = in_order.unflatten(2, (-1, 2)).int().unbind(3)
+    halves = (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8
+    return (halves | (second & 0x0F)).short().view(torch.uint8)
 
 
-def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, form: str) -> torch.Tensor:
     """The inverse of `pack`: codes as bytes, [rows of the bands, padded columns]."""
-    if bits == 8:
-        axes = packed.reshape(len(packed), -1, 2, 2, 8, 4, 2, 2, 2, 2)
-        order = axes.permute(0, 2, 9, 4, 1, 3, 6, 7, 5, 8)
-    else:
-        axes = torch.stack((packed & 15, packed >> 4)).reshape(2, len(packed), -1, 2, 8, 4, 2, 2, 2, 2)
+    bands = len(packed)
+    if form == "int4":
+        axes = torch.stack((packed & 15, packed >> 4)).reshape(2, bands, -1, 2, 8, 4, 2, 2, 2, 2)
         order = axes.permute(1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
-    return order.reshape(len(packed) * BAND, -1)
+    else:
+        if form == "fp8":
+            halves = packed.contiguous().view(torch.int16).int()
+            first = halves >> 8 & 0x80 | halves >> 4 & 0x7F
+            second = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
+            packed = torch.stack((first, second), -1).to(torch.uint8)
+        axes = packed.reshape(bands, -1, 2, 2, 8, 4, 2, 2, 2, 2)
+        order = axes.permute(0, 2, 9, 4, 1, 3, 6, 7, 5, 8)
+    return order.reshape(bands * BAND, -1)

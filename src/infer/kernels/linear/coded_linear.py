@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
-from infer.kernels.linear.coded import PADDED_COLUMNS, CodedWeights, padded
+from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.coded_triton import (
     coded_skinny_kernel,
     expand_kernel,
@@ -31,7 +31,6 @@ from infer.kernels.linear.triton_configs import MAX_SMALL_M
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
 
-_EXPAND_CHUNKS = 4  # of 64 columns: a program's
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
 
 
@@ -84,34 +83,43 @@ def coded_linear(
 def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     """W as plain rows, [N, K]; in the type of its codes, these alone."""
     raw = w.form.codes == "fp8" and dtype is torch.float8_e4m3fn
-    out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.codes.device)
-    grid = (len(w.codes), -(-padded(w.size) // (64 * _EXPAND_CHUNKS)))
-    expand_kernel[grid](
-        w.codes, w.scales, w.scales if w.minima is None else w.minima, out_NK, *w.shape,
-        padded(w.size) // 64, w.scales.shape[1], **_constants(w), RAW=raw, CHUNKS=_EXPAND_CHUNKS,
-    )  # fmt: skip
+    out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
+    expand_kernel[tuple(w.cells.shape[:2])](
+        *_stored(w), out_NK, *w.shape, *_sizes(w), **_constants(w), RAW=raw
+    )
     return out_NK.view(dtype)
 
 
 def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of W."""
-    if not use_triton(w.codes):
+    if not use_triton(w.cells):
         return w.dequantized()[ids_T].to(dtype)
-    out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.codes.device)
+    out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.cells.device)
     if ids_T.numel():
         lookup_kernel[(ids_T.numel(), -(-w.size // 512))](
-            ids_T.contiguous(), w.codes, w.scales, w.scales if w.minima is None else w.minima, out_TK, w.size,
-            padded(w.size) // 64, w.scales.shape[1], **_constants(w), BLOCK=512,
-        )  # fmt: skip
+            ids_T.contiguous(), *_stored(w), out_TK, w.size, *_sizes(w), **_constants(w), BLOCK=512
+        )
     return out_TK
 
 
+def _stored(w: CodedWeights) -> tuple[torch.Tensor, ...]:
+    """What a kernel reads: cells as bytes and as floats, scales and minima outside of them."""
+    return w.cells, w.cells.view(torch.float32), w.scales, w.minima
+
+
+def _sizes(w: CodedWeights) -> tuple[int, int]:
+    return w.cells.shape[1], max(w.scales.shape[1], 1)
+
+
 def _constants(w: CodedWeights) -> dict[str, Any]:
+    codes, group, has_minima, scale_rows = form = w.form
     return {
-        "FORM": w.form.codes,
-        "GROUP": w.form.group,
-        "MINIMA": w.form.has_minima,
-        "BY_BAND": w.form.scale_rows > 1,
+        "FORM": codes,
+        "GROUP": group,
+        "SPANS": form.spans,
+        "MINIMA": has_minima,
+        "BY_BAND": scale_rows > 1 and group > 0,
+        "CELL_BYTES": form.cell_bytes,
     }
 
 
@@ -120,11 +128,9 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
     assert w.size == K and x_MK.stride(1) == 1, (w.shape, x_MK.shape, x_MK.stride())
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     block_m = 16 if M <= 16 else 64
-    coded_skinny_kernel[(len(w.codes), -(-M // block_m))](
-        x_MK, w.codes, w.scales, w.scales if w.minima is None else w.minima,
-        x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
-        padded(K) // 64, w.scales.shape[1], **_constants(w), BIAS=bias_N is not None,
-        WIDEN=INTERPRETED, BLOCK_M=block_m, CHUNKS=PADDED_COLUMNS // 64,
+    coded_skinny_kernel[(len(w.cells), -(-M // block_m))](
+        x_MK, *_stored(w), x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
+        *_sizes(w), **_constants(w), BIAS=bias_N is not None, WIDEN=INTERPRETED, BLOCK_M=block_m,
     )  # fmt: skip
     return y_MN
 

@@ -29,34 +29,47 @@ def _number(byte, FORM: tl.constexpr):
 
 
 @jit
-def _codes(codes_ptr, band, chunk, num_chunks, FORM: tl.constexpr, CHUNKS: tl.constexpr):
-    """The bytes, one for each code, of 32 rows and CHUNKS times 64 columns from `chunk` on."""
+def _codes(cells_ptr, first, FORM: tl.constexpr, CELLS: tl.constexpr, CELL_BYTES: tl.constexpr):
+    """The bytes, one for each code, of 32 rows and CELLS times 128 columns from the cell at `first` on."""
     if FORM == "int4":
-        at = (band * num_chunks + chunk).to(tl.int64) * 1024 + tl.arange(0, CHUNKS * 1024)
-        both = tl.load(codes_ptr + at, mask=at < (band + 1).to(tl.int64) * num_chunks * 1024, other=0)
-        axes = tl.join(both & 15, both >> 4).reshape([CHUNKS, 2, 8, 4, 4, 2, 2, 2])
-        # chunk, block, g, t, 16 columns, column + 1, column + 8, row + 8
+        inside = tl.arange(0, CELLS * 2048)
+        both = tl.load(cells_ptr + first + inside // 2048 * CELL_BYTES + inside % 2048)
+        axes = tl.join(both & 15, both >> 4).reshape([CELLS * 2, 2, 8, 4, 4, 2, 2, 2])
+        # 64 columns, block, g, t, 16 columns, column + 1, column + 8, row + 8
         ordered = axes.permute([1, 7, 2, 0, 4, 6, 3, 5])
     else:
-        at = (band * num_chunks + chunk).to(tl.int64) * 2048 + tl.arange(0, CHUNKS * 2048)
-        both = tl.load(codes_ptr + at, mask=at < (band + 1).to(tl.int64) * num_chunks * 2048, other=0)
-        axes = both.reshape([CHUNKS, 2, 2, 8, 4, 2, 2, 2, 2])
-        # chunk, block, half, g, t, 16 columns, column + 8, column + 1, row + 8
+        inside = tl.arange(0, CELLS * 4096)
+        both = tl.load(cells_ptr + first + inside // 4096 * CELL_BYTES + inside % 4096)
+        if FORM == "fp8":
+            lower, upper = both.reshape([CELLS * 2048, 2]).split()
+            one = (upper & 0x80) | ((upper & 0x07) << 4) | (lower >> 4)
+            two = ((upper & 0x08) << 4) | (upper & 0x70) | (lower & 0x0F)
+            both = tl.join(one, two)
+        axes = both.reshape([CELLS * 2, 2, 2, 8, 4, 2, 2, 2, 2])
+        # 64 columns, block, half, g, t, 16 columns, column + 8, column + 1, row + 8
         ordered = axes.permute([1, 8, 3, 0, 2, 5, 6, 4, 7])
-    return ordered.reshape([32, CHUNKS * 64])
+    return ordered.reshape([32, CELLS * 128])
 
 
 @jit
 def _of_groups(
-    ptr, band, rows, column, num_groups, GROUP: tl.constexpr, BY_BAND: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Scales or minima of a tile, as bits of float32: [rows, COLUMNS]."""
-    COUNT: tl.constexpr = 1 if GROUP == 0 or GROUP >= COLUMNS else COLUMNS // GROUP
-    group = tl.arange(0, COUNT) + (0 if GROUP == 0 else column // GROUP)
-    at = (band * num_groups + tl.minimum(group, num_groups - 1)).to(tl.int64)[None, :]
-    values = tl.load(ptr + (at + 0 * rows[:, None] if BY_BAND else at * 32 + rows[:, None]))
-    wide = tl.broadcast_to(values[:, :, None], [rows.shape[0], COUNT, COLUMNS // COUNT])
-    return wide.reshape([rows.shape[0], COLUMNS])
+    words_ptr, scales_ptr, band, cell, first, num_cells, num_groups,
+    GROUP: tl.constexpr, SPANS: tl.constexpr, BY_BAND: tl.constexpr, CELLS: tl.constexpr,
+    CELL_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Scales or minima of a tile: in cells from `first` on, or those of rows, or of bands."""
+    COUNT: tl.constexpr = SPANS * CELLS if SPANS else (CELLS if BY_BAND else 1)
+    rows, span = tl.arange(0, 32)[:, None], tl.arange(0, COUNT)[None, :]
+    if SPANS:
+        at = words_ptr + (first + span // SPANS * CELL_BYTES) // 4 + span % SPANS * 32 + rows
+    elif BY_BAND:
+        group = tl.minimum((cell + span) * 128 // GROUP, num_groups - 1)
+        at = scales_ptr + band.to(tl.int64) * num_groups + group + 0 * rows
+    else:
+        at = scales_ptr + band.to(tl.int64) * 32 + rows + 0 * span
+    values = tl.load(at)
+    wide = tl.broadcast_to(values[:, :, None], [32, COUNT, CELLS * 128 // COUNT])
+    return wide.reshape([32, CELLS * 128])
 
 
 @jit
@@ -70,37 +83,44 @@ def _scaled(number, word, least, FORM: tl.constexpr, MINIMA: tl.constexpr):
 
 
 @jit
-def _tile(
-    codes_ptr, scales_ptr, minima_ptr, band, chunk, num_chunks, num_groups,
-    FORM: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
-    CHUNKS: tl.constexpr,
+def coded_tile(
+    cells_ptr, words_ptr, scales_ptr, minima_ptr, band, cell, num_cells, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    CELL_BYTES: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """32 rows and CHUNKS times 64 columns of W in float32."""
-    rows = tl.arange(0, 32)
-    number = _number(_codes(codes_ptr, band, chunk, num_chunks, FORM, CHUNKS), FORM)
-    word = _of_groups(scales_ptr, band, rows, chunk * 64, num_groups, GROUP, BY_BAND, CHUNKS * 64)
+    """32 rows and CELLS times 128 columns of W in float32."""
+    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" else 4096
+    first = (band.to(tl.int64) * num_cells + cell) * CELL_BYTES
+    number = _number(_codes(cells_ptr, first, FORM, CELLS, CELL_BYTES), FORM)
+    word = _of_groups(
+        words_ptr, scales_ptr, band, cell, first + CODE_BYTES, num_cells, num_groups,
+        GROUP, SPANS, BY_BAND, CELLS, CELL_BYTES,
+    )  # fmt: skip
     least = word
     if MINIMA:
-        least = _of_groups(minima_ptr, band, rows, chunk * 64, num_groups, GROUP, BY_BAND, CHUNKS * 64)
+        least = _of_groups(
+            words_ptr, minima_ptr, band, cell, first + CODE_BYTES + SPANS * 128, num_cells, num_groups,
+            GROUP, SPANS, BY_BAND, CELLS, CELL_BYTES,
+        )  # fmt: skip
     return _scaled(number, word, least, FORM, MINIMA)
 
 
 @jit
 def expand_kernel(
-    codes_ptr, scales_ptr, minima_ptr, out_ptr, N, K, num_chunks, num_groups,
-    FORM: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    cells_ptr, words_ptr, scales_ptr, minima_ptr, out_ptr, N, K, num_cells, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    CELL_BYTES: tl.constexpr,
     RAW: tl.constexpr,  # codes alone
-    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    band, chunk = tl.program_id(0), tl.program_id(1) * CHUNKS
+    band, cell = tl.program_id(0), tl.program_id(1)
     rows = (band * 32 + tl.arange(0, 32))[:, None]
-    columns = (chunk * 64 + tl.arange(0, CHUNKS * 64))[None, :]
+    columns = (cell * 128 + tl.arange(0, 128))[None, :]
     if RAW:
-        tile = _codes(codes_ptr, band, chunk, num_chunks, FORM, CHUNKS)
+        tile = _codes(cells_ptr, (band.to(tl.int64) * num_cells + cell) * CELL_BYTES, FORM, 1, CELL_BYTES)
     else:
-        tile = _tile(
-            codes_ptr, scales_ptr, minima_ptr, band, chunk, num_chunks, num_groups,
-            FORM, GROUP, MINIMA, BY_BAND, CHUNKS,
+        tile = coded_tile(
+            cells_ptr, words_ptr, scales_ptr, minima_ptr, band, cell, num_cells, num_groups,
+            FORM, GROUP, SPANS, MINIMA, BY_BAND, CELL_BYTES, 1,
         )  # fmt: skip
     at = out_ptr + rows.to(tl.int64) * K + columns
     tl.store(at, tile.to(out_ptr.dtype.element_ty), mask=(rows < N) & (columns < K))
@@ -108,29 +128,43 @@ def expand_kernel(
 
 @jit
 def lookup_kernel(
-    ids_ptr, codes_ptr, scales_ptr, minima_ptr, out_ptr, K, num_chunks, num_groups,
-    FORM: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, cells_ptr, words_ptr, scales_ptr, minima_ptr, out_ptr, K, num_cells, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    CELL_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.load(ids_ptr + tl.program_id(0)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < K
     band, block, upper, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
+    first = (band * num_cells + columns // 128) * CELL_BYTES
     in_lane = g * 64 + columns // 2 % 4 * 16
-    first = (band * num_chunks + columns // 64) * 2 + block
     if FORM == "int4":
-        at = first * 512 + in_lane + columns // 16 % 4 * 4 + columns % 2 * 2 + columns // 8 % 2
-    else:
-        at = first * 1024 + columns // 32 % 2 * 512 + in_lane
-        at += columns // 16 % 2 * 8 + columns // 8 % 2 * 4 + columns % 2 * 2 + upper
-    byte = tl.load(codes_ptr + at, mask=is_column, other=0)
-    if FORM == "int4":
+        inside = (columns // 64 % 2 * 2 + block) * 512 + in_lane
+        inside += columns // 16 % 4 * 4 + columns % 2 * 2 + columns // 8 % 2
+        byte = tl.load(cells_ptr + first + inside, mask=is_column, other=0)
         byte = (byte >> (upper * 4).to(tl.uint8)) & 15
-    group = columns * 0 if GROUP == 0 else columns // GROUP
-    where = band * num_groups + tl.minimum(group, num_groups - 1)
-    if not BY_BAND:
-        where = where * 32 + row % 32
-    word = tl.load(scales_ptr + where)
-    least = tl.load(minima_ptr + where) if MINIMA else word
+    else:
+        inside = (columns // 64 % 2 * 2 + block) * 1024 + columns // 32 % 2 * 512 + in_lane
+        inside += columns // 16 % 2 * 8 + columns // 8 % 2 * 4 + columns % 2 * 2
+        if FORM == "fp8":
+            low = tl.load(cells_ptr + first + inside, mask=is_column, other=0)
+            high = tl.load(cells_ptr + first + inside + 1, mask=is_column, other=0)
+            one = (high & 0x80) | ((high & 0x07) << 4) | (low >> 4)
+            two = ((high & 0x08) << 4) | (high & 0x70) | (low & 0x0F)
+            byte = tl.where(upper == 0, one, two)
+        else:
+            byte = tl.load(cells_ptr + first + inside + upper, mask=is_column, other=0)
+    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" else 4096
+    if SPANS:
+        where = words_ptr + (first + CODE_BYTES) // 4 + columns % 128 // (128 // SPANS) * 32 + row % 32
+        least_at = where + SPANS * 32
+    else:
+        index = band * 32 + row % 32 + columns * 0
+        if BY_BAND:
+            index = band * num_groups + tl.minimum(columns // GROUP, num_groups - 1)
+        where, least_at = scales_ptr + index, minima_ptr + index
+    word = tl.load(where, mask=is_column, other=0.0)
+    least = tl.load(least_at, mask=is_column, other=0.0) if MINIMA else word
     number = _scaled(_number(byte, FORM), word, least, FORM, MINIMA)
     at_out = out_ptr + tl.program_id(0).to(tl.int64) * K + columns
     tl.store(at_out, number.to(out_ptr.dtype.element_ty), mask=is_column)
@@ -138,21 +172,23 @@ def lookup_kernel(
 
 @jit_for_any("M")
 def coded_skinny_kernel(
-    x_ptr, codes_ptr, scales_ptr, minima_ptr, bias_ptr, y_ptr, x_row_stride, M, N, K, num_chunks, num_groups,
-    FORM: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr, cells_ptr, words_ptr, scales_ptr, minima_ptr, bias_ptr, y_ptr, x_row_stride, M, N, K,
+    num_cells, num_groups,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    CELL_BYTES: tl.constexpr, BIAS: tl.constexpr,
     WIDEN: tl.constexpr,  # Triton's interpreter cannot multiply matrices of bfloat16
-    BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     band = tl.program_id(0)
     tokens = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
     x_rows = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64) * x_row_stride
     total = tl.zeros([32, BLOCK_M], tl.float32)
-    for chunk in range(0, num_chunks, CHUNKS):
-        columns = (chunk * 64 + tl.arange(0, CHUNKS * 64))[:, None]
+    for cell in range(num_cells):
+        columns = (cell * 128 + tl.arange(0, 128))[:, None]
         x = tl.load(x_rows + columns, mask=columns < K, other=0.0)
-        w = _tile(
-            codes_ptr, scales_ptr, minima_ptr, band, chunk, num_chunks, num_groups,
-            FORM, GROUP, MINIMA, BY_BAND, CHUNKS,
+        w = coded_tile(
+            cells_ptr, words_ptr, scales_ptr, minima_ptr, band, cell, num_cells, num_groups,
+            FORM, GROUP, SPANS, MINIMA, BY_BAND, CELL_BYTES, 1,
         ).to(x_ptr.dtype.element_ty)  # fmt: skip
         if WIDEN:
             w, x = w.to(tl.float32), x.to(tl.float32)

@@ -133,7 +133,7 @@ class CudaLinear(Generic[Config]):
 
 def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
     """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
-    stored = w.codes if isinstance(w, CodedWeights) else w
+    stored = w.cells if isinstance(w, CodedWeights) else w
     return (
         x_MX.dtype is torch.bfloat16
         and stored.is_contiguous()
@@ -165,7 +165,7 @@ def outer_arguments(
     x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
     """Check that the kernels can read these tensors; an address stands in for what a product has not."""
-    stored = w.codes if isinstance(w, CodedWeights) else w
+    stored = w.cells if isinstance(w, CodedWeights) else w
     assert w.shape[1] == x_MK.shape[1] and stored.is_contiguous(), f"{w.shape} and {x_MK.shape}"
     assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)
     is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or stored.data_ptr() % 16)

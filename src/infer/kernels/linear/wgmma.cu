@@ -38,10 +38,13 @@
        BLOCKS                 to an SM
    N and K are arguments: one kernel serves all matrices that are cut alike.
 
-   With WEIGHTS, W comes in codes of 8 or 4 bits, a stage has 128 columns of them (linear/coded.py has the layout), and
-   lanes of the loading warp bring 32 rows each. A lane of a warpgroup unpacks what is its own (coded.cuh) and multiplies
-   from registers. The sums of a group of columns are multiplied with its scale in float32, and added up:
+   With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
+   rows each. A lane of a warp that multiplies unpacks what is its own (coded.cuh), and W is on the left from registers:
+   of warps, which read x for themselves, where there are few tokens, else of warpgroups. The sums of a group of columns
+   are multiplied with its scale in float32, and added up:
 
+       COLUMNS                of a stage, 128 or 256
+       BY_WARPS               whether warps multiply by themselves
        GROUP                  columns that share a scale; 0: a row has one, applied at the end
        MINIMA                 sums += minimum * sum of x, which is a product with ones
        SCALE_ROWS             rows that share a scale, 1 or 128 */
@@ -67,18 +70,28 @@ constexpr int WARPS = ROWS / 16;  // that multiply
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 
-constexpr int BOX = 64, CHUNK = CODED ? 128 : BOX;  // columns of a box, 128 bytes, and of a stage
-constexpr int W_BYTES = ROWS * CHUNK * BITS / 8, X_BYTES = TOKENS * CHUNK * 2;
-constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+#if !WEIGHTS
+#define COLUMNS 64
+#endif
+constexpr int BOX = 64, CHUNK = COLUMNS;  // columns of a box, 128 bytes, and of a stage
+constexpr int X_BYTES = TOKENS * CHUNK * 2;
 
 #if WEIGHTS
-constexpr int BAND_ROWS = 32, BANDS = ROWS / BAND_ROWS, BAND_BYTES = W_BYTES / BANDS;
-constexpr int SPAN = GROUP == 0 || GROUP > CHUNK ? CHUNK : GROUP, SPANS = CHUNK / SPAN;  // columns under one scale
-constexpr int NUM_SCALES = GROUP && SCALE_ROWS == 1 ? ROWS * SPANS : 0;                  // of a stage
+constexpr int BAND_ROWS = 32, BANDS = ROWS / BAND_ROWS, CELL = 128;  // columns of a cell
+constexpr int BLOCK_BYTES = 16 * BOX * BITS / 8, PIECES = BITS / 4;  // of 16 rows and a box's columns, for each lane
+constexpr int SPAN = GROUP == 0 ? CHUNK : GROUP > CELL ? CELL : GROUP, SPANS = CHUNK / SPAN;  // columns under one scale
+constexpr bool HAS_SCALES = GROUP && SCALE_ROWS == 1;                                    // in its cells
+constexpr int SCALE_BYTES = HAS_SCALES ? CELL / (SPAN < CELL ? SPAN : CELL) * BAND_ROWS * 4 : 0;
+constexpr int CODE_BYTES = BAND_ROWS * CELL * BITS / 8, CELL_BYTES = CODE_BYTES + SCALE_BYTES * (1 + MINIMA);
+constexpr int BAND_BYTES = CHUNK / CELL * CELL_BYTES, W_BYTES = BANDS * BAND_BYTES;
+constexpr int STAGE_BYTES = (W_BYTES + X_BYTES + 1023) / 1024 * 1024;
+constexpr int SHARED = GROUP ? GROUP : CHUNK;  // columns that share a scale of 128 rows
 constexpr int NUM_SUMS = TOKENS / 2;
-constexpr int KEPT = SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups whose sums are kept apart
+constexpr int KEPT = !BY_WARPS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups' sums that are kept apart
+constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that do not wait for each other
+static_assert(SCALE_ROWS == 1 || SPANS == 1, "one scale for each stage of a band");
 #else
-constexpr int BANDS = 1, NUM_SCALES = 0, MINIMA = 0;
+constexpr int BANDS = 1, W_BYTES = ROWS * CHUNK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 #endif
 
 constexpr int OWN = (TOKENS + SPLIT - 1) / SPLIT;  // tokens that this block finishes
@@ -101,10 +114,7 @@ static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the 
 
 struct Shared {
     union {
-        struct {
-            alignas(1024) char stages[STAGES][STAGE_BYTES];
-            alignas(16) float scales[STAGES][NUM_SCALES ? NUM_SCALES * (1 + MINIMA) : 1];
-        };
+        alignas(1024) char stages[STAGES][STAGE_BYTES];
         float sums[TOKENS][PITCH];
     };
     u64 full[STAGES], empty[STAGES];
@@ -114,9 +124,9 @@ struct Shared {
 // grid: SPLIT blocks for each tile.
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS) linear_wgmma(
 #if WEIGHTS
-    const char* __restrict__ codes,     // [N / 32][K / 128][bytes of a band]; when gated, of 2N rows
-    const float* __restrict__ scales,   // [N / 32][groups][32], or [N / 32][groups]
-    const float* __restrict__ minima,   // the same
+    const char* __restrict__ cells,           // [N / 32][K / 128][bytes of a cell]; when gated, of 2N rows
+    const float* __restrict__ scales,         // [N / 32][32], or [N / 32][groups]
+    const float* __restrict__ minima,         // [N / 32][32]
 #else
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
 #endif
@@ -139,8 +149,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const bool is_loader = warp == WARPS && lane < BANDS;
 
 #if WEIGHTS
-    const int num_groups = GROUP == 0 ? 1 : GROUP > CHUNK ? (num_chunks * CHUNK + GROUP - 1) / GROUP : num_chunks * SPANS;
-    auto group_of = [&](int chunk) { return GROUP > CHUNK ? chunk * CHUNK / GROUP : chunk * SPANS; };
     auto band_of = [&](int band) {  // where the band-th of this tile is; past the end, the last
         constexpr int OUT_BANDS = OUT_ROWS / BAND_ROWS;
         const int num_bands = (N + BAND_ROWS - 1) / BAND_ROWS;
@@ -152,16 +160,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         u64* full = &shared.full[i % STAGES];
         char* to = shared.stages[i % STAGES];
 #if WEIGHTS
-        const int chunk = first_chunk + i;
-        if (lane == 0) expect_bytes(full, STAGE_BYTES + NUM_SCALES * (1 + MINIMA) * 4);
-        copy_bytes(to + lane * BAND_BYTES, codes + (loaded_band * num_chunks + chunk) * BAND_BYTES, BAND_BYTES, full);
-        if (NUM_SCALES) {
-            constexpr int COUNT = SPANS * BAND_ROWS;
-            float* scales_to = shared.scales[i % STAGES] + lane * COUNT;
-            const long long from = (loaded_band * num_groups + group_of(chunk)) * BAND_ROWS;
-            copy_bytes(scales_to, scales + from, COUNT * 4, full);
-            if (MINIMA) copy_bytes(scales_to + NUM_SCALES, minima + from, COUNT * 4, full);
-        }
+        if (lane == 0) expect_bytes(full, W_BYTES + X_BYTES);
+        copy_bytes(to + X_BYTES + lane * BAND_BYTES, cells + (loaded_band * num_chunks + first_chunk + i) * BAND_BYTES,
+                   BAND_BYTES, full);
 #else
         const int column = (first_chunk + i) * CHUNK;
         expect_bytes(full, STAGE_BYTES);
@@ -170,10 +171,13 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #endif
     };
     auto load_tokens_of = [&](int i) {
+#if WEIGHTS
+        if (lane == 0)
+            copy_boxes(shared.stages[i % STAGES], x_map, (first_chunk + i) * (CHUNK / BOX), &shared.full[i % STAGES]);
+#else
         char* to = shared.stages[i % STAGES] + W_BYTES;
-        for (int box = lane; box < CHUNK / BOX; box += BANDS)
-            copy_box(to + box * (TOKENS * BOX * 2), x_map, 0, (first_chunk + i) * CHUNK + box * BOX,
-                     &shared.full[i % STAGES], READ_AGAIN);
+        copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
+#endif
     };
 
     // -- weights, before the wait
@@ -235,111 +239,144 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
 #if WEIGHTS
         const Pairs all_one = {{OF_ONE, OF_ONE, OF_ONE, OF_ONE}};
-        float sums[NUM_SUMS], products[KEPT][NUM_SUMS], ones[MINIMA ? KEPT : 1][NUM_SUMS];
+        float sums[NUM_SUMS], products[KEPT][CHAINS][NUM_SUMS], ones[MINIMA ? KEPT : 1][NUM_SUMS];
         auto clear = [](float* values) {
 #pragma unroll
             for (int j = 0; j < NUM_SUMS; ++j) values[j] = 0.0f;
         };
+        auto clear_group = [&](int kept) {
+#pragma unroll
+            for (int chain = 0; chain < CHAINS; ++chain) clear(products[kept][chain]);
+            if (MINIMA) clear(ones[kept]);
+        };
         clear(sums);
-        for (int j = 0; j < KEPT; ++j) {
-            clear(products[j]);
-            if (MINIMA) clear(ones[j]);
-        }
+#pragma unroll
+        for (int kept = 0; kept < KEPT; ++kept) clear_group(kept);
         const long long band = band_of(warp / 2);
         const int row_of_band = warp % 2 * 16 + lane / 4;
-        auto own_scales = [&](int i, u32* words) {  // of all rows of a band, or of a whole row
-            const float* at = scales + band * num_groups;
-            if (GROUP) {
-                words[0] = words[1] = __float_as_uint(load_scale(at + group_of(first_chunk + i)));
-            } else {
+        const float* const own_band = scales + band * ((num_chunks * CHUNK - 1) / SHARED + 1);  // where 128 rows share one
+        u32 words[SPANS][2];
+        float least[SPANS][2], next = 0.0f;
+        if (GROUP == 0) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) words[r] = __float_as_uint(load_scale(scales + band * BAND_ROWS + row_of_band + 8 * r));
+            for (int r = 0; r < 2; ++r) {
+                words[0][r] = __float_as_uint(load_scale(scales + band * BAND_ROWS + row_of_band + 8 * r));
+                least[0][r] = MINIMA ? load_scale(minima + band * BAND_ROWS + row_of_band + 8 * r) : 0.0f;
             }
-        };
-        u32 words[SPANS][2], next[2] = {0, 0};
-        if (!NUM_SCALES) own_scales(0, GROUP ? next : words[0]);
-        auto add_up = [&](int span, int kept, const float* least) {
+        } else if (!HAS_SCALES) {
+            next = load_scale(own_band + first_chunk * CHUNK / SHARED);
+        }
+        auto add_up = [&](int span, int kept) {
             const float scale[2] = {scale_of(words[span][0]), scale_of(words[span][1])};
 #pragma unroll
             for (int j = 0; j < NUM_SUMS; ++j) {
-                sums[j] += scale[j / 2 % 2] * products[kept][j];
-                if (MINIMA) sums[j] += least[j / 2 % 2] * ones[kept][j];
+                float product = products[kept][0][j];
+#pragma unroll
+                for (int chain = 1; chain < CHAINS; ++chain) product += products[kept][chain][j];
+                sums[j] += scale[j / 2 % 2] * product;
+                if (MINIMA) sums[j] += least[span][j / 2 % 2] * ones[kept][j];
             }
         };
+        auto take_up = [&](int span, int kept) {  // after the wait
+            take<NUM_SUMS>(products[kept][0]);
+            if (MINIMA) take<NUM_SUMS>(ones[kept]);
+            add_up(span, kept);
+        };
+        const u32 stages = held(shared_address(shared.stages)), full = held(shared_address(shared.full));
+        const u32 empty = held(shared_address(shared.empty));
+        const u32 codes_of_lane = X_BYTES + warp / 2 * BAND_BYTES + warp % 2 * BLOCK_BYTES + lane * 16;
+        const u32 scales_of_lane = X_BYTES + warp / 2 * BAND_BYTES + CODE_BYTES + row_of_band * 4;
+        const u32 tokens_of_lane = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;  // as ldmatrix wants them
+        u32 slot = 0, parity = 0;
+#pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const char* stage = shared.stages[i % STAGES];
-            if (GROUP && !NUM_SCALES) {
-                words[0][0] = words[0][1] = next[0];
-                if (i + 1 < count) own_scales(i + 1, next);
+            const u32 stage = stages + slot * STAGE_BYTES;
+            if (GROUP && !HAS_SCALES) {
+                words[0][0] = words[0][1] = __float_as_uint(next);
+                if (i + 1 < count) next = load_scale(own_band + (first_chunk + i + 1) * CHUNK / SHARED);
             }
-            wait_until(&shared.full[i % STAGES], i / STAGES & 1);
-            float least[SPANS][2];
-            if (NUM_SCALES) {
-                const float* at = shared.scales[i % STAGES] + warp / 2 * (SPANS * BAND_ROWS) + row_of_band;
+            wait_at(full + slot * 8, parity);
+            if (HAS_SCALES) {
 #pragma unroll
-                for (int span = 0; span < SPANS; ++span)
+                for (int span = 0; span < SPANS; ++span) {
+                    const int cell = span * SPAN / CELL, in_cell = span % (CELL / SPAN);
+                    const u32 at = stage + scales_of_lane + cell * CELL_BYTES + in_cell * (BAND_ROWS * 4);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        words[span][r] = __float_as_uint(at[span * BAND_ROWS + 8 * r]);
-                        if (MINIMA) least[span][r] = at[NUM_SCALES + span * BAND_ROWS + 8 * r];
+                        words[span][r] = load_word(at + 32 * r);
+                        if (MINIMA) least[span][r] = __uint_as_float(load_word(at + SCALE_BYTES + 32 * r));
                     }
+                }
             }
             Pairs w[CHUNK / 16];
 #pragma unroll
             for (int box = 0; box < CHUNK / BOX; ++box) {
-                constexpr int BLOCK_BYTES = 16 * BOX * BITS / 8, PIECES = BITS / 4;
-                const char* at = stage + warp / 2 * BAND_BYTES + (box * 2 + warp % 2) * BLOCK_BYTES + lane * 16;
                 Piece pieces[PIECES];
 #pragma unroll
-                for (int j = 0; j < PIECES; ++j) pieces[j] = load_codes(at + j * 512);
+                for (int j = 0; j < PIECES; ++j)
+                    pieces[j] = load_piece(stage + codes_of_lane + box / 2 * CELL_BYTES + box % 2 * (2 * BLOCK_BYTES) + j * 512);
 #pragma unroll
                 for (int step = 0; step < 4; ++step)
                     w[box * 4 + step] = pairs_of(pieces, step, words[(box * 4 + step) * 16 / SPAN]);
-                const u64 x = operand(stage + W_BYTES + box * (TOKENS * BOX * 2));
+                if constexpr (BY_WARPS) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        Piece x[TOKENS / 8];
+#pragma unroll
+                        for (int j = 0; j < TOKENS / 8; ++j)
+                            x[j] = load_matrices((stage + tokens_of_lane + box * (TOKENS * BOX * 2) + j * 1024) ^ half * 64);
+#pragma unroll
+                        for (int s = 0; s < 2; ++s) {
+                            const int step = half * 2 + s, column = box * BOX + step * 16, span = column / SPAN;
+                            if (GROUP && column % SPAN == 0) clear_group(0);
+                            const u32* left = w[box * 4 + step].r;
+#pragma unroll
+                            for (int j = 0; j < TOKENS / 8; ++j) {
+                                const u32* right = x[j].r + 2 * s;
+                                multiply(products[0][step % CHAINS] + 4 * j, left[0], left[1], left[2], left[3], right[0], right[1]);
+                                if (MINIMA) multiply(ones[0] + 4 * j, OF_ONE, OF_ONE, OF_ONE, OF_ONE, right[0], right[1]);
+                            }
+                            if (GROUP && (column + 16) % SPAN == 0) add_up(span, 0);
+                        }
+                    }
+                    continue;
+                }
+                const u64 x = operand_at(stage + box * (TOKENS * BOX * 2));
                 begin_products();
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     const int column = box * BOX + step * 16, span = column / SPAN, kept = span % KEPT;
                     const bool is_first = GROUP && column % SPAN == 0;
-                    add_product<TOKENS>(products[kept], w[box * 4 + step], x + step * 2, is_first);
+                    add_product<TOKENS>(products[kept][0], w[box * 4 + step], x + step * 2, is_first);
                     if (MINIMA) add_product<TOKENS>(ones[kept], all_one, x + step * 2, is_first);
                     if (GROUP && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one at a time
                         end_products();
                         wait_for_products<0>();
-                        take<NUM_SUMS>(products[0]);
-                        if (MINIMA) take<NUM_SUMS>(ones[0]);
-                        add_up(span, 0, least[span]);
+                        take_up(span, 0);
                         begin_products();
                     }
                 }
                 end_products();
                 if (!GROUP) {
                     wait_for_products<1>();  // of the columns before
-                    if (box == 0 && i > 0 && lane == 0) arrive(&shared.empty[(i - 1) % STAGES]);
+                    if (box == 0 && i > 0 && lane == 0) arrive_at(empty + (slot ? slot - 1 : STAGES - 1) * 8);
                 }
             }
-            if (GROUP) {
+            if (BY_WARPS) {
+                __syncwarp();
+                if (lane == 0) arrive_at(empty + slot * 8);
+            } else if (GROUP) {
                 wait_for_products<0>();
-                if (lane == 0) arrive(&shared.empty[i % STAGES]);
+                if (lane == 0) arrive_at(empty + slot * 8);
                 if (KEPT == SPANS) {
 #pragma unroll
-                    for (int span = 0; span < SPANS; ++span) {
-                        take<NUM_SUMS>(products[span]);
-                        if (MINIMA) take<NUM_SUMS>(ones[span]);
-                        add_up(span, span, least[span]);
-                    }
+                    for (int span = 0; span < SPANS; ++span) take_up(span, span);
                 }
             }
+            if (++slot == STAGES) slot = 0, parity ^= 1;
         }
-        wait_for_products<0>();
-        if (!GROUP) {
-            take<NUM_SUMS>(products[0]);
-            if (MINIMA) take<NUM_SUMS>(ones[0]);
-            float least[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) least[r] = MINIMA ? load_scale(minima + band * BAND_ROWS + row_of_band + 8 * r) : 0.0f;
-            add_up(0, 0, least);
-        }
+        if (!BY_WARPS) wait_for_products<0>();
+        if (!GROUP) take_up(0, 0);
 #else
         const int group = warp / 4;
         float sums[TOKENS / 2];

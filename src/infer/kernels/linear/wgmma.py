@@ -19,8 +19,11 @@ Clusters of more than two blocks do not find room everywhere: of four, 30 run at
 each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some with 80 to 128, in
 steps of three models.
 
-Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on, with
-cuts of their own: there are fewer bytes to wait for, so more blocks share an SM.
+Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
+to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
+while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
+read: taller tiles, or one block to an SM. Some dozens of cuts of each matrix were tried in chains of layers of
+two models, with 1, 16, 32 and 64 tokens.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -35,7 +38,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels.linear.coded import BAND, PADDED_COLUMNS, CodedForm, CodedWeights
+from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
     NUM_SMS,
     CudaLinear,
@@ -48,7 +51,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
-from infer.kernels.runtime.tensor_map import Boxes, TensorMap, encoder
+from infer.kernels.runtime.tensor_map import BOX_COLUMNS, Boxes, TensorMap, encoder
 
 MAX_TOKENS = 128
 
@@ -68,6 +71,8 @@ _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmm
 TOKENS = range(2, 65)  # one token needs no tensor cores
 MORE_TOKENS = range(65, MAX_TOKENS + 1)
 CODED_TOKENS = range(1, 65)
+_FEW_TOKENS = 16  # which warps read from shared memory for themselves
+_LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of rows
 _OUTER_TYPES = (
     TensorMap,
     *(ctypes.c_void_p,) * 6,
@@ -90,6 +95,8 @@ class WgmmaConfig:
     split: int = 1  # blocks that split K
     blocks: int = 1  # that an SM holds
     form: CodedForm | None = None  # of coded weights
+    columns: int = _CHUNK  # of a stage; 128 or 256 of coded weights
+    by_warps: bool = False  # coded weights: no warpgroups, whose instructions take long for few tokens
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
         """How many tiles the N outputs of a matrix are cut into."""
@@ -115,19 +122,19 @@ class WgmmaConfig:
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
-        stages = self.stages * stage_bytes(self.rows, self.width, self.form)
+        stages = self.stages * stage_bytes(self)
         sums = self.width * (self.rows + 4) * 4
         barriers, squares = 16 * self.stages, 3 * 8 * -(-self.width // self.split)
         return max(stages, sums) + barriers + squares + 2 * 1024
 
 
-def stage_bytes(rows: int, width: int, form: CodedForm | None) -> int:
+def stage_bytes(config: WgmmaConfig) -> int:
     """What a stage holds: so many columns of W and of x, and the scales of them."""
+    form, columns, rows = config.form, config.columns, config.rows
     if form is None:
-        return (rows + width) * _CHUNK * 2
-    scales = rows * 4 * (1 + form.has_minima) if form.group and form.scale_rows == 1 else 0
-    spans = max(1, PADDED_COLUMNS // form.group) if form.group else 1
-    return rows * PADDED_COLUMNS * form.bits // 8 + width * PADDED_COLUMNS * 2 + spans * scales
+        return (rows + config.width) * columns * 2
+    cells = rows // BAND * (columns // CELL_COLUMNS) * form.cell_bytes
+    return -(-(cells + config.width * columns * 2) // 1024) * 1024
 
 
 def token_width(num_tokens: int) -> int:
@@ -186,17 +193,39 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
         or (form.has_minima and M > _MAX_NARROW)
     ):
         return None
-    width, num_chunks = coded_width(M), -(-K // PADDED_COLUMNS)
-    num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128)}
-    rows = 128 if num_tiles[128] >= NUM_SMS // 2 else 64
-    blocks = 2 if width <= 64 else 1
-    splits = [
-        split
-        for split in (1, 2, 4)
-        if num_tiles[rows] * split <= NUM_SMS * blocks and num_chunks >= split * _MIN_CHUNKS
-    ]
-    split = max(splits, default=1)
-    return _with_stages(WgmmaConfig(width, rows, -(-num_chunks // split), split, blocks, form))
+    width, num_cells = coded_width(M), -(-K // CELL_COLUMNS)
+    num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
+    by_warps = width <= _FEW_TOKENS
+    columns = (
+        2 * CELL_COLUMNS
+        if by_warps and form.bits == 4 and K >= _LONG_CODED and K % 256 == 0
+        else CELL_COLUMNS
+    )
+
+    def split_of(rows: int, most: int, min_cells: int = _MIN_CHUNKS) -> int:
+        return max(
+            s for s in (1, 2, 4) if s == 1 or (num_tiles[rows] * s <= most and num_cells >= s * min_cells)
+        )
+
+    rows, is_short = 64, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
+    if width <= 32:
+        split = split_of(64, 2 * NUM_SMS)
+        blocks = 2 if split == 2 else 3
+        if is_short and num_tiles[128] * 4 <= 2 * NUM_SMS:
+            rows, split, blocks = 128, split_of(128, 2 * NUM_SMS, 2), 2
+        elif form.bits == 8 and num_tiles[64] > 2 * NUM_SMS and num_tiles[192] <= NUM_SMS:
+            rows, blocks = 192, 1
+    else:
+        split = max(split_of(64, NUM_SMS), min(2, split_of(64, 2 * NUM_SMS)))
+        if (width <= _MAX_NARROW and is_short) or num_tiles[128] > NUM_SMS:
+            rows, split = 128, split_of(128, NUM_SMS)
+        is_alone = width > _MAX_NARROW or form.group or num_tiles[rows] * split <= NUM_SMS
+        blocks = 1 if is_alone and (rows == 128 or num_tiles[rows] * split <= NUM_SMS or width > 64) else 2
+    if form.has_minima and not by_warps:  # whose sums of x take registers
+        rows, blocks = 64, 1
+    return _with_stages(
+        WgmmaConfig(width, rows, -(-K // columns // split), split, blocks, form, columns, by_warps)
+    )
 
 
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
@@ -225,6 +254,8 @@ def defines_of(
             ("GROUP", form.group),
             ("MINIMA", int(form.has_minima)),
             ("SCALE_ROWS", form.scale_rows),
+            ("COLUMNS", config.columns),
+            ("BY_WARPS", int(config.by_warps)),
         )
     )
     return (
@@ -255,15 +286,17 @@ def launch(
         epilogue.bias_N is not None, epilogue.add is not None, epilogue.prologue is not None,
     )  # fmt: skip
     weights: tuple[Boxes | int, ...]
+    num_boxes = 0
     if isinstance(w, CodedWeights):
         assert w.form == config.form, f"{w.form} with {config}"
-        weights = (w.codes.data_ptr(), w.scales.data_ptr(), 0 if w.minima is None else w.minima.data_ptr())
+        num_boxes = config.columns // BOX_COLUMNS
+        weights = (w.cells.data_ptr(), w.scales.data_ptr(), w.minima.data_ptr())
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     kernel(
         config.num_blocks(N, gated=gated),
         *weights,
-        Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
+        Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width, num_boxes),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
     )  # fmt: skip
 
@@ -288,10 +321,11 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
 
 
 def _config_of(known: dict[str, int]) -> WgmmaConfig:
-    form = None
+    config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
     if code := known.get("WEIGHTS"):
         form = CodedForm(_WEIGHTS[code], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
-    return WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")), form)
+        return replace(config, form=form, columns=known["COLUMNS"], by_warps=bool(known["BY_WARPS"]))
+    return config
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:

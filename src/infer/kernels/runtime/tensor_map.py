@@ -33,6 +33,9 @@ class Boxes(NamedTuple):
     num_columns: int
     row_bytes: int  # from one row to the next
     box_rows: int
+    num_boxes: int = (
+        0  # beside each other that are copied at once, the matrix being cut into boxes of columns
+    )
 
 
 class TensorMap(ctypes.Structure):
@@ -43,12 +46,17 @@ class TensorMap(ctypes.Structure):
     def _set_value(self, boxes: Boxes) -> None:
         scratch = (ctypes.c_ubyte * (_SIZE + _ALIGNMENT))()
         aligned = -(-ctypes.addressof(scratch) // _ALIGNMENT) * _ALIGNMENT
-        sizes = (ctypes.c_uint64 * 2)(boxes.num_columns, boxes.num_rows)
-        strides = (ctypes.c_uint64 * 1)(boxes.row_bytes)
-        box = (ctypes.c_uint32 * 2)(BOX_COLUMNS, boxes.box_rows)
-        steps = (ctypes.c_uint32 * 2)(1, 1)
+        rank = 3 if boxes.num_boxes else 2
+        sizes = (ctypes.c_uint64 * rank)(boxes.num_columns, boxes.num_rows)
+        strides = (ctypes.c_uint64 * (rank - 1))(boxes.row_bytes)
+        box = (ctypes.c_uint32 * rank)(BOX_COLUMNS, boxes.box_rows)
+        steps = (ctypes.c_uint32 * rank)(*(1,) * rank)
+        if boxes.num_boxes:
+            assert boxes.num_columns % BOX_COLUMNS == 0, boxes
+            sizes[0], sizes[2] = BOX_COLUMNS, boxes.num_columns // BOX_COLUMNS
+            strides[1], box[2] = BOX_COLUMNS * 2, boxes.num_boxes
         code = encoder()(
-            ctypes.c_void_p(aligned), _DTYPES[boxes.dtype], 2, ctypes.c_void_p(boxes.address),
+            ctypes.c_void_p(aligned), _DTYPES[boxes.dtype], rank, ctypes.c_void_p(boxes.address),
             sizes, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_TO_256B, 0,
         )  # fmt: skip
         if code:
