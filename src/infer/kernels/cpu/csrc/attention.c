@@ -185,12 +185,16 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
     }
     for (int i = 0; i < count; i++)
         if (!(peaks[i] <= t->state[i].peak)) raise_peak(t, i, peaks[i]); /* also NaN: then all becomes NaN */
+    enum { PAIR = PARTS > 1 ? 2 : 1 }; /* registers at once: more would not fit where there are 16 or 32 */
 #pragma GCC unroll 1
     for (int i = 0; i < count; i++)
-        for (int n = 0; n < PARTS; n++) {
+#pragma GCC unroll 1
+        for (int n = 0; n < PARTS; n += PAIR) {
             float *at = scores + i * BLOCK + n * WIDTH;
-            vr weights = exp_lanes(load_vr(at) - t->state[i].peak);
-            store_vr(at, is_whole ? weights : (vr)((vri)weights & seen[n]));
+            vr weights[PAIR];
+            for (int m = 0; m < PAIR; m++) weights[m] = exp_lanes(load_vr(at + m * WIDTH) - t->state[i].peak);
+            for (int m = 0; m < PAIR; m++)
+                store_vr(at + m * WIDTH, is_whole ? weights[m] : (vr)((vri)weights[m] & seen[n + m]));
         }
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++) {

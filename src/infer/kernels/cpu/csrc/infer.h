@@ -114,7 +114,21 @@ ALWAYS_INLINE void store_vr(float *p, vr v) { *(vr_unaligned *)p = v; }
 ALWAYS_INLINE vr splat_vr(float x) { return (vr){0} + x; }
 ALWAYS_INLINE vr choose_vr(vri mask, vr a, vr b) { return (vr)(((vri)a & mask) | ((vri)b & ~mask)); }
 
-/* The same of a row's end, where `left` floats are left: zeros after them, and nothing past them is touched. */
+/* Between least and most; any number where x is NaN. */
+ALWAYS_INLINE vr clamp_vr(vr x, vr least, vr most) {
+#if WIDTH == 16
+    return (vr)_mm512_min_ps(_mm512_max_ps((__m512)x, (__m512)least), (__m512)most);
+#elif WIDTH == 8
+    return (vr)_mm256_min_ps(_mm256_max_ps((__m256)x, (__m256)least), (__m256)most);
+#elif defined(HAVE_NEON)
+    return (vr)vminq_f32(vmaxq_f32((float32x4_t)x, (float32x4_t)least), (float32x4_t)most);
+#else
+    x = choose_vr(x < least, least, x);
+    return choose_vr(x > most, most, x);
+#endif
+}
+
+/* A register at a row's end, where `left` floats are left: zeros after them, and nothing past them is touched. */
 ALWAYS_INLINE vr load_up_to(const float *p, int64_t left) {
     if (left >= WIDTH) return load_vr(p);
     float lanes[WIDTH] = {0};
@@ -165,9 +179,7 @@ ALWAYS_INLINE float max_parts(const vr v[PARTS]) {
 /* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
 ALWAYS_INLINE vr exp_lanes(vr x) {
     vri too_small = x < splat_vr(-87.0f);
-    vr clamped = choose_vr(too_small, splat_vr(-87.0f), x);
-    vri too_big = clamped > splat_vr(88.0f);
-    clamped = choose_vr(too_big, splat_vr(88.0f), clamped);
+    vr clamped = clamp_vr(x, splat_vr(-87.0f), splat_vr(88.0f));
     vr shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vr n = shifted - 12582912.0f;
     vr r = clamped - n * 0.693359375f;
