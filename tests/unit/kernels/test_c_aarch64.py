@@ -9,6 +9,7 @@ forms of NEON differ in how they add integers alone, so they have every bit in c
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -29,9 +30,11 @@ DRIVER = Path(__file__).with_name("c_driver.c")
 # -O1: the slower code is compiled faster; the third flag: multiplications and additions fuse all the same
 PORTABLE = ("-DINFER_PORTABLE", "-O1", "-fexpensive-optimizations")
 TOLERANCE = 1e-5
+JUMP = re.compile(r"(?:b\.\w+|cbn?z|tbn?z)\s.*?([0-9a-f]+) <")
+SPILL = re.compile(r"(?:ld|st)[rp]\s+[qd]\d+.*\[sp")
 # variant: the emulated processor, and what -mcpu=native means on such a one
 BUILDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "neon-dotprod": ("neoverse-n1", ("-march=armv8.2-a+dotprod",)),
+    "neon-dotprod": ("neoverse-n1", ("-mcpu=neoverse-n1",)),
     "neon-i8mm": ("max", ("-march=armv8.2-a+dotprod+i8mm",)),
     "portable": ("neoverse-n1", ("-march=armv8.2-a+dotprod", *PORTABLE)),
 }
@@ -160,6 +163,51 @@ def test_each_build_has_its_instructions(libraries: dict[str, Path], variant: st
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert ("\tsmmla\t" in code) == has_i8mm
     assert "\tsdot\t" in code  # one row is multiplied by dot products in both
+
+
+class Loop(NamedTuple):
+    """What an innermost loop consists of."""
+
+    num_instructions: int
+    num_products: int  # fused multiplications and additions of vectors
+    num_spills: int  # of vector registers, to the stack or from there
+
+
+def innermost_loops(library: Path, function: str) -> list[Loop]:
+    command = [str(DISASSEMBLER), "--disassemble=" + function, "--no-show-raw-insn", str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.partition(":\t") for line in listing.splitlines() if ":\t" in line]
+    code = {int(address, 16): text for address, _, text in lines}
+    jumps = [(int(found[1], 16), at) for at, text in code.items() if (found := JUMP.match(text))]
+    loops = [(start, end) for start, end in jumps if start <= end and start in code]
+    innermost = [
+        (start, end)
+        for start, end in loops
+        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops)
+    ]
+    bodies = [[text for at, text in code.items() if start <= at <= end] for start, end in innermost]
+    return [
+        Loop(len(body), sum("fmla" in text for text in body), sum(bool(SPILL.match(text)) for text in body))
+        for body in bodies
+    ]
+
+
+@pytest.mark.skipif(DISASSEMBLER is None, reason="needs a disassembler for ARM")
+def test_attention_keeps_its_tile_in_registers(libraries: dict[str, Path]) -> None:
+    """The order of a source's lines decides; a tile that goes through memory takes twice the time."""
+    loops = innermost_loops(libraries["neon-dotprod"], "visit_direct")
+    products = [loop for loop in loops if loop.num_instructions < 32 and loop.num_products >= 8]
+    assert sum(loop.num_products == 16 for loop in products) >= 2  # scores and values of four queries
+    assert all(loop.num_spills == 0 for loop in products)
+    exponentials = [loop for loop in loops if loop.num_products >= 18 and loop not in products]
+    assert exponentials and sum(loop.num_spills for loop in exponentials) < 15
+
+
+@pytest.mark.skipif(DISASSEMBLER is None, reason="needs a disassembler for ARM")
+@pytest.mark.parametrize("function", ["infer_activation", "turn"])
+def test_rows_of_numbers_stay_in_registers(libraries: dict[str, Path], function: str) -> None:
+    loops = [loop for loop in innermost_loops(libraries["neon-dotprod"], function) if loop.num_products]
+    assert loops and all(loop.num_spills == 0 for loop in loops)
 
 
 @pytest.mark.parametrize("variant", NEON)
