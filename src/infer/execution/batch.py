@@ -94,14 +94,15 @@ def lay_out(
 ) -> TokenLayout:
     """Lay the tokens of chunks end to end, and look up their slots in the block tables."""
     starts, stops = chunks.starts, chunks.stops
-    ids = array("I")
-    for seq, start, stop in zip(sequences, starts.tolist(), stops.tolist(), strict=True):
-        ids += seq.tokens[start:stop]
     lens = stops - starts
     ends = lens.cumsum()
-    if len(ids) == len(chunks):  # a token each
+    ids = array("I")
+    if ends[-1] == len(chunks):  # a token each
+        ids.extend([seq.tokens[start] for seq, start in zip(sequences, starts.tolist(), strict=True)])
         rows, positions = chunks.rows, starts
     else:
+        for seq, start, stop in zip(sequences, starts.tolist(), stops.tolist(), strict=True):
+            ids += seq.tokens[start:stop]
         rows = chunks.rows.repeat(lens)
         positions = np.arange(len(ids)) + (stops - ends).repeat(lens)
     blocks, offsets = np.divmod(positions, block_size)

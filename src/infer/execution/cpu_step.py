@@ -54,6 +54,7 @@ class CpuInputs:
         self.tokens, self.positions = np.zeros((2, capacity), dtype=np.int64)
         self.slots = np.zeros((num_tables, capacity), dtype=np.int64)
         self.items = np.zeros((max(capacity, MAX_PARTS), 6), dtype=np.int64)
+        self._places = np.arange(capacity)
         self.num_rows = self.num_items = 0
 
     def fill(self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState) -> list[int]:
@@ -63,6 +64,14 @@ class CpuInputs:
         self.tokens[:num_rows] = layout.tokens
         self.positions[:num_rows] = layout.positions
         self.slots[:, :num_rows] = layout.slots
+        if num_rows == len(plan.chunks):  # a token each
+            items = self.items[:num_rows]
+            items[:, 0], items[:, 1] = self._places[:num_rows], 1
+            items[:, 2], items[:, 3], items[:, 4] = plan.chunks.rows, plan.chunks.starts, -1
+            self.num_items = num_rows
+            if num_rows <= self._max_split:
+                self._split()
+            return list(range(num_rows))
         num_items = -(-layout.lens // operations.ITEM_TOKENS)  # of each chunk: attention takes it in pieces
         last_items = num_items.cumsum()
         self.num_items = int(last_items[-1])
@@ -75,8 +84,6 @@ class CpuInputs:
         items[:, 2] = plan.chunks.rows.repeat(num_items)
         items[:, 3] = plan.chunks.starts.repeat(num_items) + offsets
         items[:, 4] = -1
-        if self.num_items == num_rows <= self._max_split:
-            self._split()
         last_rows: list[int] = (layout.ends - 1).tolist()
         return last_rows
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from infer.kernels.sampling.adjust_logits import unpack_mask
-from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys
+from infer.kernels.sampling.gumbel import argmax_rows, draw, draw_rows, gumbel_noise, noise_keys
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs, SamplingParams
@@ -31,8 +32,7 @@ from infer.sampling.penalties import apply_penalties
 _SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One token to be sampled: whose, with which parameters, after which tokens."""
 
     params: SamplingParams
@@ -58,18 +58,13 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
     assert logits_SV.shape[0] == len(rows), f"{logits_SV.shape[0]} rows of logits for {len(rows)} rows"
     raw = logits_SV.float()
     adjusted = _adjust(raw, rows)
-    peak_S1 = adjusted.amax(dim=-1, keepdim=True)  # NaN if any logit of the row is
-    greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
-    if len(greedy) == len(rows):
-        ids_S = argmax_rows(adjusted)
-    else:
-        ids_S = torch.empty(len(rows), dtype=torch.int64, device=raw.device)
-        if greedy:
-            ids_S[greedy] = argmax_rows(adjusted[greedy])
-        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        ids_S[drawn] = _draw_rows(
-            _rows_of(adjusted, drawn), _rows_of(peak_S1, drawn), [rows[i] for i in drawn]
-        )
+    ids_S = argmax_rows(adjusted)
+    peak_S1 = adjusted.gather(1, ids_S.unsqueeze(1))  # NaN if any logit of the row is
+    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn and len(drawn) == len(rows):
+        ids_S = _draw_rows(adjusted, ids_S, rows)
+    elif drawn:
+        ids_S[drawn] = _draw_rows(adjusted[drawn], ids_S[drawn], [rows[i] for i in drawn])
     # One device-to-host copy brings the ids and the verdict on their rows.
     ids = torch.where(peak_S1.squeeze(1).isfinite(), ids_S, NO_TOKEN).tolist()
     asked = [
@@ -115,23 +110,26 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     assert not wrong, f"{name} has token ids {wrong} but the vocabulary has {vocab_size}"
 
 
-def _draw_rows(logits_SV: torch.Tensor, peak_S1: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _draw_rows(logits_SV: torch.Tensor, best_S: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     device = logits_SV.device
-    temperature_S1 = torch.tensor(
-        [[max(row.params.temperature, _SMALLEST_TEMPERATURE)] for row in rows], device=device
+    temperature_S = torch.tensor(
+        [max(row.params.temperature, _SMALLEST_TEMPERATURE) for row in rows], device=device
     )
-    scaled = (logits_SV - peak_S1).div_(temperature_S1)  # the largest is 0: no temperature can overflow it
     keys_S2 = torch.tensor(
         [noise_keys(row.seed, row.position) for row in rows], dtype=torch.int32, device=device
     )
     filtered = [i for i, row in enumerate(rows) if row.params.has_filters]
     plain = [i for i, row in enumerate(rows) if not row.params.has_filters]
+    columns = logits_SV, best_S, temperature_S, keys_S2
+    if not filtered:
+        return draw_rows(*columns)
     ids_S = torch.empty(len(rows), dtype=torch.int64, device=device)
     if plain:
-        ids_S[plain] = _draw_whole(_rows_of(scaled, plain), _rows_of(keys_S2, plain))
-    if filtered:
-        params = [rows[i].params for i in filtered]
-        ids_S[filtered] = _draw_filtered(_rows_of(scaled, filtered), params, _rows_of(keys_S2, filtered))
+        ids_S[plain] = draw_rows(*(_rows_of(each, plain) for each in columns))
+    logits, best, temperature, keys = (_rows_of(each, filtered) for each in columns)
+    # the largest is 0: no temperature can overflow it
+    scaled = (logits - logits.gather(1, best.unsqueeze(1))).div_(temperature.unsqueeze(1))
+    ids_S[filtered] = _draw_filtered(scaled, [rows[i].params for i in filtered], keys)
     return ids_S
 
 

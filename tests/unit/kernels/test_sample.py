@@ -9,7 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys, row_blocks, topk_rows
+from infer.kernels.sampling.gumbel import (
+    argmax_rows,
+    draw,
+    draw_rows,
+    gumbel_noise,
+    noise_keys,
+    row_blocks,
+    topk_rows,
+)
 
 NUM_DRAWS = 40_000
 
@@ -150,6 +158,32 @@ def test_the_keys_tell_every_seed_and_position_apart() -> None:
     pairs = [(s, p) for s in (-(2**63) + 1, -1, 0, 1, 2, 2**63 - 1) for p in range(3000)]
     assert len({noise_keys(s, p) for s, p in pairs}) == len(pairs)
     assert all(-(2**31) <= key < 2**31 for pair in pairs for key in noise_keys(*pair))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 17, 4097, 50_257])
+@pytest.mark.parametrize("temperature", [1e-38, 0.3, 1.0, 4.0, 1e30])
+def test_what_is_drawn_from_the_likely_ids_is_what_is_drawn_from_all(
+    vocab_size: int, temperature: float
+) -> None:
+    logits = torch.randn(24, vocab_size, generator=torch.Generator().manual_seed(8)) * 3
+    logits[0] = 0.0  # all are likely
+    logits[1, 1:] = float("-inf")
+    logits[2:6] = logits[2:6].round()  # ties
+    keys, temperature_S = keys_of(range(24), range(9, 10)), torch.full((24,), temperature)
+    for rows in (slice(0, 24), slice(1, 24)):  # with and without the row that has too many
+        best, peak = logits[rows].argmax(dim=1), logits[rows].amax(dim=1, keepdim=True)
+        expected = draw((logits[rows] - peak) / temperature, keys[rows], all_ids(vocab_size))
+        assert torch.equal(draw_rows(logits[rows], best, temperature_S[rows], keys[rows]), expected)
+
+
+def test_a_row_that_has_no_next_token_disturbs_no_other() -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(9))
+    logits[0, 5], logits[2] = float("nan"), float("-inf")
+    keys, one = keys_of(range(3), range(1)), torch.ones(3)
+    alone = draw_rows(logits[1:2], logits[1:2].argmax(dim=1), one[:1], keys[1:2])
+    for rows in (slice(0, 1), slice(0, 2), slice(1, 3), slice(0, 3)):
+        drawn = draw_rows(logits[rows], argmax_rows(logits[rows]), one[rows], keys[rows])
+        assert len(drawn) == rows.stop - rows.start and (rows == slice(0, 1) or alone in drawn)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 511, 512, 513, 1024, 1537, 50_257])

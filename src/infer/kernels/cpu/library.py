@@ -58,6 +58,7 @@ class Library:
         self.write_cache = self._address("infer_write_cache")
         self.write_codes = self._address("infer_write_codes")
         self.attend = self._address("infer_attend")
+        self.likely = self._address("infer_likely")
         self.num_threads = 1
         self.set_threads(torch.get_num_threads())
 

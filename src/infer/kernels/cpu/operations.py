@@ -22,6 +22,7 @@ SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a
 TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 256  # channels of a head that attention.c has room for
 EXACT_DIGITS, FAST_DIGITS = 2, 1  # of 8 bits, that an activation is rounded to (csrc/linear.h)
+MAX_LIKELY = 4096  # ids of a row that may be drawn, for which sampling.c has room
 ITEM_TOKENS = 16  # of a prompt that attend together
 SEGMENT = 512  # positions that attention.c sums up before it joins them with those before
 
@@ -40,6 +41,7 @@ _WRITE = struct.Struct("qqqqqqqqqq")
 _WRITE_CODES = struct.Struct("qqqqqqqqqqqqqqq")
 _ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
 _KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+_LIKELY = struct.Struct("qqqqqqqqqqqq")
 
 _ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
@@ -365,3 +367,31 @@ def can_split(N: int, G: int, H: int) -> bool:
 
 def _pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def likely(
+    library: Library,
+    logits_SV: torch.Tensor,
+    best_S: torch.Tensor,
+    peak_S: torch.Tensor,
+    temperature_S: torch.Tensor,
+    keys_S2: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: they are too many.
+
+    Ids are in order; behind those of a row come ids with a logit of -inf.
+    """
+    num_rows, vocab_size = logits_SV.shape
+    if logits_SV.stride(1) != 1:
+        logits_SV = logits_SV.contiguous()
+    ids_SK = torch.empty(num_rows, MAX_LIKELY, dtype=torch.int32)
+    values_SK = torch.empty(num_rows, MAX_LIKELY)
+    counts_S = torch.empty(num_rows, dtype=torch.int64)
+    args = _LIKELY.pack(
+        num_rows, logits_SV.data_ptr(), logits_SV.stride(0), vocab_size, best_S.data_ptr(), peak_S.data_ptr(),
+        temperature_S.data_ptr(), keys_S2.data_ptr(), MAX_LIKELY, ids_SK.data_ptr(), values_SK.data_ptr(),
+        counts_S.data_ptr(),
+    )  # fmt: skip
+    library.run_one(library.likely, num_rows, args)
+    width = max(1, *counts_S.tolist())  # a row with a NaN may have none
+    return (ids_SK[:, :width], values_SK[:, :width]) if width <= MAX_LIKELY else None

@@ -24,10 +24,11 @@ from collections.abc import Iterator
 
 import torch
 
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import library
 from infer.kernels.runtime.dispatch import on_cpu
 
 _MASK_64 = (1 << 64) - 1
-_BLOCK_COLUMNS = 512  # of the blocks in which argmax_rows looks
 _GROUP_LEN = 16  # columns of the groups in which topk_rows looks
 _BLOCK_ELEMENTS = 1 << 19  # of the temporaries of one block of rows: 2 MiB each, about a core's cache
 
@@ -69,6 +70,26 @@ def gumbel_noise(keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
     return w.neg_().log1p_().neg_().log_().neg_()
 
 
+def draw_rows(
+    logits_SV: torch.Tensor, best_S: torch.Tensor, temperature_S: torch.Tensor, keys_S2: torch.Tensor
+) -> torch.Tensor:
+    """The id drawn in each row at its temperature, given each row's likeliest; int64 [S].
+
+    On a CPU, hashing every id and two logarithms of each take longer than all else that a small batch
+    needs, so C picks the few that can win (csrc/sampling.c), and only these get noise.
+    """
+    peak_S1 = logits_SV.gather(1, best_S.unsqueeze(1))
+    found = None
+    if on_cpu(logits_SV) and (c := library()) is not None:
+        found = operations.likely(c, logits_SV, best_S, peak_S1, temperature_S, keys_S2)
+    if found is not None:
+        ids_SK, values_SK = found
+        winners_S1 = argmax_rows(gumbel_noise(keys_S2, ids_SK).add_(values_SK)).unsqueeze(1)
+        return ids_SK.gather(1, winners_S1).squeeze(1).long()
+    every_id = torch.arange(logits_SV.shape[1], dtype=torch.int32, device=logits_SV.device)
+    return draw((logits_SV - peak_S1).div_(temperature_S.unsqueeze(1)), keys_S2, every_id.unsqueeze(0))
+
+
 def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
     """The column drawn in each row with probability softmax(logits); -inf is never drawn. int64 [S].
 
@@ -84,22 +105,11 @@ def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -
 def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
     """The column of each row's largest value, the first of several; NaN counts as the largest. int64 [S].
 
-    `torch.argmax` compares one element at a time on the CPU, `amax` a vector of them. So the maximum
-    of each block of columns is taken first, and only the first best block is searched.
+    `torch.argmax` compares one element at a time on the CPU, NumPy's a vector of them.
     """
-    num_columns = x_SK.shape[1]
-    num_blocks = num_columns // _BLOCK_COLUMNS
-    if num_blocks < 2:
-        return torch.argmax(x_SK, dim=-1)
-    whole, rest = x_SK.split((num_blocks * _BLOCK_COLUMNS, num_columns % _BLOCK_COLUMNS), dim=1)
-    peaks = whole.unflatten(1, (num_blocks, _BLOCK_COLUMNS)).amax(dim=-1)
-    if rest.shape[1]:
-        peaks = torch.cat((peaks, rest.amax(dim=-1, keepdim=True)), dim=1)
-    start_S1 = torch.argmax(peaks, dim=-1, keepdim=True) * _BLOCK_COLUMNS
-    columns = start_S1 + torch.arange(_BLOCK_COLUMNS, device=x_SK.device)
-    columns.clamp_(max=num_columns - 1)  # beyond the end, the last column again: never the first of equals
-    best = torch.argmax(x_SK.gather(1, columns), dim=-1, keepdim=True)
-    return columns.gather(1, best).squeeze(1)
+    if on_cpu(x_SK) and x_SK.dtype is torch.float32:
+        return torch.from_numpy(x_SK.numpy().argmax(axis=1))
+    return torch.argmax(x_SK, dim=-1)
 
 
 def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
