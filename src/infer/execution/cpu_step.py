@@ -12,9 +12,9 @@ Where few sequences have long contexts, each segment of one is an item: three kv
 busy for three quarters of the time, and more threads for less.
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
-(kernels/cpu/program.py), for any number of rows up to the size of the batch: that is how a decode step
-runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough, and the
-last layer computes only the tokens that are needed (models/model.py).
+(kernels/cpu/program.py), for any number of rows up to the size of the batch or a short prompt's: that is how
+a decode step runs, and the first one of a question. Steps of longer prompts run the model's Python; their
+operations take long enough, and the last layer computes only the tokens that are needed (models/model.py).
 
 Whatever way a token takes, its result has the same bits: each operation works row by row.
 
@@ -41,6 +41,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 MAX_PARTS = 64  # segments of a step that are items of their own
+RECORDED_ROWS = 256  # tokens up to which Python takes longer than the last layer's unneeded ones; megabytes
 
 
 class CpuInputs:
@@ -155,7 +156,7 @@ class CpuStep(StepContext):
 
 
 class CpuSteps:
-    """Runs the steps of one model: recorded up to `max_rows` tokens, called one by one above."""
+    """Runs the steps of one model: recorded up to some tokens, called one by one above."""
 
     def __init__(
         self,
@@ -163,12 +164,13 @@ class CpuSteps:
         model: Model,
         store: KVStore,
         state: BatchState,
-        max_rows: int,
+        max_batch_size: int,
         *,
         record: bool,
     ) -> None:
         self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
+        max_rows = max(max_batch_size, RECORDED_ROWS)
         N, (_, G, H) = model.config.num_heads, store.keys[0].shape
         max_split = 4 * library.num_threads // G if operations.can_split(N, G, H) else 0
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
