@@ -48,7 +48,7 @@ from infer.log import progress
 from infer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.scheduling.request import Request, StepOutput
+    from infer.scheduling.request import Request
     from infer.tokenizer.tokenizer import Tokenizer
 
 Opened: TypeAlias = "tuple[Request, OutputBuilder]"  # a request for the engine, and what makes its answer
@@ -140,7 +140,6 @@ class LLM(TextModel):
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
         self._dropped: deque[_Stream] = deque()  # their readers are gone; to be closed between steps
-        self._embeddings: dict[str, StepOutput | None] = {}  # by request id; None: not made yet
         self._turn = threading.RLock()  # held by the thread that is in a call
 
     @contextmanager
@@ -230,6 +229,25 @@ class LLM(TextModel):
         """Answer several requests together."""
         streams: list[_Stream] = []
         try:
+            self._run(streams, opens, "generating", show_progress=show_progress)
+        except EngineError as error:
+            if 1 < len(opens) == len(streams):
+                raise _batch_error(streams, str(error)) from error
+            raise
+        if len(opens) > 1 and any(stream.error is not None for stream in streams):
+            raise _batch_error(streams, "unfinished")
+        return [stream.result() for stream in streams]
+
+    def _run(
+        self,
+        streams: list[_Stream],
+        opens: Sequence[Callable[[], Opened]],
+        label: str,
+        *,
+        show_progress: bool,
+    ) -> None:
+        """Put requests into the engine, each as one of `streams`, and make steps until all have ended."""
+        try:
             for index, open_request in enumerate(opens):
                 try:
                     streams.append(self._submit(open_request(), keeps_deltas=False))
@@ -238,22 +256,14 @@ class LLM(TextModel):
                         error.args = (f"prompt {index} of {len(opens)}: {error}",)
                     raise
             unfinished = {stream.request.request_id for stream in streams}
-            with progress("generating", total=len(streams), is_shown=show_progress) as advance:
+            with progress(label, total=len(streams), is_shown=show_progress) as advance:
                 while unfinished:
-                    try:
-                        finished = unfinished.intersection(self._step())
-                    except EngineError as error:
-                        if len(opens) > 1:
-                            raise _batch_error(streams, str(error)) from error
-                        raise
+                    finished = unfinished.intersection(self._step())
                     unfinished -= finished
                     advance(len(finished))
         finally:
             for stream in streams:
                 self._close(stream)
-        if len(opens) > 1 and any(stream.error is not None for stream in streams):
-            raise _batch_error(streams, "unfinished")
-        return [stream.result() for stream in streams]
 
     def chat(
         self,
@@ -287,36 +297,15 @@ class LLM(TextModel):
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
         job = open_embeddings(self.encoder, given, pooling=pooling, normalize=normalize)
-        with (
-            self._in_turn(),
-            progress("embedding", total=len(given), is_shown=show_progress) as advance,
-        ):
-            requests = job.requests(self.encoder.next_id)
-            return [job.finish(state) for state in self._embed(requests, advance)]
+        requests = job.requests(self.encoder.next_id)
+        opens = [partial(self._open_embedding, request) for request in requests]
+        streams: list[_Stream] = []
+        with self._in_turn():
+            self._run(streams, opens, "embedding", show_progress=show_progress)
+        return [job.finish(stream.embedding()) for stream in streams]
 
-    def _embed(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[list[float]]:
-        """The pooled hidden states of prompts, which are in the engine together."""
-        made = self._embeddings
-        try:
-            for request in requests:
-                self.engine.add(request)
-                made[request.request_id] = None
-            unfinished = {request.request_id for request in requests}
-            while unfinished:
-                finished = unfinished.intersection(self._step())
-                unfinished -= finished
-                advance(len(finished))
-            states = []
-            for output in [made[request.request_id] for request in requests]:
-                assert output is not None, "its id was among the finished"
-                if output.error is not None:
-                    raise EngineError(f"request {output.request_id} failed: {output.error}")
-                states.append(list(output.embedding))
-            return states
-        finally:
-            for request in requests:
-                if made.pop(request.request_id, None) is None and self._engine is not None:
-                    self._engine.abort(request.request_id)
+    def _open_embedding(self, request: Request) -> Opened:
+        return request, OutputBuilder(request, self.tokenizer, None, is_chat=True)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -359,12 +348,10 @@ class LLM(TextModel):
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is None:
-                if output.request_id in self._embeddings:
-                    self._embeddings[output.request_id] = output
-                    finished.append(output.request_id)
                 continue
             if output.param is not None:
                 stream.refusal = RequestError(output.error or "the request was refused", param=output.param)
+            stream.hidden = output.embedding
             delta, can_stop = stream.builder.take(output)
             if delta is not None:
                 stream.take(delta)
@@ -379,7 +366,8 @@ class _Stream:
     """One open request: its builder, and its unread pieces if it is streamed."""
 
     __slots__ = (
-        "builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "refusal", "request",
+        "builder", "deltas", "error", "first_s", "hidden", "keeps_deltas", "last_s", "opened_at", "refusal",
+        "request",
     )  # fmt: skip
 
     def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
@@ -388,6 +376,7 @@ class _Stream:
         self.keeps_deltas = keeps_deltas
         self.deltas: deque[TextDelta] = deque()
         self.error: str | None = None
+        self.hidden: Sequence[float] = ()  # pooled, of an embedding
         self.refusal: RequestError | None = None  # the request's own fault, found out late
         self.opened_at = perf_counter()
         self.first_s = self.last_s = 0.0  # from then to the first token, and to the latest piece
@@ -405,11 +394,18 @@ class _Stream:
         return self.error is None and self.builder.is_finished
 
     def result(self) -> RequestOutput:
+        self._check()
+        return self.builder.build()
+
+    def embedding(self) -> list[float]:
+        self._check()
+        return list(self.hidden)
+
+    def _check(self) -> None:
         if self.refusal is not None:
             raise self.refusal
         if self.error is not None:
             raise EngineError(f"request {self.request.request_id} failed: {self.error}")
-        return self.builder.build()
 
 
 class TextStream(Iterator[TextDelta]):
