@@ -117,18 +117,19 @@ def form_from(args: argparse.Namespace) -> Structured | None:
     """The constraint that flags ask for, checked; None where they ask for none."""
     if args.json_schema is not None:
         given: str = args.json_schema
-        text = given if given.lstrip().startswith("{") else _read("--json-schema", Path(given))
+        text = given if given.lstrip().startswith("{") else read_text("--json-schema", Path(given))
         return Structured.json_schema(text, param="--json-schema")
     if args.regex is not None:
         return Structured.regex(args.regex, param="--regex")
     if args.choice is not None:
         return Structured.choice(args.choice, param="--choice")
     if args.grammar is not None:
-        return Structured.grammar(_read("--grammar", args.grammar), param="--grammar")
+        return Structured.grammar(read_text("--grammar", args.grammar), param="--grammar")
     return None
 
 
-def _read(flag: str, path: Path) -> str:
+def read_text(flag: str, path: Path) -> str:
+    """The text of the file that a flag names."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

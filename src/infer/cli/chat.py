@@ -31,9 +31,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from infer.cli import flags
+from infer.cli import asking, flags
 from infer.cli.answer import Screen, ShownAnswer, notice, shorten, show_answer, write_out
-from infer.cli.asking import add_asking_flags, chat_options, open_model, params_from, shows_reasoning
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
 from infer.cli.remote import RemoteModel
 from infer.dialects.events import ToolCall
@@ -100,7 +99,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="call tools without asking; needed where input is no terminal",
     )
-    add_asking_flags(parser, conversation)
+    asking.add_asking_flags(parser, conversation)
 
 
 class ChatSession:
@@ -200,10 +199,10 @@ def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves; exit code 1 if a line of a pipe has no answer."""
-    params = params_from(args)
+    params = asking.params_from(args)
     is_typed = sys.stdin.isatty()
     toolbox, tool_choice = open_tools(args, is_typed=is_typed)
-    llm = open_model(args)
+    llm = asking.open_model(args)
     if not llm.has_chat_template:
         raise ConfigError(
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
@@ -212,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(llm, RemoteModel) and llm.encoder.template_warning is not None:
         notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    conversation = ChatSession(llm, params, args.system, chat_options(args), toolbox, tool_choice)
+    conversation = ChatSession(llm, params, args.system, asking.chat_options(args), toolbox, tool_choice)
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
     num_failed = 0
@@ -262,7 +261,7 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
     for number in range(MAX_ROUNDS + 1):
-        screen = Screen(shows_reasoning=shows_reasoning(args))
+        screen = Screen(shows_reasoning=asking.shows_reasoning(args))
         try:
             with _ctrl_c_stops() as is_stopped:
                 if number == 0:

@@ -34,9 +34,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infer.cli import flags
+from infer.cli import asking, flags
 from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, shorten, show_answer, write_out
-from infer.cli.asking import add_asking_flags, chat_options, open_model, params_from, shows_reasoning
 from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, is_remote
 from infer.errors import (
     ConfigError,
@@ -118,7 +117,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write down the run, for 'infer replay'; holds the prompts",
     )
     prompt.add_argument("--overwrite", action="store_true", help="let --record replace a file that is there")
-    add_asking_flags(parser, prompt)
+    asking.add_asking_flags(parser, prompt)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--record needs an engine here, and --url leaves it to the server; give one of them"
         )
-    params = params_from(args)
+    params = asking.params_from(args)
     prompts = read_prompts(args)
     with recording(args.record, may_replace=args.overwrite) as observer:
         num_failed = answer_all(prompts, params, args, observer)
@@ -153,7 +152,7 @@ def answer_all(
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     try:
-        llm = open_model(args, observer, counts=args.json)
+        llm = asking.open_model(args, observer, counts=args.json)
     except KeyboardInterrupt:
         if args.stats:
             notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
@@ -195,7 +194,9 @@ def answer_each(
         if len(prompts) > 1 and not args.json:
             notice(f"[{number}/{len(prompts)}] {shorten(prompt.text, LABEL_LEN)}")
         try:
-            answer = read_answer(asked, None if args.json else Screen(shows_reasoning=shows_reasoning(args)))
+            answer = read_answer(
+                asked, None if args.json else Screen(shows_reasoning=asking.shows_reasoning(args))
+            )
         except (RequestError, EngineError) as error:
             if prompt.line is None or isinstance(error, DeviceLost | EngineStopped):
                 raise
@@ -255,7 +256,7 @@ def _open_stream(
     """Ask with a user's message where the model has a chat template, else with plain text."""
     has_template = isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template
     if has_template and not args.raw:
-        return llm.stream_chat(to_messages(text, args), params, **chat_options(args))
+        return llm.stream_chat(to_messages(text, args), params, **asking.chat_options(args))
     if needs := _needs_template(args):
         raise ConfigError(
             f"{needs} needs a chat template, and {llm.name} came without one; give it one with "
@@ -313,12 +314,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompts_file is not None:
         if args.prompt is not None:
             raise ConfigError("give a PROMPT or --prompts-file, not both")
-        try:
-            lines = args.prompts_file.read_text(encoding="utf-8").split("\n")
-        except OSError as error:
-            raise ConfigError(f"cannot read --prompts-file {args.prompts_file}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--prompts-file {args.prompts_file} is not UTF-8: {error}") from None
+        lines = asking.read_text("--prompts-file", args.prompts_file).split("\n")
         prompts = [Prompt(text, line) for line, text in enumerate(lines, start=1) if text.strip()]
         if not prompts:
             raise ConfigError(f"--prompts-file {args.prompts_file} holds no prompt; write one per line")
