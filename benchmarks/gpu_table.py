@@ -245,7 +245,13 @@ def read_peers(paths: Sequence[Path], known: Sequence[str]) -> list[dict[str, An
 def measure(directory: Path, args: argparse.Namespace) -> None:
     """Everything about one shape."""
     start = time.perf_counter()
-    loaded = load_random(directory, dtype="bfloat16", device="cuda", max_seq_len=args.max_seq_len)
+    loaded = load_random(
+        directory,
+        dtype="bfloat16",
+        device="cuda",
+        quantization=args.quantization,
+        max_seq_len=args.max_seq_len,
+    )  # fmt: skip
     target = BenchTarget(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
     engine = target.engine()
     first_token(engine, tuple(range(1, 129)), "first")
@@ -302,7 +308,8 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
 def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     """What is known so far, after every workload: a run that is cut short has not been for nothing."""
     if args.out_dir:
-        path = args.out_dir / f"gpu-{found['model']}.json"
+        scheme = "" if args.quantization == "none" else f"-{args.quantization}"
+        path = args.out_dir / f"gpu-{found['model']}{scheme}.json"
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -319,6 +326,9 @@ def main() -> int:
     parser.add_argument("--max-seq-len", type=int, default=8448)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--quick", action="store_true", help="the workloads alone")
+    parser.add_argument(
+        "--quantization", default="none", help="fp8, int8 or int4, as the flag of `infer serve`"
+    )
     parser.add_argument("--knobs", type=json.loads, default={}, help='JSON, such as {"use_overlap": false}')
     add_allow_dirty(parser)
     args = parser.parse_args()

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
+from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.quant.coded import CodedRows
 from infer.quant.gpu_coded import Coded
 from infer.quant.projection import IN, OUT, Leaf, Source, WeightSpec
-from infer.quant.rounding import fit_rows, round_rows, rounded_form
+from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows, rounded_form
 
 _CHUNK_NUMBERS = 1 << 22  # 16 MiB of float32 at a time: int4 has a dozen of them at once
 LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded
@@ -58,7 +58,7 @@ class GPUWeights(Coded):
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
         by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device
-        step = max(1, _CHUNK_NUMBERS // size // BAND) * BAND
+        step = max(1, _CHUNK_NUMBERS // size // BLOCK_ROWS) * BLOCK_ROWS
         if by_rows is not None:
             yield from ((part.start, rows) for part, rows in by_rows.rows(step, device))
             return

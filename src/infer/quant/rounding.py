@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.linear.coded import BAND, CodedForm
+from infer.kernels.linear.coded import CodedForm
 from infer.quant.coded import CodedRows
 
 E4M3_MAX = 448.0
@@ -73,7 +73,7 @@ def joined(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[in
         return None
     group = math.gcd(*(form.group or size for form in found))
     is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
-    is_blocked = is_blocked and all(count % BAND == 0 for count in row_counts[:-1])
+    is_blocked = is_blocked and all(count % BLOCK_ROWS == 0 for count in row_counts[:-1])
     return stored_form(
         "int8" if len(kinds) > 1 else found[0].codes,
         size if all(form.group == 0 for form in found) else group,

@@ -56,7 +56,7 @@ class Filled:
         self.numbers = (codes.float() - expanded[0]) * expanded[1] + expanded[2]
         step = -(-num_rows // pieces)
         if form.scale_rows > 1:
-            step = -(-step // 32) * 32
+            step = -(-step // 128) * 128
         for first in reversed(range(0, num_rows, step)):
             rows = slice(first, min(first + step, num_rows))
             part = zeros[rows] if isinstance(zeros, torch.Tensor) else zeros

@@ -150,7 +150,7 @@ class CodedWeights:
         """Put rows into place, in any order of calls.
 
         `codes` [R, K] is float8_e4m3fn, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4 only;
-        8 for a symmetric file) are [R, G]. Where 128 rows share a scale, all rows of a band of 32 have one.
+        8 for a symmetric file) are [R, G]. Where 128 rows share a scale, calls begin at a multiple of 128.
         """
         form, last, device = self.form, first_row + len(codes), self.cells.device
         assert codes.shape[1] == self.size and last <= self.num_rows, (codes.shape, first_row, self.num_rows)
@@ -181,7 +181,9 @@ class CodedWeights:
     def _fill_scales(self, which: int, bands: slice, rows: slice, values_RG: torch.Tensor) -> None:
         form = self.form
         if form.scale_rows > 1:
-            assert rows.start == 0, "rows that share scales are filled from the first row of a band"
+            assert bands.start % 4 == rows.start == 0, (
+                "rows that share scales are filled from the first of 128"
+            )
             self.scales[bands] = values_RG[::BAND]
         elif not form.spans:
             (self.minima if which else self.scales)[bands].view(-1)[rows] = values_RG[:, 0]

@@ -1,7 +1,7 @@
 """Products with coded weights (coded.py): which kernel runs, for how many tokens.
 
     up to 128 tokens on Hopper    one kernel with prologue and epilogue, as dense weights have  wgmma.cu
-    up to 128 elsewhere           unpacked tile by tile                                       coded_triton.py
+    up to 64 elsewhere            unpacked tile by tile                                       coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
     above                         W is unpacked to the type of x, and the library multiplies
@@ -23,14 +23,15 @@ from infer.kernels.linear.coded_triton import (
     coded_skinny_kernel,
     expand_kernel,
     lookup_kernel,
+    quantize_blocks_kernel,
     quantize_rows_kernel,
 )
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.small import launch
-from infer.kernels.linear.triton_configs import MAX_SMALL_M
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
 
+_FEW_TOKENS = 64  # more of them are worth unpacking W for
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
 
 
@@ -71,7 +72,7 @@ def coded_linear(
         return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
     if not use_triton(x_MK):
         y_MN = coded_linear_reference(x_MK, w, bias_N)
-    elif len(x_MK) <= MAX_SMALL_M and x_MK.element_size() == 2:
+    elif len(x_MK) <= _FEW_TOKENS and x_MK.element_size() == 2:
         y_MN = _multiply_few(x_MK, w, bias_N)
     elif _has_fp8_units(x_MK, w):
         y_MN = _multiply_in_fp8(x_MK, w, bias_N)
@@ -136,11 +137,14 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
 
 
 def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
-    """Whether the library multiplies these codes as they are: a scale for each row, sizes of whole pieces."""
-    is_for_rows = w.form.codes == "fp8" and not w.form.group and x_MK.dtype is torch.bfloat16
-    return (
-        is_for_rows and not (w.num_rows % 16 or w.size % 16) and nvidia_capability(x_MK.device) >= _FP8_UNITS
-    )
+    """Whether the library multiplies these codes as they are: a scale for a row, or (Hopper) 128x128."""
+    (codes, group, _, scale_rows), capability = w.form, nvidia_capability(x_MK.device)
+    if codes != "fp8" or x_MK.dtype is not torch.bfloat16:
+        return False
+    if not group:
+        return capability >= _FP8_UNITS and not (w.num_rows % 16 or w.size % 16)
+    is_blocks = (group, scale_rows) == (128, 128) and not (w.num_rows % 128 or w.size % 128)
+    return is_blocks and capability == (9, 0)
 
 
 def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,10 +157,27 @@ def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes_MK, scales_M1
 
 
+def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in FP8, and a scale for each 128 columns of one, [M, K / 128]; M is padded to a multiple of 16."""
+    (M, K), device = x_MK.shape, x_MK.device
+    padded = -(-M // 16) * 16  # without which the library refuses
+    codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
+    scales_GM = torch.empty((K // 128, padded), dtype=torch.float32, device=device)
+    quantize_blocks_kernel[(M, -(-K // 128 // 8))](
+        x_MK, codes_MK, scales_GM, x_MK.stride(0), padded, K, BLOCKS=8
+    )
+    return codes_MK, scales_GM.t()
+
+
 def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
-    codes_MK, scales_M1 = quantize_rows(x_MK)
-    scales_1N = w.scales.view(1, -1)[:, : w.num_rows]
-    return torch._scaled_mm(
-        codes_MK, expand(w, torch.float8_e4m3fn).t(), scale_a=scales_M1, scale_b=scales_1N,
-        bias=bias_N, out_dtype=x_MK.dtype, use_fast_accum=True,
-    )  # fmt: skip
+    if w.form.group:
+        codes_MK, scales_a = quantize_blocks(x_MK)
+        scales_b = w.scales[::4].contiguous().t()  # of 128 rows; bands have 32
+    else:
+        codes_MK, scales_a = quantize_rows(x_MK)
+        scales_b = w.scales.view(1, -1)[:, : w.num_rows]
+    y_MN = torch._scaled_mm(
+        codes_MK, expand(w, torch.float8_e4m3fn).t(), scale_a=scales_a, scale_b=scales_b,
+        out_dtype=x_MK.dtype, use_fast_accum=not w.form.group,
+    )[: len(x_MK)]  # fmt: skip
+    return y_MN if bias_N is None else y_MN + bias_N

@@ -216,3 +216,16 @@ def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: t
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
         code = tl.minimum(tl.maximum(x / scale, -448.0), 448.0).to(codes_ptr.dtype.element_ty)
         tl.store(codes_ptr + row * K + columns, code, mask=columns < K)
+
+
+@jit_for_any("M")
+def quantize_blocks_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, M, K, BLOCKS: tl.constexpr):
+    """Rows as e4m3 with a scale for each 128 columns, [K / 128, M]."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    blocks = first + tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / 448.0
+    tl.store(scales_ptr + blocks.to(tl.int64) * M + row, scale, mask=blocks * 128 < K)
+    code = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * K + columns, code, mask=columns < K)

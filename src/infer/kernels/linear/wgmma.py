@@ -22,8 +22,8 @@ steps of three models.
 Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
 to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
 while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
-read: taller tiles, or one block to an SM. Some dozens of cuts of each matrix were tried in chains of layers of
-two models, with 1, 16, 32 and 64 tokens.
+read: taller tiles, or one block to an SM. Some dozens of cuts of each matrix were tried in chains of layers
+of two models, with 1, 16, 32 and 64 tokens.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -222,7 +222,7 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
         is_alone = width > _MAX_NARROW or form.group or num_tiles[rows] * split <= NUM_SMS
         blocks = 1 if is_alone and (rows == 128 or num_tiles[rows] * split <= NUM_SMS or width > 64) else 2
     if form.has_minima and not by_warps:  # whose sums of x take registers
-        rows, blocks = 64, 1
+        rows, blocks = 64, 2 if width <= 32 else 1
     return _with_stages(
         WgmmaConfig(width, rows, -(-K // columns // split), split, blocks, form, columns, by_warps)
     )
