@@ -3,6 +3,7 @@
     python -m benchmarks.cpu_peers --threads 1 --out benchmarks/reports/cpu.json
     python -m benchmarks.cpu_peers --peer-python path/to/python      an environment with llama-cpp-python
     python -m benchmarks.cpu_peers --model FILE.gguf --engines "ours int8" "llama.cpp Q8_0"
+    python -m benchmarks.cpu_peers --threads 2 --http --llama-server path/to/llama-server
 
 Every engine is a process of its own, and the engines take turns: one round of all of them, then the
 next, so that whatever else the machine does meets them all. The figure is the median of the rounds.
@@ -10,6 +11,12 @@ next, so that whatever else the machine does meets them all. The figure is the m
     decode 1     tokens per second of one sequence, after a prompt of 16 tokens
     decode 8     of eight sequences together
     prefill      tokens per second of a prompt of 512
+    http 1, 8    with `--http`: tokens per second of a server with one stream and with eight, each a question
+                 of about 80 tokens and an answer of 64; `ttft_s` is the median time to the first token
+
+A server's rate holds its prompts: `loop_per_s` and `loop_per_cpu_s`, beside it, are what the three figures
+above would make of the same work, so the difference is what HTTP, scheduling and waiting cost. Where no
+llama-server is found, only our engine is measured so.
 
 Each is given by the clock and per second of processor time (of all threads of the process together).
 On a machine that others use as well only the second one compares; read the first with the load.
@@ -18,19 +25,25 @@ On a machine that others use as well only the second one compares; read the firs
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import platform
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 DECODE_TOKENS, PROMPT, PREFILL = 48, 16, 512
-OURS = ("ours int8", "ours int4", "ours fp32")
+STREAMS, QUESTION, ANSWER, START_S = (1, 8), 80, 64, 120
+OURS = ("ours int8", "ours int4", "ours fp32", "ours int8 fast", "ours int4 fast")
 PEERS = ("transformers fp32", "llama.cpp Q8_0", "llama.cpp Q4_0")
 
 
@@ -68,9 +81,11 @@ def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
     """The engine as `LLM` runs it: scheduler, sampling and all."""
     from infer import LLM, SamplingParams
 
+    kept, _, digits = weights.partition(" ")
     llm = LLM(
         str(path),
-        quantization=weights,
+        quantization=kept,
+        cpu_products=digits or "exact",
         device="cpu",
         num_threads=threads,
         max_seq_len=1024,
@@ -157,6 +172,115 @@ def measure_llama(path: Path, threads: int) -> dict[str, Any]:
     }
 
 
+def server_command(
+    engine: str, path: Path, threads: int, port: int, llama_server: str | None
+) -> list[str] | None:
+    """The command of an engine's server; None where it has none here."""
+    family, _, kind = engine.partition(" ")
+    kept, _, digits = kind.partition(" ")
+    if family == "ours":
+        command = [sys.executable, "-m", "infer", "serve", str(path), "--device", "cpu"]
+        return [
+            *command, "--port", str(port), "--quantization", kept, "--cpu-products", digits or "exact",
+            "--num-threads", str(threads), "--max-seq-len", "1024", "--log-level", "warning",
+        ]  # fmt: skip
+    if family == "llama.cpp" and llama_server is not None:
+        sizes = ["-c", str(8 * 1024), "-np", "8"]
+        return [llama_server, "-m", str(path), "--port", str(port), "-t", str(threads), *sizes]
+    return None
+
+
+def http_figures(command: list[str], port: int) -> dict[str, Any]:
+    """What a server makes of one stream and of eight, and the processor time of all of its processes."""
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_until_ready(server, port)
+        number, figures = 0, {}
+        asyncio.run(_ask_all(port, range(-8, 0)))  # what is allocated and compiled by the first of all
+        for streams in STREAMS:
+            num_rounds = max(1, 4 // streams)
+            wall, cpu = time.perf_counter(), _cpu_seconds(server.pid)
+            waits: list[float] = []
+            for _ in range(num_rounds):
+                waits += asyncio.run(_ask_all(port, range(number, number + streams)))
+                number += streams
+            seconds = time.perf_counter() - wall, _cpu_seconds(server.pid) - cpu
+            figures[f"http {streams}"] = {
+                **rates(num_rounds * streams * ANSWER, seconds),
+                "ttft_s": round(statistics.median(waits), 3),
+            }
+        return figures
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def in_the_loop(figures: dict[str, Any], streams: int) -> dict[str, float]:
+    """Tokens per second that the figures without HTTP would make of the same questions and answers."""
+    found = {}
+    for clock in ("per_s", "per_cpu_s"):
+        seconds = QUESTION / figures["prefill"][clock] + ANSWER / figures[f"decode {streams}"][clock]
+        found[f"loop_{clock}"] = round(ANSWER / seconds, 1)
+    return found
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    give_up_at = time.monotonic() + START_S
+    while time.monotonic() < give_up_at and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"{server.args!r} did not get ready")
+
+
+async def _ask_all(port: int, numbers: range) -> list[float]:
+    return await asyncio.gather(*(_ask(port, number) for number in numbers))
+
+
+async def _ask(port: int, number: int) -> float:
+    """Read one answer to its end; the seconds to its first token."""
+    text = (
+        f"{number}. Explain in plain words {'how a bicycle stays upright while it moves ' * 6}."  # 80 tokens
+    )
+    asked = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": ANSWER,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    begun, first, answer = time.perf_counter(), 0.0, b""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    while part := await reader.read(1 << 16):
+        answer += part
+        if not first and answer.replace(b'"content":""', b"").find(b'"content":"') >= 0:
+            first = time.perf_counter() - begun
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") and first, answer[:300]
+    return first
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process and of those it has started."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return spent + sum(_cpu_seconds(int(child)) for found in children for child in found)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def quantize_for_llama(source: Path, target: Path, name: str) -> None:
     """The model's file in another of llama.cpp's formats: the speed is what matters here."""
     import llama_cpp  # type: ignore[import-not-found,unused-ignore]
@@ -203,7 +327,7 @@ def run_elsewhere(python: str, engine: str, path: Path, threads: int) -> dict[st
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Figure by figure."""
     return {
-        what: {clock: statistics.median(r[what][clock] for r in rounds) for clock in ("per_s", "per_cpu_s")}
+        what: {clock: statistics.median(r[what][clock] for r in rounds) for clock in rounds[0][what]}
         for what in rounds[0]
     }
 
@@ -218,6 +342,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
     parser.add_argument("--engines", nargs="+", choices=OURS + PEERS, default=OURS + PEERS)
     parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--http", action="store_true", help="measure servers as well")
+    parser.add_argument("--llama-server", default=shutil.which("llama-server"))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--quantize", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
@@ -254,18 +380,27 @@ def main() -> None:
             for engine, path in files.items():
                 python = args.peer_python if engine.startswith("llama") else sys.executable
                 if (found := run_elsewhere(python, engine, path, args.threads)) is not None:
+                    port = _free_port()
+                    command = server_command(engine, path, args.threads, port, args.llama_server)
+                    if args.http and command is not None:
+                        found["figures"] |= http_figures(command, port)
                     results.setdefault(engine, []).append(found["figures"])
                     versions[engine] = found["version"]
                     print(engine, found, flush=True)
+    medians = {engine: median_of(rounds) for engine, rounds in results.items()}
+    for figures in medians.values():
+        for streams in STREAMS:
+            if f"http {streams}" in figures:
+                figures[f"http {streams}"] |= in_the_loop(figures, streams)
     report = {
-        "machine": facts(),
+        "machine": facts() | {"architecture": platform.machine()},
         "model": source.name,
         "revision": revision_of(source),
         "threads": args.threads,
         "rounds": args.rounds,
         "versions": versions,
         "load": [round(load, 1) for load in os.getloadavg()],
-        "engines": {engine: median_of(rounds) for engine, rounds in results.items()},
+        "engines": medians,
     }
     print(json.dumps(report, indent=2))
     write(report, args.out)
