@@ -15,8 +15,7 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.errors import ConfigError
-from infer.execution.host_sampling import sequence_seed
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.checkpoints import FAMILIES
 from tests.support.simple_loop import generate_greedy, generate_sampled

@@ -12,11 +12,10 @@ import torch
 
 from infer.engine.engine import Engine
 from infer.errors import ContextOverflow, EngineError, RequestError
-from infer.execution.host_sampling import sequence_seed
 from infer.execution.runner import StepResult
 from infer.frontend.llm import LLM
 from infer.frontend.outputs import OutputBuilder
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import make_checkpoint

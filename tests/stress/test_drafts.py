@@ -17,7 +17,7 @@ import pytest
 
 from infer.config.resolve import MAX_DRAFTS
 from infer.errors import EngineError
-from infer.execution.host_sampling import sequence_seed
+from infer.sampling.params import sequence_seed
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import Sequence

@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 
-from infer.cache.memory import CacheSize
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.client.process import main
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine.build import make_pool
 from infer.engine.engine import Engine
 from infer.errors import CheckpointError
 from infer.execution.runner import StepResult
@@ -62,7 +61,7 @@ def make_engine(config: EngineConfig) -> Engine:
         raise ZeroDivisionError("a bug")
     if config.load.model is not None and os.path.exists(config.load.model):  # a switch for later starts
         raise CheckpointError("the weights are gone")
-    pool = make_pool(config, CacheSize(config.cache.num_blocks or 256, 4, bytes_per_token=1))
+    pool = PagedKVCachePool(config.cache.num_blocks or 256, 4)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(
         scheduler, FaultyRunner(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE

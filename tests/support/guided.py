@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from infer.engine.engine import Engine
-from infer.execution.host_sampling import sequence_seed
 from infer.execution.runner import StepResult
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence
 from infer.structured.guide import ENDED, Guide

@@ -26,16 +26,16 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
-from infer.execution.host_sampling import sample_row, sequence_seed
 from infer.execution.runner import StepResult, SyncRunner
-from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.sampling.params import RowLogprobs, SamplingParams, sequence_seed
 from infer.scheduling.batch_state import BatchState
+from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
-from tests.support.simple_loop import Hypothesis, beam_search
+from tests.support.simple_beams import Hypothesis, beam_search
 
 POISON = -1
 VOCAB_SIZE = 997
@@ -138,29 +138,26 @@ class OracleRunner(SyncRunner):
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             seen = self._read(seq, table, chunk.start, chunk.stop)
-            samples = [sample_row(seq, seq.index + i, chunk.stop) for i in range(chunk.num_samples)]
-            lengths = [chunk.stop] * len(samples)
+            seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
+            lengths = [chunk.stop] * len(seeds)
             for place in range(chunk.stop - len(seq.drafts), chunk.stop):  # drafts: how many are right?
-                if seen[place] == next_token(seen[:place], samples[0].seed):
-                    samples.append(samples[0])
+                if seen[place] == next_token(seen[:place], seeds[0]):
+                    seeds.append(seeds[0])
                     lengths.insert(-1, place)
                 else:
                     lengths[-1] = place
                     break
-            drawn = [
-                next_token(seen[:length], row.seed) for length, row in zip(lengths, samples, strict=True)
-            ]
+            drawn = [next_token(seen[:length], seed) for length, seed in zip(lengths, seeds, strict=True)]
             if len(drawn) == 1:
                 self._latest[seq.seq_id] = (lengths[0], drawn[0])
             ids.append(tuple(drawn))
+            num_top = num_logprobs(seq.group)
             logprobs.append(
                 tuple(
                     None
-                    if row.num_logprobs is None
-                    else RowLogprobs(
-                        token, -1.0 - token / VOCAB_SIZE, 1, offers(seen[:length], row.num_logprobs)
-                    )
-                    for length, row, token in zip(lengths, samples, drawn, strict=True)
+                    if num_top is None
+                    else RowLogprobs(token, -1.0 - token / VOCAB_SIZE, 1, offers(seen[:length], num_top))
+                    for length, token in zip(lengths, drawn, strict=True)
                 )
             )
         return StepResult(

@@ -20,7 +20,7 @@ from infer.execution.runner import StepResult
 from infer.kernels.runtime.torch_threads import threads_for
 from infer.models.model import Model
 from infer.sampling.logprobs import logprob_table, read_logprobs
-from infer.sampling.params import RowLogprobs
+from infer.sampling.params import RowLogprobs, sequence_seed
 from infer.sampling.sampler import SampleRow, sample
 from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
@@ -131,8 +131,3 @@ def sample_row(seq: TokenSequence, index: int, position: int, mask_W: np.ndarray
         num_logprobs=num_logprobs(seq.group),
         mask_W=None if mask_W is None else torch.from_numpy(mask_W),
     )
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The seed of a request's `index`-th sequence; the first one has the request's own."""
-    return seed + index * 0x5851F42D4C957F2D

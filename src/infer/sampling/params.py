@@ -275,3 +275,8 @@ def _shown(value: object) -> str:
     except ValueError:  # Python refuses to print integers of thousands of digits
         return f"a value of type {type(value).__name__} too long to print"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of a request's `index`-th sequence; the first one has the request's own."""
+    return seed + index * 0x5851F42D4C957F2D

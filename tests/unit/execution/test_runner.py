@@ -8,11 +8,11 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.host_sampling import LOGPROB_ROWS, sample_row, sequence_seed
+from infer.execution.host_sampling import LOGPROB_ROWS, sample_row
 from infer.execution.model_runner import ModelRunner
 from infer.kernels.cpu.library import library
 from infer.models.model import Model
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup

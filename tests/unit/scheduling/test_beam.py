@@ -13,7 +13,7 @@ from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, offers, prompt_of
-from tests.support.simple_loop import beam_search
+from tests.support.simple_beams import beam_search
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0}
 

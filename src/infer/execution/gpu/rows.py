@@ -25,7 +25,6 @@ import torch
 
 from infer.execution.gpu.masks import DeviceMasks
 from infer.execution.gpu.sending import send, send_into, send_together
-from infer.execution.host_sampling import sequence_seed
 from infer.kernels.elementwise.step_state import advance_rows, apply_table_diffs
 from infer.kernels.runtime.dispatch import next_power_of_two
 from infer.kernels.sampling.sample_state import (
@@ -36,6 +35,7 @@ from infer.kernels.sampling.sample_state import (
     enter_rows,
     pack_biases,
 )
+from infer.sampling.params import sequence_seed
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
