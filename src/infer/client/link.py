@@ -1,8 +1,7 @@
 """One end of the socket between an API process and an engine process.
 
-    EngineLink       the socket: commands out, messages in
-    AttachedEngine   an engine that another process of this server started, watches and ends
-    EngineProcess    (supervisor.py) one that this process started
+    EngineLink      the socket: commands out, messages in; another process of this server started the engine
+    EngineProcess   (supervisor.py) one that this process started, watches and ends
 
 Every API process has a socket of its own to every engine, bound at this end; the engine connects to all.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import zmq
@@ -20,43 +18,54 @@ from infer.client.messages import Command, Failure, Message, Ready, decode_messa
 from infer.errors import EngineStopped
 
 
-class EngineLink(ABC):
-    """A socket to one engine process, and when that process has ended."""
+class EngineLink:
+    """A socket to one engine process, which another process supervises and says when it has ended."""
 
-    def __init__(self, endpoint: str, resources: contextlib.ExitStack) -> None:
+    def __init__(self, endpoint: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message: Callable[[Message], None] | None = None
         self._is_receiving = False  # `receive` is about to be called
+        self._reason = ""
         self.last_words: Failure | None = None
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.exited = asyncio.Event()
-        context = zmq.Context()
-        resources.callback(context.term)
-        self._socket = context.socket(zmq.PAIR)
-        resources.callback(self._socket.close)
-        self._socket.set_hwm(0)  # a send must never block the event loop
-        self._socket.linger = 0
-        self._socket.bind(endpoint)
-        self._loop.add_reader(self._socket.fileno(), self.receive)
-        resources.callback(self._loop.remove_reader, self._socket.fileno())
+        with contextlib.ExitStack() as resources:
+            context = zmq.Context()
+            resources.callback(context.term)
+            self._socket = context.socket(zmq.PAIR)
+            resources.callback(self._socket.close)
+            self._socket.set_hwm(0)  # a send must never block the event loop
+            self._socket.linger = 0
+            self._socket.bind(endpoint)
+            self._loop.add_reader(self._socket.fileno(), self.receive)
+            resources.callback(self._loop.remove_reader, self._socket.fileno())
+            self._resources = resources.pop_all()
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
-        """The id of the engine's process, where it is known here."""
+        """The id of the engine's process; None: only the process that started it knows."""
+        return None
 
     @property
-    @abstractmethod
     def exit_reason(self) -> str:
         """How the process ended, for the clients of its requests: no paths, no traceback."""
+        return self._reason
 
-    @abstractmethod
+    def set_exited(self, reason: str) -> None:
+        """Note that it has ended: the supervising process says so."""
+        self._reason = reason
+        self.exited.set()
+
     def kill(self) -> None:
         """End the process at once, where it is ours to end."""
 
-    @abstractmethod
+    def close_now(self) -> None:
+        """Close the socket."""
+        self._resources.close()
+
     async def close(self, *, timeout: float = 0.0) -> None:
         """Let go of it: end it within `timeout` seconds where it is ours, and leave nothing behind."""
+        self.close_now()
 
     def listen(self, on_message: Callable[[Message], None]) -> None:
         """Give every message that comes after `Ready` to this function."""
@@ -108,39 +117,3 @@ class EngineLink(ABC):
         elif self._on_message is not None:
             self._on_message(message)
         return True
-
-
-class AttachedEngine(EngineLink):
-    """An engine process that another process supervises, and says when it has ended."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._reason = ""
-        with contextlib.ExitStack() as resources:
-            super().__init__(endpoint, resources)
-            self._resources = resources.pop_all()
-
-    @property
-    def pid(self) -> int | None:
-        """None: only the process that started it knows."""
-        return None
-
-    @property
-    def exit_reason(self) -> str:
-        """The reason that the supervising process gave."""
-        return self._reason
-
-    def set_exited(self, reason: str) -> None:
-        """Note that it has ended: the supervising process says so."""
-        self._reason = reason
-        self.exited.set()
-
-    def kill(self) -> None:
-        """Do nothing: it is not ours to end."""
-
-    def close_now(self) -> None:
-        """Close the socket."""
-        self._resources.close()
-
-    async def close(self, *, timeout: float = 0.0) -> None:
-        """Close the socket."""
-        self.close_now()

@@ -90,7 +90,8 @@ class EngineProcess(EngineLink):
             self.endpoints = [
                 f"ipc://{self.directory}/engine-{number}" for number in range(options.get("num_links", 1))
             ]
-            super().__init__(self.endpoints[0], resources)
+            super().__init__(self.endpoints[0])
+            resources.callback(self._resources.close)
             self._process = options.get("spawn", spawn_engine)(options.get("module", ENGINE_MODULE))
             self._resources = resources.pop_all()
         self._log_thread = threading.Thread(target=self._pass_lines_on, name="infer-engine-log", daemon=True)

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from infer.client.client import EngineClient
-from infer.client.link import AttachedEngine
+from infer.client.link import EngineLink
 from infer.client.messages import Ready
 from infer.client.process import STDIN, read_line
 from infer.client.process_client import ProcessClient
@@ -68,16 +68,16 @@ class EngineFeed:
     """The lives of one engine, as process 0 tells them."""
 
     def __init__(self) -> None:
-        self._starting: AttachedEngine | None = None
-        self._running: AttachedEngine | None = None
-        self._lives: asyncio.Queue[tuple[AttachedEngine, Ready] | None] = asyncio.Queue()
+        self._starting: EngineLink | None = None
+        self._running: EngineLink | None = None
+        self._lives: asyncio.Queue[tuple[EngineLink, Ready] | None] = asyncio.Queue()
 
     def spawned(self, endpoint: str) -> None:
         """Bind the endpoint that a new engine connects to."""
         self.down("the engine process has ended")  # the one before, where its end was not told
         if self._starting is not None:  # it died before it was ready
             self._starting.close_now()
-        link = self._starting = AttachedEngine(endpoint)
+        link = self._starting = EngineLink(endpoint)
         link.ready.add_done_callback(lambda ready: self._set_ready(link, ready.result()))
 
     def down(self, reason: str) -> None:
@@ -98,13 +98,13 @@ class EngineFeed:
                 life[0].close_now()
         self._lives.put_nowait(None)
 
-    async def next(self) -> tuple[AttachedEngine, Ready]:
+    async def next(self) -> tuple[EngineLink, Ready]:
         """Wait for the next life of the engine; raises `EngineStopped` if there will be none."""
         if (life := await self._lives.get()) is None:
             raise EngineStopped("the engine was closed")
         return life
 
-    def _set_ready(self, link: AttachedEngine, ready: Ready) -> None:
+    def _set_ready(self, link: EngineLink, ready: Ready) -> None:
         if link is not self._starting:  # closed: a later engine took its place
             return
         self._starting = None
