@@ -519,8 +519,9 @@ def test_the_default_model_continues_as_transformers_does() -> None:
     for case, answer in zip(cases, answers, strict=True):
         assert answer.token_ids == case["output_ids"]
         assert answer.outputs[0].finish_reason == case["finish"]
-    texts = [case["prompt"] for case in cases if case["kind"] == "text"]
-    answers = llm.generate(texts, params)
-    wanted = [case["output_text"] for case in cases if case["kind"] == "text"]
-    assert [answer.text for answer in answers] == wanted
+        assert case["kind"] != "text" or answer.text == case["output_text"]
+    texts = [case for case in cases if case["kind"] == "text"]
+    few = SamplingParams(temperature=0.0, max_tokens=4)  # of prompts as texts: they become the same ids
+    answers = llm.generate([case["prompt"] for case in texts], few)
+    assert [answer.token_ids for answer in answers] == [case["output_ids"][:4] for case in texts]
     check_idle(llm.engine)
