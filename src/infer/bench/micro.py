@@ -2,7 +2,7 @@
 
 attention   decode attention over scattered blocks: bytes of keys and values per second, beside a copy
 memory      weights, KV cache, activations, process; sequences at once, paged against contiguous
-startup     fresh processes: imports, help, first token
+startup     fresh processes: imports, help, first token, a server
 """
 
 from __future__ import annotations
@@ -192,6 +192,10 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
             "from the start of the process to the first byte of an answer",
             [*infer, "generate", "Hello", "--max-tokens", "4", "--temperature", "0", *chosen],
         ),
+        "server ready": (
+            "from the start of `infer serve` to the line that says its URL",
+            [*infer, "serve", "--port", "0", *chosen],
+        ),
     }
 
     def row(name: str, about: str, command: list[str]) -> Row:
@@ -236,6 +240,8 @@ def first_byte_s(command: list[str]) -> float:
         assert process.stdout is not None
         process.stdout.read(1)
         seconds = perf_counter() - started
+        if "serve" in command:  # the others end by themselves
+            process.terminate()
         process.stdout.read()
         if process.wait() != 0:
             said.seek(0)
