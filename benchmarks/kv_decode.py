@@ -45,7 +45,7 @@ def measure(directory: Path, kv: str, rows: int, context: int) -> dict[str, floa
     while min(seen.values()) < 8:  # all decode, and the graph of this size is captured
         for output in engine.step():
             seen[output.request_id] += len(output.token_ids)
-    prompts_s, times = time.perf_counter() - began, []
+    prompts_s, times = time.perf_counter() - began, list[float]()
     while len(times) < NUM_STEPS // 2:
         start = time.perf_counter()
         num_outputs = len(engine.step())

@@ -79,10 +79,11 @@ def test_attention_in_c_is_that_over_the_decoded_cache(
     positions = torch.arange(length)
     slots = table[positions // BLOCK] * BLOCK + positions % BLOCK
     cache = cache._replace(slots_T=slots)
-    write_slots_reference(*torch.randn(2, length, G, head_dim), cache)
+    k, v = torch.randn(2, length, G, head_dim)
+    write_slots_reference(k, v, cache)
     assert cache.scales is not None
     q = torch.randn(count, 6, head_dim)
-    items = torch.tensor([(f, min(16, count - f), 0, length - count + f) for f in range(0, count, 16)])
+    items = torch.tensor([(f, min(16, count - f), 0, length - count + f, -1, 0) for f in range(0, count, 16)])
     ours = operations.attend(
         c_library(build), q, cache.keys_PGH, cache.values_PGH, table[None], items,
         block_size=BLOCK, scale=0.3, window=window, scales=cache.scales,

@@ -108,7 +108,7 @@ class CachedHeads(NamedTuple):
         blocks_per_sm = _PROJECTED_BLOCKS_PER_SM if is_projected else self.blocks_per_sm
         return (
             ("IS_BFLOAT16", int(self.dtype is torch.bfloat16)),
-            ("CODES", _CODES.get(self.kept_as, 0)),
+            ("CODES", 0 if self.kept_as is None else _CODES[self.kept_as]),
             ("H", self.head_dim),
             ("G", self.num_kv_heads),
             ("M", self.num_heads // self.num_kv_heads),

@@ -46,9 +46,11 @@ def attend_paged(
     num_rows, num_heads, head_dim = q_SNH.shape
     num_kv_heads = keys_PGH.shape[1]
     q_SGMH = q_SNH.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    k_SLGH, v_SLGH = read_both(keys_PGH, values_PGH, scales, slots_SL, q_SNH.dtype)
     out_SGMH = F.scaled_dot_product_attention(
         q_SGMH,
-        *(side.transpose(1, 2) for side in read_both(keys_PGH, values_PGH, scales, slots_SL, q_SNH.dtype)),
+        k_SLGH.transpose(1, 2),
+        v_SLGH.transpose(1, 2),
         attn_mask=None if is_seen_SL is None else is_seen_SL[:, None, None, :],
         scale=scale,
     )

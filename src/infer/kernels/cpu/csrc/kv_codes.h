@@ -1,25 +1,40 @@
-/* Keys and values in 8 bits: codes, and one scale for each token and head (kernels/elementwise/kv_codes.py).
- *
- * An e4m3 code s eeee mmm has the bits of a float32 whose exponent is 120 too small; that float times 2^120 is
- * its value, of the small ones without a leading bit as well. */
+/* Keys and values in 8 bits: codes, and one scale for each token and head (kernels/elementwise/kv_codes.py). */
 #ifndef KV_CODES_H
 #define KV_CODES_H
 #include "infer.h"
 
 enum { AS_FLOAT, AS_FP8, AS_INT8 };
 
+typedef uint8_t unsigned16 __attribute__((vector_size(16)));
+
+/* 16 e4m3 codes s eeee mmm: the bits of a float32 whose exponent is 120 too small. A code without a leading bit,
+ * eeee = 0, has been given one, and half the power of two. */
+static inline vf decode_fp8(const uint8_t *codes) {
+    unsigned16 bytes;
+    memcpy(&bytes, codes, 16);
+    vi x = __builtin_convertvector(bytes, vi);
+    vf magnitude = (vf)(((x & 0x7f) << 20) + (120 << 23));
+    magnitude = choose((x & 0x78) == 0, magnitude * 2.0f - 0x1p-6f, magnitude);
+    return (vf)((vi)magnitude | (x & 0x80) << 24);
+}
+
+static inline vf decode_int8(const uint8_t *codes) {
+    bytes16 bytes;
+    memcpy(&bytes, codes, 16);
+    return __builtin_convertvector(bytes, vf);
+}
 
 /* The `count` numbers of a head. */
 static inline void decode_codes(int64_t kind, const uint8_t *codes, float scale, float *out, int64_t count) {
+    int64_t h = 0;
     if (kind == AS_FP8)
-        for (int64_t h = 0; h < count; h++) {
-            uint32_t bits = (uint32_t)(codes[h] & 0x80) << 24 | (uint32_t)(codes[h] & 0x7f) << 20;
-            float value;
-            memcpy(&value, &bits, 4);
-            out[h] = value * 0x1p120f * scale;
-        }
+        for (; h + 16 <= count; h += 16) store(out + h, decode_fp8(codes + h) * scale);
     else
-        for (int64_t h = 0; h < count; h++) out[h] = (float)(int8_t)codes[h] * scale;
+        for (; h + 16 <= count; h += 16) store(out + h, decode_int8(codes + h) * scale);
+    if (h == count) return;
+    uint8_t rest[16] = {0};
+    memcpy(rest, codes + h, (size_t)(count - h));
+    store_some(out + h, (kind == AS_FP8 ? decode_fp8(rest) : decode_int8(rest)) * scale, count - h);
 }
 
 /* To the nearest, and to even from the middle; |x| is at most 448. */
