@@ -1,7 +1,12 @@
-"""Quantized checkpoints on a GPU: unpacked there while they are loaded, to the numbers of the CPU."""
+"""Quantized weights on a GPU: codes of files stay codes there, any checkpoint is rounded while it is loaded.
+
+What a projection multiplies with is compared with the numbers of the CPU. Greedy tokens go through the
+engine, with and without graphs. bfloat16 takes the kernels of the package, float32 those that run anywhere.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,41 +15,159 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.find.source import resolve_model
-from infer.loader.load import read_headers
+from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.quantization import kept_bytes
+from infer.loader.random_weights import load_random
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.unit.kernels.coded_moe_contract import CodedMoeContract
 
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[3, 1, 4, 1, 5, 9], [7], list(range(20, 60))]
+MADE = ("fp8", "int8", "int4")
 RECIPES = {
     **{scheme: Recipe(scheme=scheme, group_size=32) for scheme in SCHEME_NAMES},
     "gptq-3": Recipe(scheme="gptq", bits=3, group_size=64, symmetric=False),
+    "gptq-8-asym": Recipe(scheme="gptq", bits=8, group_size=32, symmetric=False),
     "gptq-actorder": Recipe(scheme="gptq", group_size=32, act_order=True),
     "ct-w4a16-asym": Recipe(scheme="ct-w4a16", group_size=64, symmetric=False),
 }
+UNPACKED = ("nf4", "gptq-actorder")
+
+
+class TestCodedExperts(CodedMoeContract):
+    device = "cuda"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+@functools.cache
+def dense(root: Path, family: str) -> Path:
+    make_checkpoint(family, root / family, sizes=Sizes(hidden_size=192, num_heads=6), dtype="bfloat16")
+    return root / family
+
+
+@functools.cache
+def quantized(root: Path, family: str, recipe: str) -> Path:
+    source = resolve_model(str(dense(root, family)), show_progress=False)
+    quantize_checkpoint(source, root / f"{family}-{recipe}", RECIPES[recipe])
+    return root / f"{family}-{recipe}"
+
+
+def load(path: Path, quantization: str, device: str, dtype: str = "float32") -> LoadedModel:
+    source = resolve_model(str(path), show_progress=False)
+    return load_model(source, device=device, dtype=dtype, quantization=quantization, home="cuda")
+
+
+def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, layer in loaded.model.named_modules():
+        if isinstance(layer, ExpertLinear):
+            for number in range(layer.num_experts):
+                found[f"{name}.{number}"] = layer.stored.expert(number).dequantized().float().cpu()
+        elif isinstance(layer, Projected):
+            found[name] = layer.stored.dequantized().float().cpu()
+    return found
+
+
+def answers(path: Path, **knobs: Any) -> list[list[int]]:
+    with LLM(path, **knobs) as llm:
+        return [list(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpu_unpacks_the_numbers_of_the_cpu(recipe: str, tmp_path: Path, caplog: Any) -> None:
-    make_checkpoint(
-        "mixtral", tmp_path / "dense", sizes=Sizes(hidden_size=192, num_heads=6), dtype="bfloat16"
-    )
-    source = resolve_model(str(tmp_path / "dense"), show_progress=False)
-    path = tmp_path / "quantized"
-    quantize_checkpoint(source, path, RECIPES[recipe])
+def test_a_gpu_unpacks_the_numbers_of_the_cpu(recipe: str, root: Path) -> None:
+    path = quantized(root, "mixtral", recipe)
     for name, stored in read_headers(resolve_model(str(path), show_progress=False)).tensors.items():
         there = torch.empty(stored.shape, dtype=torch.bfloat16, device="cuda")
         here = torch.empty(stored.shape, dtype=torch.bfloat16)
         stored.copy_to(there)
         stored.copy_to(here)
         assert torch.equal(there.cpu(), here), name
-    prompts = [[3, 1, 4, 1, 5, 9], [7], list(range(20, 60))]
-    with LLM(path, device="cpu", dtype="float32", quantization="none") as cpu:
-        expected = [answer.token_ids for answer in cpu.generate(prompts, GREEDY)]
-    with LLM(path, device="cuda", dtype="float32") as gpu:
-        assert [answer.token_ids for answer in gpu.generate(prompts, GREEDY)] == expected
-    with caplog.at_level(logging.INFO), LLM(path, device="cuda") as gpu:
-        gpu.generate(prompts, GREEDY)
-    assert ", unpacked to bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_of_a_file_stay_packed(recipe: str, family: str, root: Path, caplog: Any) -> None:
+    path = quantized(root, family, recipe)
+    there, here = weights(load(path, "auto", "cuda")), weights(load(path, "none", "cpu"))
+    for name, weight in there.items():
+        torch.testing.assert_close(weight, here[name], rtol=2e-6, atol=1e-6, msg=name)
+    expected = answers(path, device="cpu", dtype="float32", quantization="none")
+    assert answers(path, device="cuda", dtype="float32") == expected
+    with caplog.at_level(logging.INFO):
+        answers(path, device="cuda")
+    said = ", unpacked to bfloat16" if recipe in UNPACKED else ", kept as "
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3"])
+@pytest.mark.parametrize("scheme", MADE)
+def test_any_checkpoint_is_rounded_while_it_is_loaded(scheme: str, family: str, root: Path) -> None:
+    path = dense(root, family)
+    there, here = (load(path, scheme, device) for device in ("cuda", "cpu"))
+    found, expected = weights(there), weights(here)
+    for name, weight in found.items():  # a weight between two codes may go to either
+        error = (weight - expected[name]).norm() / expected[name].norm()
+        assert error < 0.01, (name, float(error))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
+@pytest.mark.parametrize("scheme", MADE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_change_no_token(scheme: str, family: str, dtype: str, root: Path) -> None:
+    knobs: dict[str, Any] = {"device": "cuda", "dtype": dtype, "quantization": scheme}
+    path = dense(root, family)
+    with_graphs = answers(path, **knobs)
+    assert answers(path, **knobs, use_cuda_graphs=False) == with_graphs
+    assert all(len(tokens) == 16 for tokens in with_graphs)
+
+
+@pytest.mark.parametrize("scheme", MADE)
+def test_deterministic_gives_the_tokens_of_a_prompt_alone(scheme: str, root: Path) -> None:
+    knobs: dict[str, Any] = {"device": "cuda", "quantization": scheme, "deterministic": True}
+    with LLM(dense(root, "llama"), **knobs) as llm:
+        together = [list(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
+        alone = [list(llm.generate([prompt], GREEDY)[0].token_ids) for prompt in PROMPTS]
+    assert together == alone
+
+
+@pytest.mark.parametrize("scheme", MADE)
+def test_the_logits_are_those_of_the_numbers_in_float32(scheme: str, root: Path) -> None:
+    """bfloat16 and its kernels against float32 and the reference, over a prompt and a decode step."""
+    path = dense(root, "llama")
+    scored = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
+
+    def logprobs(**knobs: Any) -> list[float]:
+        with LLM(path, quantization=scheme, **knobs) as llm:
+            rows = llm.generate(PROMPTS, scored)[2].outputs[0].logprobs
+        assert rows is not None
+        return [row.logprob for row in rows[:1]]
+
+    assert logprobs(device="cuda") == pytest.approx(logprobs(device="cuda", dtype="float32"), abs=0.1)
+
+
+@pytest.mark.parametrize("scheme", MADE)
+def test_loading_needs_no_second_copy(scheme: str, root: Path) -> None:
+    """The peak is the weights and a few rows; what the rows took is given back."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load(dense(root, "llama"), scheme, "cuda", "bfloat16")
+    kept = torch.cuda.memory_allocated() - before
+    assert kept <= 1.1 * kept_bytes(loaded.model) + (4 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= kept + (256 << 20)
+
+
+@pytest.mark.parametrize("scheme", MADE)
+def test_random_weights_of_any_shape(scheme: str, root: Path) -> None:
+    loaded = load_random(dense(root, "llama"), device="cuda", quantization=scheme)
+    assert loaded.weights == scheme and loaded.kept_as.startswith("rounded to ")

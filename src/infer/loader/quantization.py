@@ -22,7 +22,7 @@ what is not in that form while it is loaded:
     quantization   a matrix of the layers is kept in               the head           computed in
     auto           the codes of the file, or the dtype             as any matrix      dtype.py
     none           the dtype                                       the dtype          dtype.py
-    fp8            floats of 8 bits, a scale per row               fp8                dtype.py
+    fp8            floats of 8 bits, a scale per row               int8               dtype.py
     int8           integers, a scale per row                       int8               dtype.py
     int4           integers 0 .. 15, groups of 128, 64 or 32       int8               dtype.py
 
@@ -305,7 +305,7 @@ def coded_form(
     held = joined(forms, spec.size, spec.row_counts)
     if form == AS_STORED:
         return held
-    asked = "int8" if is_head and form == "int4" else form
+    asked = "int8" if is_head else form  # its errors go straight into the logits, and fp8 has larger ones
     return held if held is not None and held.codes == asked else rounded_form(asked, spec.size)
 
 

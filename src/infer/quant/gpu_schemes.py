@@ -11,10 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
+from infer.kernels.linear.coded_linear import expand
+from infer.kernels.linear.invariant import linear_invariant
+from infer.kernels.moe.coded_grouped import coded_experts_mlp
+from infer.kernels.runtime.dispatch import use_triton
 from infer.quant.coded import CodedRows
 from infer.quant.gpu_coded import Coded
-from infer.quant.projection import IN, OUT, Leaf, Source, WeightSpec
+from infer.quant.projection import IN, OUT, Choices, Leaf, Projection, Source, WeightSpec
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows, rounded_form
 
 _CHUNK_NUMBERS = 1 << 22  # 16 MiB of float32 at a time: int4 has a dozen of them at once
@@ -27,6 +31,7 @@ class GPUWeights(Coded):
     def __init__(self, spec: WeightSpec, matrices: list[CodedWeights] | None = None) -> None:
         assert spec.form is not None, spec
         self.scheme = spec.form.codes
+        self.stack: CodedWeights | None = None  # of all experts
         super().__init__(spec, matrices)
 
     @classmethod
@@ -38,6 +43,40 @@ class GPUWeights(Coded):
         """The spec's."""
         assert self.spec.form is not None
         return self.spec.form
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """As the base has it; the matrices of experts are views of one stack, which one launch reads."""
+        if self.spec.num_experts is None or self.matrices:
+            return super().allocate()
+        spec, count = self.spec, self.spec.num_experts
+        one = CodedWeights.empty(spec.num_rows, spec.size, *self.coded_form(), device="meta")
+        stacks = {
+            name: torch.zeros((count, *tensor.shape), dtype=tensor.dtype, device=spec.device)
+            for name, tensor in one.tensors().items()
+        }
+        self.stack = one.with_tensors(stacks)
+        self.matrices = [
+            one.with_tensors({name: stack[number] for name, stack in stacks.items()})
+            for number in range(count)
+        ]
+        return stacks
+
+    def experts_mlp(
+        self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
+    ) -> torch.Tensor:
+        """Send each token through its experts, all of them in a few launches where there are kernels."""
+        both = self.stack, down.stack if isinstance(down, GPUWeights) else None
+        if not use_triton(x_TD) or both[0] is None or both[1] is None:
+            return super().experts_mlp(x_TD, choices, down, activation)
+        return coded_experts_mlp(
+            x_TD, *choices, both[0], both[1], activation=activation, invariant=self.batch_invariant
+        )
+
+    def invariant(self) -> Projection | None:
+        """A projection with these codes that gives a row the same bits whatever the other rows are."""
+        projection = InvariantGPUWeights(self.spec, self.matrices)
+        projection.stack, projection.bias = self.stack, self.bias
+        return projection
 
     def leaves(self) -> Mapping[str, Leaf]:
         """The matrix, plain or in whatever format the checkpoint has it."""
@@ -65,3 +104,17 @@ class GPUWeights(Coded):
         whole = torch.empty(source.shape, dtype=self.spec.dtype, device=device)
         source.copy_to(whole)
         yield from ((first, whole.T[first : first + step]) for first in range(0, whole.shape[1], step))
+
+
+class InvariantGPUWeights(GPUWeights):
+    """The same weights, unpacked for every product, so that a row's bits do not depend on the other rows."""
+
+    batch_invariant = True
+    prepare, invariant = Projection.prepare, Projection.invariant
+    project_rows, reads_sum = Projection.project_rows, Projection.reads_sum
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b, each row as if it were alone."""
+        codes = self.weights
+        weight = expand(codes, x.dtype) if use_triton(x) else codes.dequantized().to(x.dtype)
+        return linear_invariant(x, weight, self.bias)

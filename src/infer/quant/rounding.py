@@ -90,7 +90,7 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
     """Rows of numbers in a form, each weight as near as it allows."""
     numbers, size = rows.float(), rows.shape[1]
     step = form.group or size
-    groups = F.pad(numbers, (0, -size % step)).unflatten(1, (-1, step))
+    groups = F.pad(numbers, (0, -size % step)).view(len(rows), -1, step)
     if form.codes == "int4":
         return _round_int4(groups, size) if form.has_minima else _round_to_zeros(groups, size)
     largest = E4M3_MAX if form.codes == "fp8" else 127.0

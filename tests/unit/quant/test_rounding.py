@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from infer.kernels.linear.coded import CodedForm, CodedWeights, look_up
+from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.coded_linear import look_up
 from infer.loader.formats.gguf import GGMLType
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_form_of, coded_rows, dequantize
 from infer.quant.coded import CodedRows
@@ -20,7 +21,7 @@ def numbers(part: CodedPart, form: CodedForm) -> torch.Tensor:
     weights.fill(0, *part)
     everything = weights.dequantized()
     ids = torch.arange(len(everything)).flip(0)
-    assert torch.equal(look_up(weights, ids), everything[ids])
+    assert torch.equal(look_up(weights, ids, torch.float32), everything[ids])
     return everything
 
 

@@ -86,7 +86,7 @@ def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     raw = w.form.codes == "fp8" and dtype is torch.float8_e4m3fn
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     expand_kernel[tuple(w.cells.shape[:2])](
-        *_stored(w), out_NK, *w.shape, *_sizes(w), **_constants(w), RAW=raw
+        *stored_parts(w), out_NK, *w.shape, *tile_sizes(w), **tile_constants(w), RAW=raw
     )
     return out_NK.view(dtype)
 
@@ -98,21 +98,28 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
     out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.cells.device)
     if ids_T.numel():
         lookup_kernel[(ids_T.numel(), -(-w.size // 512))](
-            ids_T.contiguous(), *_stored(w), out_TK, w.size, *_sizes(w), **_constants(w), BLOCK=512
+            ids_T.contiguous(),
+            *stored_parts(w),
+            out_TK,
+            w.size,
+            *tile_sizes(w),
+            **tile_constants(w),
+            BLOCK=512,
         )
     return out_TK
 
 
-def _stored(w: CodedWeights) -> tuple[torch.Tensor, ...]:
+def stored_parts(w: CodedWeights) -> tuple[torch.Tensor, ...]:
     """What a kernel reads: cells as bytes and as floats, scales and minima outside of them."""
     return w.cells, w.cells.view(torch.float32), w.scales, w.minima
 
 
-def _sizes(w: CodedWeights) -> tuple[int, int]:
-    return w.cells.shape[1], max(w.scales.shape[1], 1)
+def tile_sizes(w: CodedWeights) -> tuple[int, int]:
+    """Cells of a band and groups of a row, of one matrix or of all experts'."""
+    return w.cells.shape[-2], max(w.scales.shape[-1], 1)
 
 
-def _constants(w: CodedWeights) -> dict[str, Any]:
+def tile_constants(w: CodedWeights) -> dict[str, Any]:
     codes, group, has_minima, scale_rows = form = w.form
     return {
         "FORM": codes,
@@ -130,8 +137,8 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     block_m = 16 if M <= 16 else 64
     coded_skinny_kernel[(len(w.cells), -(-M // block_m))](
-        x_MK, *_stored(w), x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
-        *_sizes(w), **_constants(w), BIAS=bias_N is not None, WIDEN=INTERPRETED, BLOCK_M=block_m,
+        x_MK, *stored_parts(w), x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
+        *tile_sizes(w), **tile_constants(w), BIAS=bias_N is not None, WIDEN=INTERPRETED, BLOCK_M=block_m,
     )  # fmt: skip
     return y_MN
 

@@ -142,9 +142,8 @@ def experts_mlp(
     assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)
     assert gate_up_EFD.is_contiguous() and down_EDF.is_contiguous(), "experts must be contiguous"
     assert experts_TC.is_contiguous() and weights_TC.is_contiguous() and x_TD.stride(1) == 1
-    y_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
     if not T:
-        return y_TD
+        return torch.empty_like(x_TD)
 
     num_rows = T * num_choices
     tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
@@ -157,7 +156,16 @@ def experts_mlp(
     )  # fmt: skip
     outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
     _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, tiles)
-    sum_kernel[(T, -(-D // _BLOCK_D))](outputs_RD, y_TD, D, CHOICES=num_choices, BLOCK_D=_BLOCK_D)
+    return sum_choices(outputs_RD, T, num_choices)
+
+
+def sum_choices(outputs_RD: torch.Tensor, num_tokens: int, num_choices: int) -> torch.Tensor:
+    """Add up the rows of each token, which lie beside each other."""
+    size = outputs_RD.shape[1]
+    y_TD = outputs_RD.new_empty((num_tokens, size))
+    sum_kernel[(num_tokens, -(-size // _BLOCK_D))](
+        outputs_RD, y_TD, size, CHOICES=num_choices, BLOCK_D=_BLOCK_D
+    )
     return y_TD
 
 

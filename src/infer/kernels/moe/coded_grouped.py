@@ -1,0 +1,102 @@
+"""Experts in 8 or 4 bits: the grouped product of grouped.py with coded weights (linear/coded.py).
+
+Rows are ordered by expert as there; a program multiplies one block of them with 32 rows of their expert's
+matrix, unpacked tile by tile. Gate and up are one product, and the gate a launch of its own.
+
+Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate size, R = T C rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.linear.coded import BAND, CodedWeights
+from infer.kernels.linear.coded_linear import stored_parts, tile_constants, tile_sizes
+from infer.kernels.linear.coded_triton import coded_tile
+from infer.kernels.moe.grouped import choose_tiles, order_rows, sum_choices
+from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
+
+
+@jit_for_any("num_rows", "num_blocks")
+def coded_grouped_kernel(
+    x_ptr, cells_ptr, words_ptr, scales_ptr, minima_ptr, y_ptr, row_order_ptr, block_experts_ptr, weights_ptr,
+    x_row_stride, cells_stride, scales_stride, minima_stride, num_rows, N, K, num_cells, num_groups,
+    ROWS_PER_INPUT: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
+    CELL_BYTES: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bfloat16
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    band, block = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tl.load(row_order_ptr + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    inputs = (tl.minimum(rows, num_rows - 1) // ROWS_PER_INPUT).to(tl.int64)
+    x_rows = x_ptr + inputs[None, :] * x_row_stride
+    total = tl.zeros([32, BLOCK_T], tl.float32)
+    for cell in range(num_cells):
+        columns = (cell * 128 + tl.arange(0, 128))[:, None]
+        x = tl.load(x_rows + columns, mask=columns < K, other=0.0)
+        w = coded_tile(
+            cells_ptr + expert * cells_stride, words_ptr + expert * (cells_stride // 4),
+            scales_ptr + expert * scales_stride, minima_ptr + expert * minima_stride,
+            band, cell, num_cells, num_groups, FORM, GROUP, SPANS, MINIMA, BY_BAND, CELL_BYTES, 1,
+        ).to(x_ptr.dtype.element_ty)  # fmt: skip
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    if WEIGHTED:
+        total = total * tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)[None, :]
+    outputs = (band * 32 + tl.arange(0, 32))[:, None]
+    y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * N + outputs
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(rows < num_rows)[None, :] & (outputs < N))
+
+
+def coded_experts_mlp(
+    x_TD: torch.Tensor,
+    experts_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up: CodedWeights,
+    down: CodedWeights,
+    *,
+    activation: str,
+    invariant: bool = False,
+) -> torch.Tensor:
+    """Send each token through its experts on a GPU; both matrices are those of all experts, [E, ...] each.
+
+    `invariant`: blocks of one size, however many tokens there are.
+    """
+    (T, num_choices), num_experts = experts_TC.shape, len(gate_up.cells)
+    num_rows = T * num_choices
+    if not T:
+        return torch.empty_like(x_TD)
+    block_t = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size()).block_t
+    order = order_rows(experts_TC, num_experts, block_t)
+    both_RF = _multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
+    gated_RF = gated_activation(both_RF, activation=activation)
+    outputs_RD = _multiply(gated_RF, down, num_rows, *order, weights_TC)
+    return sum_choices(outputs_RD, T, num_choices)
+
+
+def _multiply(
+    x: torch.Tensor,
+    w: CodedWeights,
+    num_rows: int,
+    row_order: torch.Tensor,
+    block_experts: torch.Tensor,
+    weights_TC: torch.Tensor | None,
+    *,
+    rows_per_input: int = 1,
+) -> torch.Tensor:
+    y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
+    num_blocks = len(block_experts)
+    coded_grouped_kernel[(-(-w.num_rows // BAND), num_blocks)](
+        x, *stored_parts(w), y_RN, row_order, block_experts, weights_TC,
+        x.stride(0), w.cells.stride(0), w.scales.stride(0), w.minima.stride(0),
+        num_rows, w.num_rows, w.size, *tile_sizes(w),
+        ROWS_PER_INPUT=rows_per_input, WEIGHTED=weights_TC is not None, **tile_constants(w),
+        WIDEN=INTERPRETED, BLOCK_T=len(row_order) // num_blocks, num_warps=4,
+    )  # fmt: skip
+    return y_RN
