@@ -6,6 +6,7 @@ codes are not touched, and that the rest of the engine does not notice. tests/gp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -291,7 +292,7 @@ def test_fp8_needs_a_gpu(root: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["gptq", "awq", "ct-int8", "fp8-block"])
 def test_broken_files_are_refused(recipe: str, root: Path, tmp_path: Path) -> None:
-    """Scales that are no numbers, and every cut, are a CheckpointError before anything answers."""
+    """Cuts, damaged headers and scales that are no numbers are a CheckpointError, and nothing else."""
     path = quantized(root, "llama", recipe)
     data = (path / "model.safetensors").read_bytes()
     for file in path.iterdir():
@@ -301,6 +302,11 @@ def test_broken_files_are_refused(recipe: str, root: Path, tmp_path: Path) -> No
         cut = int(torch.randint(0, len(data), (), generator=generator))
         (tmp_path / "model.safetensors").write_bytes(data[:cut])
         with pytest.raises(CheckpointError):
+            load(tmp_path)
+        damaged = bytearray(data)
+        damaged[8 + cut % int.from_bytes(data[:8], "little")] ^= 1 << cut % 7
+        (tmp_path / "model.safetensors").write_bytes(bytes(damaged))
+        with contextlib.suppress(CheckpointError):
             load(tmp_path)
     tensors = load_file(path / "model.safetensors")
     name = next(name for name in tensors if "scale" in name)

@@ -536,6 +536,13 @@ def test_scales_that_are_not_numbers(value: float, tmp_path: Path) -> None:
         numbers(opened(tmp_path, leaves, settings))
 
 
+def test_zeros_that_are_no_codes(tmp_path: Path) -> None:
+    leaves, _ = compressed(4, symmetric=False)
+    leaves["weight_zero_point"] = torch.full(leaves["weight_scale"].shape, 100, dtype=torch.int8)
+    with pytest.raises(CheckpointError, match="weight_zero_point has zeros that are no codes of 4 bits"):
+        numbers(opened(tmp_path, leaves))
+
+
 def test_a_symmetric_file_with_other_zeros(tmp_path: Path) -> None:
     leaves, _, settings = gptq(4)
     with pytest.raises(CheckpointError, match="the config says sym, but qzeros are neither all 7 nor all 8"):

@@ -166,6 +166,8 @@ def _open_packed(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
         zeros = unpack(stored.T, bits, num_rows, padded=padded).T.short()
     elif stored is not None:
         zeros = stored.short() + middle
+        if int(zeros.min()) < 0 or int(zeros.max()) >= 2 * middle:
+            module.fail(f"weight_zero_point has zeros that are no codes of {bits} bits")
     if isinstance(zeros, torch.Tensor) and zeros.shape != scales.shape:
         module.fail(f"weight_zero_point is {list(zeros.shape)}, weight_scale {list(scales.shape)}")
     groups = layout.group_size or tensors["weight_g_idx"].long()
