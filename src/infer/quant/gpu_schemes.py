@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
+from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import expand
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.moe.coded_grouped import coded_experts_mlp

@@ -165,7 +165,7 @@ def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in FP8, and a scale for each 128 columns of one, [M, K / 128]; M is padded to a multiple of 16."""
+    """Tokens in FP8, a scale for each 128 columns of one, [M, K / 128]; M is padded to a multiple of 16."""
     (M, K), device = x_MK.shape, x_MK.device
     padded = -(-M // 16) * 16  # without which the library refuses
     codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
