@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from infer.config.resolve import Machine, ModelFacts
 from infer.config.settings import EngineConfig
+from infer.engine import machine
 from infer.errors import ConfigError
+from infer.execution.gpu.runner import DeviceRunner
 from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from tests.integration.test_cpu_weights import REQUESTS, make_engine
-from tests.support.tiny import random_prompts, run_engine
+from tests.support.tiny import greedy, random_prompts, run_engine
+from tests.support.tiny import make_engine as make_plain
 
 needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 both = pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
@@ -101,3 +105,39 @@ def test_what_cannot_be_is_refused_with_the_way_out(knobs: dict[str, Any], messa
 def test_spellings_of_other_engines_are_taken() -> None:
     for given, meant in (("fp8_e4m3", "fp8"), ("fp8_per_token_head", "fp8"), ("int8_per_token_head", "int8")):
         assert EngineConfig.from_knobs(kv_cache_dtype=given).cache.kv_cache_dtype == meant
+
+
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "fp8"), ("gemma3", "int8")])
+def test_the_runner_of_a_gpu_reads_the_same_codes(
+    family: str, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, over the kernels' references; the kernels themselves are in tests/gpu."""
+    requests = [(prompt, greedy(8)) for prompt in random_prompts(5)]
+    expected = run_engine(make_plain(family, kv_cache_dtype=kv_cache_dtype), requests)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    engine = make_plain(family, kv_cache_dtype=kv_cache_dtype)
+    assert isinstance(engine._runner, DeviceRunner)
+    assert run_engine(engine, requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("knobs", "found", "message"),
+    [
+        (
+            {"kv_cache_dtype": "fp8"},
+            {"has_fp8": False},
+            "compute capability 8.9 or later.* use kv_cache_dtype=int8",
+        ),
+        (
+            {"kv_cache_dtype": "int8", "attention_backend": "flash"},
+            {},
+            "attention_backend=flash reads no 8-bit",
+        ),
+    ],
+)
+def test_a_gpu_that_cannot_is_told_what_can(
+    knobs: dict[str, Any], found: dict[str, Any], message: str
+) -> None:
+    gpu = Machine(device="cuda", has_gpu_kernels=True, gpu_memory=24 << 30, **found)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_knobs(**knobs).resolve(gpu, ModelFacts(max_seq_len=64, num_layer_weights=1))

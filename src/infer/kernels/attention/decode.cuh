@@ -251,9 +251,9 @@ __device__ void load_keys(Keys& k, const Cache& cache, const Tile& tile, int g, 
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
         load_pieces(k.piece[p], cache.keys + tile.at + (g + p * 8) * G * H, [&](int c) { return key_element(c, t); });
-#if CODES
-        k.scale[p] = cache.key_scales[tile.scale + g + p * 8];
-        k.value_scale[p] = cache.value_scales[tile.scale + g + p * 8];
+#if CODES  // past L1: a line may be asked for before the kernel before has written the newest scale in it
+        k.scale[p] = __ldcg(cache.key_scales + tile.scale + g + p * 8);
+        k.value_scale[p] = __ldcg(cache.value_scales + tile.scale + g + p * 8);
 #endif
     }
 }
