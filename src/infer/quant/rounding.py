@@ -2,14 +2,16 @@
 
     fp8     w = scale * code             code: a float of 8 bits (e4m3), one scale per row
     int8    w = scale * code             code: -127 .. 127, one scale per row
-    int4    w = scale * code + minimum   code: 0 .. 15, groups of 128 columns (or 64, 32: whole ones)
+    int4    w = scale * (code - zero)    code and zero: 0 .. 15, groups of 128 columns (or 64, 32: whole ones)
 
 That is what `rounded_form` chooses. A file's own groups, blocks and zeros are other values of a `CodedForm`
 (kernels/linear/coded.py), and its codes stay what they are. All arithmetic is float32, a few rows at a time,
 on the device that keeps the weights.
 
 Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
-tries narrower ranges as well, fits scale and minimum to each by least squares, and keeps what errs least.
+tries narrower ranges as well, fits the scale to each by least squares (and the minimum, if a form has one),
+and keeps what errs least. With a minimum weights err by 1 % less than with a zero, but a kernel multiplies a
+second time, with ones, to add it.
 
 Shapes:  R rows, K columns, G groups of a row.
 """
@@ -50,7 +52,7 @@ def rounded_form(scheme: str, size: int) -> CodedForm:
     if scheme != "int4":
         return CodedForm(scheme)
     group = next((group for group in GROUPS if size % group == 0), 0)
-    return CodedForm("int4", group, has_minima=True) if group else CodedForm("int8")
+    return CodedForm("int4", group) if group else CodedForm("int8")
 
 
 def stored_form(
@@ -110,24 +112,34 @@ def _round_int4(groups: torch.Tensor, size: int) -> CodedPart:
         codes = (groups - middle).div_(scale).add_(7.5).round_().clamp_(0, 15)
         scale, minimum = _fit(groups, codes, scale)
         error = (codes * scale).add_(minimum).sub_(groups).square_().sum(2, keepdim=True)
-        found = [codes, scale, minimum, error]
-        is_better = error < best[3] if best else None
-        best = (
-            found
-            if is_better is None
-            else [torch.where(is_better, new, old) for new, old in zip(found, best, strict=True)]
-        )
+        best = _better(best, [codes, scale, minimum, error])
     codes, scale, minimum, _ = best
     return CodedPart(codes.to(torch.uint8).flatten(1)[:, :size], scale[:, :, 0], minimum[:, :, 0])
 
 
 def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
-    """Groups [R, G, k] in 16 steps each, of which one is 0."""
-    least, most = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
-    scale = (most - least).clamp(min=TINY) / 15
-    zero = (-least / scale).round_()
-    codes = (groups / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8)
-    return CodedPart(codes.flatten(1)[:, :size], scale[:, :, 0], zeros=zero[:, :, 0].int())
+    """Groups [R, G, k] in 16 steps each, of which one is 0: the range whose fitted steps err least."""
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    middle, width = (least + most) / 2, (most - least).clamp(min=TINY)
+    best: list[torch.Tensor] = []
+    for share in _RANGES:
+        steps = width * (share / 15)
+        wanted = 7.5 - middle / steps
+        for zero in (wanted.floor().clamp_(0, 15), wanted.ceil().clamp_(0, 15)):
+            codes = (groups / steps).add_(zero).round_().clamp_(0, 15)
+            centred = codes - zero
+            spread = centred.square().sum(2, keepdim=True)
+            fitted = (centred * groups).sum(2, keepdim=True) / spread.clamp(min=TINY)
+            scale = torch.where(fitted > 0, fitted, steps)
+            error = centred.mul_(scale).sub_(groups).square_().sum(2, keepdim=True)
+            best = _better(best, [codes, scale, zero, error])
+    codes, scale, zero, _ = best
+    return CodedPart(codes.to(torch.uint8).flatten(1)[:, :size], scale[:, :, 0], zeros=zero[:, :, 0].int())
+
+
+def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each group what errs less, the error being the last of each."""
+    return [torch.where(new[-1] < old[-1], *pair) for pair in zip(new, old, strict=True)] if old else new
 
 
 def _fit(groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

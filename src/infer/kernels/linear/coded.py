@@ -137,7 +137,7 @@ class CodedWeights:
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
         """The same matrix in other memory; with one more axis in front, those of all experts."""
-        return replace(self, **tensors)
+        return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
 
     def fill(
         self,
@@ -201,7 +201,7 @@ class CodedWeights:
         num_bytes = self.form.spans * BAND * 4
         first = self.form.code_bytes + which * num_bytes
         floats = self.cells.view(torch.float32)[:, :, first // 4 : (first + num_bytes) // 4]
-        return floats.unflatten(2, (self.form.spans, BAND))
+        return floats.view(*floats.shape[:2], self.form.spans, BAND)
 
     def dequantized(self) -> torch.Tensor:
         """W as float32, [N, K]: the specification of what the kernels multiply with."""
@@ -240,12 +240,13 @@ def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
     shape = (len(axes), num_columns // CELL_COLUMNS, -1)
     if form == "int4":
-        low, high = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, *shape)
-        return low | high << 4
+        both = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, *shape)
+        return both[0] | both[1] << 4
     in_order = axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(*shape)
     if form == "int8":
         return in_order
-    first, second = in_order.unflatten(2, (-1, 2)).int().unbind(3)
+    pairs = in_order.int()
+    first, second = pairs[:, :, ::2], pairs[:, :, 1::2]
     halves = (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8
     return (halves | (second & 0x0F)).short().view(torch.uint8)
 

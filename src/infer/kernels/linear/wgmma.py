@@ -321,7 +321,10 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
 
 
 def _config_of(known: dict[str, int]) -> WgmmaConfig:
-    config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
+    width, rows, stages, split, blocks = (
+        known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")
+    )
+    config = WgmmaConfig(width, rows, stages, split, blocks)
     if code := known.get("WEIGHTS"):
         form = CodedForm(_WEIGHTS[code], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
         return replace(config, form=form, columns=known["COLUMNS"], by_warps=bool(known["BY_WARPS"]))
