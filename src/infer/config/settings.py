@@ -330,7 +330,7 @@ class RunConfig:
     cpu_products: str = knob(
         "exact",
         "how products of int8 and int4 weights on a CPU round activations: exact: to 15 bits; fast: to 8, "
-        "as llama.cpp does, up to 1.5 times as fast, for 0.3 to 0.5 % of perplexity (docs/features/cpu.md)",
+        "as llama.cpp does, up to 1.5 times as fast, for 0.3 to 0.8 % of perplexity (docs/features/cpu.md)",
         choices=("exact", "fast"),
     )
     deterministic: bool = knob(

@@ -81,7 +81,7 @@ def loop_over_groups(code: list[tuple[int, str]]) -> list[str]:
             body = [text for at, text in code if start <= at <= address]
             found = sum(text.startswith(("sdot", "smmla")) for text in body), -len(body), body
             best = max(best, found) if best else found
-    assert best is not None and best[0] >= 32
+    assert best is not None and best[0] >= 16
     return best[2]
 
 

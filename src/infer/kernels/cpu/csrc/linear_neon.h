@@ -86,6 +86,74 @@ ALWAYS_INLINE const uint8_t *ask_for_quarter(const uint8_t *ahead, const int bit
     sums[0] = DOT(sums[0], w, x[0], lane), sums[1] = DOT(sums[1], w, x[1], lane), \
     sums[2] = DOT(sums[2], w, x[2], lane), sums[3] = DOT(sums[3], w, x[3], lane)
 
+#if defined(HAVE_I8MM)
+/* The sums of one group, of `rows` rows and the quad W.
+ *
+ * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
+ *
+ *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row, or two rows of one digit
+ *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
+ *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
+ *
+ * A quad has four k of four columns in a register: zipped with the register of the next four k, it is as wanted. */
+#define ZIP(half, a, b) vreinterpretq_s8_s32(vzip##half##q_s32(vreinterpretq_s32_u8(a), vreinterpretq_s32_u8(b)))
+ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *sum, const int rows, const int digits) {
+    const int pairs = rows * digits / 2;
+    int32x4_t sum01[4], sum23[4];
+    int8x16_t x[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < pairs; j++) sum01[j] = sum23[j] = vdupq_n_s32(0);
+#pragma GCC unroll 4
+    for (int eight = 0; eight < GROUP / 8; eight++) {
+        int8x16_t w01 = ZIP(1, W[2 * eight], W[2 * eight + 1]), w23 = ZIP(2, W[2 * eight], W[2 * eight + 1]);
+#pragma GCC unroll 4
+        for (int j = 0; j < pairs; j++) {
+            const int8_t *line = q + 2 * j * GROUP + eight * 8;
+            x[j] = vcombine_s8(vld1_s8(line), vld1_s8(line + GROUP));
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < pairs; j++) sum01[j] = vmmlaq_s32(sum01[j], x[j], w01);
+#pragma GCC unroll 4
+        for (int j = 0; j < pairs; j++) sum23[j] = vmmlaq_s32(sum23[j], x[j], w23);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < pairs; j++) {
+        int64x2_t near = vreinterpretq_s64_s32(sum01[j]), far = vreinterpretq_s64_s32(sum23[j]);
+        int32x4_t q0 = vreinterpretq_s32_s64(vzip1q_s64(near, far));
+        int32x4_t q1 = vreinterpretq_s32_s64(vzip2q_s64(near, far));
+        if (digits == 2) sum[j] = (q0 << 7) + q1;
+        else sum[2 * j] = q0, sum[2 * j + 1] = q1;
+    }
+}
+#else
+/* The sums of one group, of `rows` rows and the quad W: four dot products after each other add to four sums. */
+ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *sum, const int rows, const int digits) {
+    int8x16_t x[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) sum[i] = vdupq_n_s32(0);
+#pragma GCC unroll 2
+    for (int digit = 0; digit < digits; digit++) {
+        if (digit == 1) {
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; i++) sum[i] <<= 7;
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 2
+            for (int four = 0; four < rows; four += 4) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++)
+                    x[i] = vld1q_s8(q + ((four + i) * digits + digit) * GROUP + half * 16);
+                FOUR_DOTS((sum + four), W[4 * half + 0], x, 0);
+                FOUR_DOTS((sum + four), W[4 * half + 1], x, 1);
+                FOUR_DOTS((sum + four), W[4 * half + 2], x, 2);
+                FOUR_DOTS((sum + four), W[4 * half + 3], x, 3);
+            }
+        }
+    }
+}
+#endif
+
 /* Eight or four rows times one tile, of which the first `count` rows are stored. */
 ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
                                  const int rows, const int bits, const int digits, const int asks_ahead) {
@@ -99,35 +167,13 @@ ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, i
         const float *x_scales = act->scales + first, *x_sums = act->sums + first;
         float32x4_t total[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) total[i] = (float32x4_t){0};
+        for (int i = 0; i < rows; i++) total[i] = vdupq_n_f32(0.0f);
         for (int64_t g = 0; g < groups; g++) {
             uint8x16_t W[8];
-            int8x16_t x[4];
             int32x4_t sum[8];
             load_quad(w, W, bits);
             if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
-#pragma GCC unroll 8
-            for (int i = 0; i < rows; i++) sum[i] = (int32x4_t){0};
-#pragma GCC unroll 2
-            for (int digit = 0; digit < digits; digit++) {
-                if (digit == 1) {
-#pragma GCC unroll 8
-                    for (int i = 0; i < rows; i++) sum[i] <<= 7;
-                }
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) {
-#pragma GCC unroll 2
-                    for (int four = 0; four < rows; four += 4) {
-#pragma GCC unroll 4
-                        for (int i = 0; i < 4; i++)
-                            x[i] = vld1q_s8(q + ((four + i) * digits + digit) * GROUP + half * 16);
-                        FOUR_DOTS((sum + four), W[4 * half + 0], x, 0);
-                        FOUR_DOTS((sum + four), W[4 * half + 1], x, 1);
-                        FOUR_DOTS((sum + four), W[4 * half + 2], x, 2);
-                        FOUR_DOTS((sum + four), W[4 * half + 3], x, 3);
-                    }
-                }
-            }
+            sum_group(W, q, sum, rows, digits);
 #pragma GCC unroll 2
             for (int four = 0; four < rows; four += 4)
                 add_group(total + four, sum + four, w_scales, x_scales + four, x_sums + four, bits);
@@ -206,81 +252,15 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
     }
 }
 
+/* i8mm has two sums of each pair of lines, so it takes eight rows of two digits in two parts. */
 #if defined(HAVE_I8MM)
-/* What multiply_rows does, for eight lines: four rows of two digits, or eight of one.
- *
- * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
- *
- *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row, or two rows of one digit
- *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
- *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
- *
- * A quad has four k of four columns in a register: zipped with the register of the next four k, it is as wanted. */
-#define ZIP(half, type, a, b) \
-    vreinterpretq_s8_##type(vzip##half##q_##type(vreinterpretq_##type##_u8(a), vreinterpretq_##type##_u8(b)))
-ALWAYS_INLINE void multiply_lines(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
-                                  const int bits, const int digits, const int asks_ahead) {
-    enum { PAIRS = 4 };
-    const int rows = 2 * PAIRS / digits;
-    const int64_t groups = act->groups, first = place_of(act, m);
-    const weight_tile it = find_tile(a, groups, tile, bits);
-    const uint8_t *ahead = it.data + groups * it.vectors * 64;
-    for (int r = 0; r < 4 && tile * LANES + r * 4 < a->N; r++) {
-        const uint8_t *w = it.data + r * 16;
-        const uint16_t *w_scales = it.scales + r * 4;
-        const int8_t *q = act->q + first * digits * GROUP;
-        const float *x_scales = act->scales + first, *x_sums = act->sums + first;
-        float32x4_t total[2 * PAIRS];
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) total[i] = (float32x4_t){0};
-        for (int64_t g = 0; g < groups; g++) {
-            uint8x16_t W[8];
-            int8x16_t x[PAIRS];
-            int32x4_t sum01[PAIRS], sum23[PAIRS], sum[2 * PAIRS];
-            load_quad(w, W, bits);
-            if (asks_ahead) ahead = ask_for_quarter(ahead, bits);
-#pragma GCC unroll 4
-            for (int j = 0; j < PAIRS; j++) sum01[j] = sum23[j] = (int32x4_t){0};
-#pragma GCC unroll 4
-            for (int eight = 0; eight < GROUP / 8; eight++) {
-                int8x16_t w01 = ZIP(1, s32, W[2 * eight], W[2 * eight + 1]);
-                int8x16_t w23 = ZIP(2, s32, W[2 * eight], W[2 * eight + 1]);
-#pragma GCC unroll 4
-                for (int j = 0; j < PAIRS; j++) {
-                    const int8_t *line = q + 2 * j * GROUP + eight * 8;
-                    x[j] = vcombine_s8(vld1_s8(line), vld1_s8(line + GROUP));
-                }
-#pragma GCC unroll 4
-                for (int j = 0; j < PAIRS; j++) sum01[j] = vmmlaq_s32(sum01[j], x[j], w01);
-#pragma GCC unroll 4
-                for (int j = 0; j < PAIRS; j++) sum23[j] = vmmlaq_s32(sum23[j], x[j], w23);
-            }
-#pragma GCC unroll 4
-            for (int j = 0; j < PAIRS; j++) {
-                int64x2_t near = vreinterpretq_s64_s32(sum01[j]), far = vreinterpretq_s64_s32(sum23[j]);
-                int32x4_t q0 = vreinterpretq_s32_s64(vzip1q_s64(near, far));
-                int32x4_t q1 = vreinterpretq_s32_s64(vzip2q_s64(near, far));
-                if (digits == 2) sum[j] = (q0 << 7) + q1;
-                else sum[2 * j] = q0, sum[2 * j + 1] = q1;
-            }
-#pragma GCC unroll 2
-            for (int four = 0; four < rows; four += 4)
-                add_group(total + four, sum + four, w_scales, x_scales + four, x_sums + four, bits);
-            w += it.vectors * 64, w_scales += it.scale_step;
-            q += LINES * GROUP, x_scales += LINES / digits, x_sums += LINES / digits;
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++)
-            if (i < count) finish_quad(a, tile, r, m + i, total[i]);
-    }
-}
-#define MULTIPLY_ROWS(rows, bits, digits, asks_ahead) \
-    for (int i = 0; i < rows && i < count; i += 8 / digits) \
-        multiply_lines(a, act, tile, m + i, count - i, bits, digits, i == 0 && asks_ahead)
+#define PART(rows, digits) (rows * digits > 8 ? 4 : rows)
 #else
-#define MULTIPLY_ROWS(rows, bits, digits, asks_ahead) \
-    multiply_rows(a, act, tile, m, count, rows, bits, digits, asks_ahead)
+#define PART(rows, digits) rows
 #endif
+#define MULTIPLY_ROWS(rows, bits, digits, asks_ahead) \
+    for (int i = 0; i < rows && i < count; i += PART(rows, digits)) \
+        multiply_rows(a, act, tile, m + i, count - i, PART(rows, digits), bits, digits, asks_ahead)
 
 /* A tile times `count` rows from row m on. A function of its own for each: compilers find registers for one at a
  * time. */
