@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 
+from infer.execution.cpu_step import MAX_PARTS, CpuInputs
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
 from tests.unit.kernels.c_builds import BUILDS, c_library
@@ -130,6 +131,24 @@ def test_no_cut_of_a_long_context_changes_a_bit(c: Library, length: int, window:
     c.set_threads(3)
     assert torch.equal(run(c, cache, chunks, q, window, tokens=0), whole)
     c.set_threads(1)
+
+
+def test_a_step_of_few_tokens_is_split_into_segments(c: Library) -> None:
+    lengths = [1100, 30, 600]
+    cache = Cache(lengths, block_size=16, num_kv_heads=2, head_dim=32)
+    q = torch.randn(3, 4, 32)
+    inputs = CpuInputs(3, 1, max_split=3)
+    inputs.items[:3] = [(row, 1, row, length - 1, -1, 0) for row, length in enumerate(lengths)]
+    inputs.num_items = 3
+    inputs._split()
+    items = torch.from_numpy(inputs.items)[: inputs.num_items]
+    assert items[:, 4].tolist() == [0, 1, 2, 0, 0, 1] and items[:, 5].tolist() == [*range(6)]
+    assert items[:, 0].tolist() == [0, 0, 0, 1, 2, 2]
+    parts = torch.zeros(operations.parts_shape(MAX_PARTS, 4, 2, 32))
+    ours = operations.attend(
+        c, q, cache.keys, cache.values, cache.table, items, block_size=16, scale=0.3, window=None, parts=parts
+    )
+    assert torch.equal(ours, run(c, cache, [(0, 1), (1, 1), (2, 1)], q, None))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
