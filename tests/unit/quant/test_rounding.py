@@ -30,9 +30,9 @@ def numbers(part: CodedPart, form: CodedForm) -> torch.Tensor:
     [
         ("fp8", 100, CodedForm("fp8")),
         ("int8", 100, CodedForm("int8")),
-        ("int4", 256, CodedForm("int4", 128)),
-        ("int4", 576, CodedForm("int4", 64)),
-        ("int4", 96, CodedForm("int4", 32)),
+        ("int4", 256, CodedForm("int4", 128, True)),
+        ("int4", 576, CodedForm("int4", 64, True)),
+        ("int4", 96, CodedForm("int4", 32, True)),
         ("int4", 100, CodedForm("int8")),
     ],
 )
@@ -146,6 +146,6 @@ def test_the_form_of_a_fused_matrix() -> None:
     assert joined([four, eight], 256, [64, 64]) == CodedForm("int8", 128)
     assert joined([eight, eight], 100, [7, 5]) == eight
     assert joined([blocks, blocks], 256, [128, 100]) == blocks
-    assert joined([blocks, blocks], 256, [100, 96]) == CodedForm("fp8", 128)
+    assert joined([blocks, blocks], 256, [96, 128]) == CodedForm("fp8", 128)
     assert joined([four, None], 256, [64, 64]) is None and joined([], 256, [64]) is None
     assert joined([four, CodedForm("fp8")], 256, [64, 64]) is None
