@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from infer.cli.main import main
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
+from infer.engine.engine import Engine
 from infer.errors import CheckpointError, ConfigError
+from infer.execution.model_runner import ModelRunner
 from infer.frontend.prompts import make_encoder
 from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.linear.coded import CodedForm
@@ -236,7 +238,7 @@ def start_line(loaded: LoadedModel, caplog: Any) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO):
         build_engine(EngineConfig.from_knobs(num_blocks=8), loaded)
-    return next(text for text in caplog.messages if text.startswith("engine built"))
+    return str(next(text for text in caplog.messages if text.startswith("engine built")))
 
 
 def test_the_start_line_names_forms_bytes_and_cost(root: Path, caplog: Any) -> None:
@@ -340,8 +342,9 @@ def rounded(family: str, scheme: str) -> LoadedModel:
         return load(path, scheme)
 
 
-def engine_of(family: str, scheme: str, **knobs: Any) -> Any:
+def engine_of(family: str, scheme: str, **knobs: Any) -> Engine:
     engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), rounded(family, scheme))
+    assert isinstance(engine._runner, ModelRunner)
     engine._runner._store.fill(float("nan"))
     return engine
 

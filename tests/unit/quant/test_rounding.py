@@ -17,7 +17,7 @@ from tests.unit.loader.test_gguf_quants import random_blocks
 
 def numbers(part: CodedPart, form: CodedForm) -> torch.Tensor:
     """What a part stands for once it is in place."""
-    weights = CodedWeights.empty(*part.codes.shape, *form)
+    weights = CodedWeights.empty(part.codes.shape[0], part.codes.shape[1], *form)
     weights.fill(0, *part)
     everything = weights.dequantized()
     ids = torch.arange(len(everything)).flip(0)
@@ -53,8 +53,8 @@ def test_the_largest_weight_of_a_row_has_the_largest_code() -> None:
 def test_integers_of_8_bits_err_by_half_a_step(form: CodedForm, steps: int) -> None:
     rows = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
     error = (numbers(round_rows(rows, form), form) - rows).abs()
-    width = rows.unflatten(1, (-1, form.group or 96)).abs().amax(2)
-    assert bool((error.unflatten(1, (-1, form.group or 96)).amax(2) <= width / steps * 1.0001).all())
+    width = rows.view(7, -1, form.group or 96).abs().amax(2)
+    assert bool((error.view(7, -1, form.group or 96).amax(2) <= width / steps * 1.0001).all())
 
 
 def test_floats_of_8_bits_err_by_a_sixteenth_of_a_weight() -> None:
@@ -70,7 +70,7 @@ def test_fitted_steps_of_4_bits_err_less_than_those_between_the_extremes(group: 
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     form = CodedForm("int4", group, True)
     error = (numbers(round_rows(rows, form), form) - rows).norm()
-    groups = rows.unflatten(1, (-1, group))
+    groups = rows.view(64, -1, group)
     least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = (most - least) / 15
     plain = ((groups - least) / step).round() * step + least
