@@ -129,16 +129,9 @@ def test_what_a_model_prepares(name: str) -> None:
 
 def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, ...]]]:
     form = form_of(name)
-    layers = [
-        (
-            *(
-                Filled(name, *sizes, "cuda", pieces=1).weights
-                for sizes in ((512, 1024), (2048, 512), (512, 1024), (1024, 512))
-            ),
-            random(512),
-        )
-        for _ in range(4)
-    ]
+    sizes = ((512, 1024), (2048, 512), (512, 1024), (1024, 512))
+    layers = [[Filled(name, *size, "cuda", pieces=1).weights for size in sizes] for _ in range(4)]
+    gains = [random(512) for _ in layers]
 
     def rule(N: int, K: int, *, gated: bool = False) -> WgmmaConfig:
         config = choose_coded(num_tokens, N, K, form, gated=gated)
@@ -147,7 +140,7 @@ def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[t
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         residual, y = torch.zeros_like(x[:, :512]), x
-        for o, gate_up, down, qkv, gain in layers:
+        for (o, gate_up, down, qkv), gain in zip(layers, gains, strict=True):
             added = launch_add(rule(512, 1024), ResidualInput(residual, gain, 0.0), y, o)
             gated = launch_of_sum(rule(1024, 512, gated=True), added, gate_up, eps=EPS, activation="silu")
             added = launch_add(rule(512, 1024), ResidualInput(added.sum_MN, gain, 0.0), gated, down)

@@ -9,7 +9,6 @@ from typing import Any
 
 from infer.kernels.linear import wgmma as linear_wgmma
 from infer.kernels.linear.cuda import Defines
-from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
 
@@ -29,7 +28,7 @@ class EmulatedLaunch:
     def __init__(self, defines: Defines, source: Path = linear_wgmma.SOURCE) -> None:
         known = dict(defines)
         self.library = compile_linear(defines, source)
-        self.config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
+        self.config = linear_wgmma._config_of(known)
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
         values = [of_type() for of_type in linear_wgmma._TYPES]

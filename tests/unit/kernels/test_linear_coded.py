@@ -75,7 +75,7 @@ def test_where_a_lane_finds_its_codes() -> None:
     assert block[1, 3 * 4 + 2].tolist() == expected
     nibbles = (codes % 13).to(torch.uint8)
     words = pack(nibbles, "int4").flatten()[(1 * 2 + 1) * 512 :][:512].view(torch.int32).reshape(32, 4)
-    word = words[3 * 4 + 2, 3].item() & 0xFFFFFFFF
+    word = int(words[3 * 4 + 2, 3]) & 0xFFFFFFFF
     column = 64 + 48 + 2 * 2
     places = [(row + r, column + 8 * c + e) for e in (0, 1) for c in (0, 1) for r in (0, 8)]
     assert [word >> 4 * n & 15 for n in range(8)] == [nibbles[place].item() for place in places]
