@@ -271,6 +271,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
         "load_to_first_token_s": round(startup, 2),
         "capture_all_graphs_s": round(capture, 2),
         "knobs": args.knobs,
+        "quantization": args.quantization,
         "peers": [peer for peer in args.peers if peer.get("model") == directory.name],
     }
     print(

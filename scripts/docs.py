@@ -148,6 +148,8 @@ def gpu_page(text: str) -> str:
     origins = [""]
     for path in sorted((DOCS.parent / "benchmarks" / "reports").glob("gpu-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
+        if (form := found.get("quantization", "none")) != "none":
+            found["model"] += f" in {form}"
         origins.append(gpu_origin(found))
         for name, row in found.items():
             share = row.get("roofline_share", row.get("floor_share")) if isinstance(row, dict) else None
