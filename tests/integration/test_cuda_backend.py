@@ -136,7 +136,8 @@ class GpuStore:
     """What a backend is chosen by, of a store on a GPU."""
 
     device = torch.device("cuda")
-    keys = (torch.empty(0, dtype=torch.float16),)
+    dtype = torch.float16
+    keys, scales = (torch.empty(0, dtype=dtype),), (None,)
 
 
 def prepare(asked: str, *, block_size: int = 16, max_batch_size: int = 256) -> str:
@@ -170,7 +171,7 @@ def test_auto_goes_without_what_cannot_be_had_and_says_so_once(
 def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
     emulated: list[EmulatedLaunch],
 ) -> None:
-    with pytest.raises(ConfigError, match="needs 16-bit numbers, and the cache holds float32"):
+    with pytest.raises(ConfigError, match="needs 16-bit numbers, and the model.s are float32"):
         make_engine("qwen3", dtype="float32", attention_backend="cuda")
 
 
