@@ -127,6 +127,22 @@ def test_what_a_model_prepares(name: str) -> None:
     check_products(filled, random(150, 1024, scale=0.1), random(2048), tolerance=2**-4)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_that_are_no_whole_boxes_have_another_kernel(name: str) -> None:
+    filled = Filled(name, 288, 288, "cuda")
+    compiled = CompiledLinears(torch.device("cuda"))
+    compiled.want(Matrix(288, 288, form=filled.weights.form))
+    compiled.load()
+    for num_tokens in (1, 9, 33, 100, 150):
+        x = random(num_tokens, 288, scale=0.1)
+        assert plan_of(x, filled.weights, gated=False, compiled=compiled) is None
+        y = coded_linear(x, filled.weights, compiled=compiled).float()
+        numbers = filled.numbers.cuda()
+        bound = 2**-4 if filled.weights.form.codes == "fp8" and num_tokens > 64 else 2**-7
+        size = F.linear(x.float().abs(), numbers.abs())
+        assert ((y - F.linear(x.float(), numbers)).abs() <= bound * size).all()
+
+
 def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, ...]]]:
     form = form_of(name)
     sizes = ((512, 1024), (2048, 512), (512, 1024), (1024, 512))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from infer.errors import DeviceLost
-from infer.kernels.linear.wgmma import MAX_TOKENS, WgmmaConfig, choose_config
+from infer.kernels.linear.coded import CodedForm
+from infer.kernels.linear.wgmma import MAX_TOKENS, WgmmaConfig, choose_coded, choose_config
 from infer.kernels.runtime import tensor_map
 from infer.kernels.runtime.tensor_map import Boxes, TensorMap
 from tests.unit.kernels.emulated_wgmma import INVALID_VALUE, encode_tiled
@@ -184,3 +185,18 @@ def test_a_matrix_that_the_driver_refuses(odd_one: Boxes, monkeypatch: pytest.Mo
     with pytest.raises(DeviceLost, match=f"as a tensor map: error {INVALID_VALUE}"):
         argument.value = odd_one
     assert bytes(argument) == before
+
+
+@pytest.mark.parametrize("form", [CodedForm("fp8"), CodedForm("int8", 32), CodedForm("int4", 32)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 128])
+def test_coded_weights_have_a_cut_where_x_is_whole_boxes(
+    form: CodedForm, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 288 or 1,376 columns are left to another kernel: their tensor map cannot be made."""
+    monkeypatch.setattr(tensor_map, "encoder", lambda: lambda *_: 0)
+    for K in (8, 40, 64, 288, 576, 768, 1376, 1408, 4096):
+        config = choose_coded(num_tokens, 768, K, form, gated=False)
+        assert (config is not None) == (K % 64 == 0), K
+        if config is not None:
+            num_boxes = config.columns // tensor_map.BOX_COLUMNS
+            TensorMap().value = Boxes(1 << 40, torch.bfloat16, num_tokens, K, K * 2, config.width, num_boxes)

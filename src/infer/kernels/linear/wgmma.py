@@ -189,7 +189,7 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
     if (
         not 0 < M <= MAX_TOKENS
         or N % (BAND if gated else 8)
-        or K % 8
+        or K % BOX_COLUMNS  # x is copied in whole boxes
         or (form.has_minima and M > _MAX_NARROW)
     ):
         return None
