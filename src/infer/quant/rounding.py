@@ -59,7 +59,8 @@ def stored_form(
     codes: str, group: int, size: int, *, has_minima: bool = False, scale_rows: int = 1
 ) -> CodedForm | None:
     """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
-    rows = BLOCK_ROWS if scale_rows == BLOCK_ROWS else 1
+    is_shared = scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and codes != "int4" and not has_minima
+    rows = BLOCK_ROWS if is_shared else 1  # else each of the 128 has a copy of its own
     if group >= size:
         return CodedForm(codes, 0, has_minima, rows)
     steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
@@ -119,7 +120,7 @@ def _round_int4(groups: torch.Tensor, size: int) -> CodedPart:
 
 def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
     """Groups [R, G, k] in 16 steps each, of which one is 0: the range whose fitted steps err least."""
-    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    least, most = groups.amin(2, keepdim=True).clamp_(max=0), groups.amax(2, keepdim=True).clamp_(min=0)
     middle, width = (least + most) / 2, (most - least).clamp(min=TINY)
     best: list[torch.Tensor] = []
     for share in _RANGES:

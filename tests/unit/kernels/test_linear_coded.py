@@ -106,3 +106,6 @@ def test_what_has_no_layout_is_refused() -> None:
         CodedWeights.empty(64, 256, "int4", group=48)
     with pytest.raises(ValueError, match="fp8 has no minima"):
         CodedWeights.empty(64, 256, "fp8", has_minima=True)
+    for codes, group, has_minima in (("fp8", 64, False), ("int8", 128, True)):
+        with pytest.raises(ValueError, match="rows that share scales have groups of whole 128s"):
+            CodedWeights.empty(256, 256, codes, group, has_minima, scale_rows=128)

@@ -30,9 +30,9 @@ def numbers(part: CodedPart, form: CodedForm) -> torch.Tensor:
     [
         ("fp8", 100, CodedForm("fp8")),
         ("int8", 100, CodedForm("int8")),
-        ("int4", 256, CodedForm("int4", 128, True)),
-        ("int4", 576, CodedForm("int4", 64, True)),
-        ("int4", 96, CodedForm("int4", 32, True)),
+        ("int4", 256, CodedForm("int4", 128)),
+        ("int4", 576, CodedForm("int4", 64)),
+        ("int4", 96, CodedForm("int4", 32)),
         ("int4", 100, CodedForm("int8")),
     ],
 )
@@ -65,15 +65,20 @@ def test_floats_of_8_bits_err_by_a_sixteenth_of_a_weight() -> None:
     assert bool((error <= torch.maximum(rows.abs() / 16, smallest)).all())
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_fitted_steps_of_4_bits_err_less_than_those_between_the_extremes(group: int) -> None:
-    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    form = CodedForm("int4", group, True)
+@pytest.mark.parametrize(
+    ("size", "has_minima"), [(256, False), (192, False), (96, False), (256, True), (96, True)]
+)
+def test_fitted_steps_of_4_bits_err_less_than_those_between_the_extremes(size: int, has_minima: bool) -> None:
+    rows = torch.randn(64, size, generator=torch.Generator().manual_seed(1))
+    form = rounded_form("int4", size)._replace(has_minima=has_minima)
+    group = form.group
     error = (numbers(round_rows(rows, form), form) - rows).norm()
     groups = rows.view(64, -1, group)
     least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = (most - least) / 15
-    plain = ((groups - least) / step).round() * step + least
+    if not has_minima:  # one of the steps is 0
+        least = (least / step).round() * step
+    plain = ((groups - least) / step).round().clamp(0, 15) * step + least
     assert error < 0.97 * (plain - groups).norm()
 
 
@@ -84,6 +89,17 @@ def test_weights_that_are_16_steps_stay_what_they_are(form: CodedForm) -> None:
     codes[:, :, 0], codes[:, :, 1] = 0, 15
     rows = ((codes - 6) * (torch.rand(8, 4, 1, generator=generator) + 0.1)).flatten(1)
     torch.testing.assert_close(numbers(round_rows(rows, form), form), rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("least", "most"), [(0.5, 1.0), (-1.0, -0.5), (0.9, 1.0), (-0.01, 1.0)])
+def test_weights_of_one_sign_have_steps_from_0_on(group: int, least: float, most: float) -> None:
+    """16 steps that reach from 0 to the largest, evenly, err by 1 / sqrt(12) of one."""
+    generator, form = torch.Generator().manual_seed(4), CodedForm("int4", group)
+    rows = torch.rand(16, 256, generator=generator) * (most - least) + least
+    error = (numbers(round_rows(rows, form), form) - rows).square().mean().sqrt()
+    step = (max(most, 0) - min(least, 0)) / 15
+    assert error <= 1.1 * step / 12**0.5, float(error / step)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -103,6 +119,8 @@ def test_every_type_of_gguf(name: str) -> None:
     fitted = fit_rows(rows, form)
     if rows.groups == 16 or rows.groups == 8:
         assert fitted is None and form == CodedForm("int8", 32, form.has_minima)
+        error = (numbers(round_rows(expected, form), form) - expected).view(7, -1, 32).abs().amax(2)
+        assert bool((error <= expected.view(7, -1, 32).abs().amax(2) / 254 * 1.0001).all())
         return
     assert fitted is not None
     torch.testing.assert_close(
@@ -140,6 +158,18 @@ def test_what_fits_no_form() -> None:
     assert fit_rows(wide, CodedForm("int8")) is None  # 255 is no signed byte
 
 
+def test_rows_share_scales_only_where_a_layout_has_them() -> None:
+    assert stored_form("fp8", 128, 512, scale_rows=128) == CodedForm("fp8", 128, False, 128)
+    assert stored_form("fp8", 64, 512, scale_rows=128) == CodedForm("fp8", 64)
+    assert stored_form("fp8", 192, 512, scale_rows=128) == CodedForm("fp8", 64)
+    assert stored_form("int8", 128, 512, scale_rows=128, has_minima=True) == CodedForm("int8", 128, True)
+    for group in (32, 64, 96, 128, 256, 384):
+        for codes, has_minima in (("fp8", False), ("int8", False), ("int8", True), ("int4", False)):
+            form = stored_form(codes, group, 512, scale_rows=128, has_minima=has_minima)
+            assert form is not None
+            form.check()
+
+
 def test_the_form_of_a_fused_matrix() -> None:
     four, eight, blocks = CodedForm("int4", 128), CodedForm("int8"), CodedForm("fp8", 128, False, 128)
     assert joined([four, CodedForm("int4", 32, True)], 256, [64, 64]) == CodedForm("int4", 32, True)
@@ -147,5 +177,8 @@ def test_the_form_of_a_fused_matrix() -> None:
     assert joined([eight, eight], 100, [7, 5]) == eight
     assert joined([blocks, blocks], 256, [128, 100]) == blocks
     assert joined([blocks, blocks], 256, [96, 128]) == CodedForm("fp8", 128)
+    assert joined([CodedForm("int8", 128, False, 128), CodedForm("int8", 128, True)], 256, [128, 8]) == (
+        CodedForm("int8", 128, True)
+    )
     assert joined([four, None], 256, [64, 64]) is None and joined([], 256, [64]) is None
     assert joined([four, CodedForm("fp8")], 256, [64, 64]) is None

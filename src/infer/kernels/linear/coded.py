@@ -79,6 +79,8 @@ class CodedForm(NamedTuple):
             raise ValueError(f"group must be 0, 32, 64 or a multiple of 128, got {self}")
         if (codes == "fp8" and has_minima) or (codes == "int4" and scale_rows > 1):
             raise ValueError(f"fp8 has no minima, and int4 a scale for each row, got {self}")
+        if scale_rows > 1 and (has_minima or group % CELL_COLUMNS):
+            raise ValueError(f"rows that share scales have groups of whole 128s and no minima, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
