@@ -270,10 +270,16 @@ def test_the_plan_counts_it(recipe: str, asked: str, root: Path, capsys: Any) ->
         "--json",
     ]
     assert main(args) == 0
-    planned = json.loads(capsys.readouterr().out)["weights"]
+    planned = json.loads(capsys.readouterr().out)
     loaded = load(path, asked)
     tables = sum(table.numel() * table.element_size() for table in loaded.model.buffers())
-    assert planned == kept_bytes(loaded.model) + tables
+    assert planned["weights"] == kept_bytes(loaded.model) + tables
+    assert main([*args[:-2], "none", "--json"]) == 0
+    dense = json.loads(capsys.readouterr().out)
+    layers = [layer.stored for layer in loaded.model.modules() if isinstance(layer, Projected)]
+    unpacked = max(layer.scratch_bytes(8192) for layer in layers if layer is not loaded.model.head.stored)
+    assert (unpacked > 0) == any(layer.scheme != "none" for layer in layers)
+    assert planned["activations"] - dense["activations"] == unpacked
 
 
 def test_names_of_formats_check_what_is_on_disk(root: Path) -> None:

@@ -1,7 +1,8 @@
 """How much memory goes where, computed from a model's facts alone, before anything is loaded.
 
     weights        every parameter once, in the chosen number format, and the tables computed from them
-    activations    the largest step: its hidden states, its widest layer, its logits
+    activations    the largest step: its hidden states, its widest layer, its logits; of weights in codes on
+                   a GPU also the largest matrix, unpacked
     graphs         on a GPU the same of the largest step that is captured, and the runner's own buffers
     KV cache       2 * layers * kv heads * head size * bytes, for every token of every block; in 8 bits 4 more
                    bytes for each head: its scale
@@ -80,6 +81,7 @@ class StepBytes(NamedTuple):
     logits: int  # of the step with the most rows, while they are sampled
     graphs: int = 0  # kept by the steps that are captured, all together
     buffers: int = 0  # of the runner, as long as it lives
+    scratch: int = 0  # the part of `layers` that fewer tokens need as well
 
     @property
     def activations(self) -> int:
@@ -95,6 +97,16 @@ class StepBytes(NamedTuple):
     def total(self) -> int:
         """All that must be left beside the KV cache."""
         return self.activations + self.graphs + self.buffers
+
+
+class Scratch(NamedTuple):
+    """What products of the largest step take beside what each token does: their matrix, unpacked."""
+
+    layers: int = 0  # the largest of them
+    head: int = 0
+
+
+NO_SCRATCH = Scratch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +186,7 @@ def step_bytes(
     max_seq_len: int,
     bytes_per_element: int,
     graph_tokens: int | None = None,
+    scratch: Scratch = NO_SCRATCH,
 ) -> StepBytes:
     """What the steps that this scheduler may plan take; `graph_tokens` of prompts are captured at most.
 
@@ -182,16 +195,18 @@ def step_bytes(
     num_rows, each = scheduler.max_batch_size, bytes_per_element
     num_tokens = min(scheduler.max_num_batched_tokens, num_rows * max_seq_len)
     layers = ALLOCATOR_FACTOR * layer_bytes(sizes, num_tokens=num_tokens, bytes_per_element=each)
-    logits = logit_bytes(sizes, num_rows=num_rows, bytes_per_element=each)
+    layers += scratch.layers
+    logits = logit_bytes(sizes, num_rows=num_rows, bytes_per_element=each) + scratch.head
     if graph_tokens is None:
-        return StepBytes(layers, logits)
-    captured = layer_bytes(sizes, num_tokens=num_rows + graph_tokens, bytes_per_element=each)
+        return StepBytes(layers, logits, scratch=scratch.layers)
+    captured = layer_bytes(sizes, num_tokens=num_rows + graph_tokens, bytes_per_element=each) + scratch.layers
     splits = SPLITS_PER_ROW * num_rows * sizes.num_heads * sizes.head_dim * FLOAT32_BYTES
     return StepBytes(
         layers,
         logits,
-        graphs=graph_pool_bytes(captured, num_rows * sizes.vocab_size * each),
+        graphs=graph_pool_bytes(captured, num_rows * sizes.vocab_size * each + scratch.head),
         buffers=splits + num_rows * sizes.vocab_size * SAMPLER_BYTES,
+        scratch=scratch.layers,
     )
 
 

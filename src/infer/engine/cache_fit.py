@@ -11,8 +11,10 @@ import torch
 
 from infer.cache.layout import KVLayout
 from infer.cache.memory import (
+    NO_SCRATCH,
     CacheSize,
     LayerSizes,
+    Scratch,
     StepBytes,
     check_host_blocks,
     fit_cache,
@@ -22,13 +24,15 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.config.defaults import CPU_SHARE
-from infer.config.resolve import ResolvedConfig
+from infer.config.resolve import ResolvedConfig, ResolvedScheduler
 from infer.config.settings import CacheConfig
 from infer.engine.device_memory import look
 from infer.execution.gpu.graphs import most_tokens
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.layers.linear import Projected
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
+from infer.models.model import Model
 
 
 def fit_to_device(
@@ -37,11 +41,12 @@ def fit_to_device(
     *,
     weight_bytes: int = 0,
     step: StepBytes | None = None,
+    scratch: Scratch = NO_SCRATCH,
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
     `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
-    steps were measured to take; without it, it is computed.
+    steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
     """
     on_gpu = is_gpu(loaded.device)
     free_host = free_host_bytes()
@@ -51,7 +56,7 @@ def fit_to_device(
     size = fit_cache(
         cache,
         config.scheduler,
-        step or compute_step(config, loaded),
+        step or compute_step(config, loaded, scratch),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kv_bytes_per_token(
             layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize
@@ -71,15 +76,28 @@ def fit_to_device(
     return size
 
 
-def compute_step(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> StepBytes:
-    """Return what the largest steps take, by arithmetic."""
+def compute_step(
+    config: ResolvedConfig, loaded: LoadedModel | LoadChoice, scratch: Scratch = NO_SCRATCH
+) -> StepBytes:
+    """Return what the largest steps take, by arithmetic; a model that is loaded has its own `scratch`."""
+    if isinstance(loaded, LoadedModel):
+        scratch = scratch_of(loaded.model, config.scheduler)
     return step_bytes(
         config.scheduler,
         layer_sizes(loaded.config),
         max_seq_len=config.max_seq_len,
         bytes_per_element=loaded.dtype.itemsize,
         graph_tokens=graph_tokens(config, loaded.config),
+        scratch=scratch,
     )
+
+
+def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
+    """Return what unpacking the weights of this model takes of the largest step and of its logits."""
+    matrices = [layer.stored for layer in model.modules() if isinstance(layer, Projected)]
+    head, num_tokens = model.head.stored, scheduler.max_num_batched_tokens
+    layers = (matrix.scratch_bytes(num_tokens) for matrix in matrices if matrix is not head)
+    return Scratch(max(layers, default=0), head.scratch_bytes(scheduler.max_batch_size))
 
 
 def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:

@@ -8,7 +8,8 @@ compiles the kernels that the first prompts need.
 
 Captured steps have a pool of their own, for their layers and for what samples them: one block, which is taken
 when the first of them is captured (execution/gpu/graphs.py). The largest of them has fewer tokens than the
-largest step, and its share of the tokens is its share of the memory.
+largest step, and its share of the tokens is its share of the memory; but a matrix that is unpacked for a
+product (`StepBytes.scratch`) has the same size for any number of tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def rehearse(
     graphs = 0
     if graph_tokens is not None:
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
-        graphs = graph_pool_bytes(int(layers * share), logits)
+        scratch = min(computed.scratch, layers)
+        graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits)
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers

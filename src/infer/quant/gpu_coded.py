@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.coded_linear import coded_linear, expand, look_up, plan_of
+from infer.kernels.linear.coded_linear import FEW_TOKENS, coded_linear, expand, look_up, plan_of
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
@@ -52,6 +52,12 @@ class Coded(Projection):
     def weights(self) -> CodedWeights:
         """The matrix, where there is one."""
         return self.matrices[0]
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """All of W in the dtype, once it is unpacked; experts never are."""
+        spec = self.spec
+        is_unpacked = num_tokens > FEW_TOKENS and spec.num_experts is None
+        return spec.num_weights * spec.dtype.itemsize if is_unpacked else 0
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Ask for the kernels in CUDA C++, and fuse where there are kernels to do it."""

@@ -247,6 +247,10 @@ class Projection:
         """The memory of the weights, wherever they are; the bias is the layer's."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """What a product of so many tokens takes whatever their number: W unpacked, where one does that."""
+        return 0
+
     # -- how it multiplies ------------------------------------------------------------------------------
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:

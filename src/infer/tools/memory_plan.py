@@ -27,6 +27,7 @@ import torch
 from infer.cache.layout import KVLayout
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
+    NO_SCRATCH,
     CacheSize,
     DeviceMemory,
     StepBytes,
@@ -50,7 +51,7 @@ from infer.config.resolve import (
 )
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, kept_as, kv_layout, layer_sizes
+from infer.engine.cache_fit import fit_to_device, kept_as, kv_layout, layer_sizes, scratch_of
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
@@ -118,9 +119,17 @@ class MachineMemory:
         return self.kind == "gpu" and config.cache.attention_backend not in PLAIN
 
     def steps_of(
-        self, config: EngineConfig, model: ModelConfig, max_seq_len: int, bytes_per_element: int
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_seq_len: int,
+        bytes_per_element: int,
+        kept: Model | None,
     ) -> StepBytes:
-        """Return what the steps of an engine take there, as its start would compute it."""
+        """Return what the steps of an engine take there, as its start would compute it.
+
+        `kept`: the model with its projections, where these are not all dense.
+        """
         scheduler = self.scheduler_for(config, model, max_seq_len)
         captures = self.keeps_state(config) and config.run.use_cuda_graphs is not False
         return step_bytes(
@@ -129,6 +138,7 @@ class MachineMemory:
             max_seq_len=max_seq_len,
             bytes_per_element=bytes_per_element,
             graph_tokens=most_tokens(model, scheduler.max_num_batched_tokens) if captures else None,
+            scratch=scratch_of(kept, scheduler) if kept else NO_SCRATCH,
         )
 
 
@@ -206,9 +216,11 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     resolved = resolve_for(config, choice)
     dtype = str(choice.dtype).removeprefix("torch.")
     count, home = stored_parameters(choice.headers), home_of(choice.device)
-    weights = weight_bytes(choice.headers, count, dtype, choice.weights, home)
+    kept = kept_model(choice.headers, dtype, choice.weights, home)
+    weights = kept_bytes(kept) if kept else count * choice.dtype.itemsize
+    scratch = scratch_of(kept, resolved.scheduler) if kept else NO_SCRATCH
     try:
-        fit_to_device(resolved, choice, weight_bytes=weights)
+        fit_to_device(resolved, choice, weight_bytes=weights, scratch=scratch)
     except NoRoom as error:
         machine = machine_on(choice.device, config.cache.device_memory)
         advice = _what_fits(config, choice.headers, machine, dtype)
@@ -220,6 +232,7 @@ class WeightCount(NamedTuple):
 
     num_parameters: int
     num_bytes: int
+    kept: Model | None  # without memory; None: all of it is dense
 
 
 def plan_memory(
@@ -235,8 +248,8 @@ def plan_memory(
     scheduler = machine.scheduler_for(config, headers.config, max_seq_len)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     weight_format = plan_format(config, headers, machine)
-    num_parameters, weights = counted or count_weights(headers, dtype, weight_format, machine)
-    step = machine.steps_of(config, model_config, max_seq_len, bytes_each)
+    num_parameters, weights, kept_in = counted or count_weights(headers, dtype, weight_format, machine)
+    step = machine.steps_of(config, model_config, max_seq_len, bytes_each, kept_in)
     activations = step.activations
     layout = kv_layout(model_config, config.cache, max_seq_len)
     kept = kept_as(config.cache, DTYPES[dtype])
@@ -248,7 +261,7 @@ def plan_memory(
     share = workspace_share(layout.num_planes, gathers=gathers, widening=bytes_each / kept.itemsize)
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    needed = max(step.total, LOADING_BYTES if is_scheme(weight_format) and machine.kind == "gpu" else 0)
+    needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
         raise ConfigError(_too_small(config, headers, machine, dtype, parts, step))
     cache = fit_cache(
@@ -322,12 +335,12 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype, on_gpu=machine.kind == "gpu"):
         bytes_each = DTYPES[name].itemsize
-        step = machine.steps_of(settings, model, max_seq_len, bytes_each)
+        weight_format = plan_format(settings, headers, machine) if name == dtype else name
+        kept_in = kept_model(headers, name, weight_format, home_of(machine.device))
+        weights = (kept_bytes(kept_in) if kept_in else num_parameters * bytes_each) + num_table_bytes
+        step = machine.steps_of(settings, model, max_seq_len, bytes_each, kept_in)
         kept = kept_as(config.cache, DTYPES[name]).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
-        weight_format = plan_format(settings, headers, machine) if name == dtype else name
-        home = home_of(machine.device)
-        weights = weight_bytes(headers, num_parameters, name, weight_format, home) + num_table_bytes
         beside = step.total + 2 * config.cache.block_size * token
         needed = weights + int(beside / machine.share) + machine.runtime
         if needed <= machine.memory:
@@ -367,8 +380,9 @@ def count_weights(
 ) -> WeightCount:
     """The weights of a model in the form that they would have on a machine."""
     num_parameters, num_table_bytes = count_parameters(headers)
-    kept = weight_bytes(headers, num_parameters, dtype, weight_format, home_of(machine.device))
-    return WeightCount(num_parameters, kept + num_table_bytes)
+    kept = kept_model(headers, dtype, weight_format, home_of(machine.device))
+    num_bytes = kept_bytes(kept) if kept else num_parameters * DTYPES[dtype].itemsize
+    return WeightCount(num_parameters, num_bytes + num_table_bytes, kept)
 
 
 def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
@@ -513,9 +527,15 @@ def weight_bytes(
     headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str, home: str = "cpu"
 ) -> int:
     """Bytes of all weights: of dense ones by their number, of all others as their projections keep them."""
+    kept = kept_model(headers, dtype, weight_format, home)
+    return kept_bytes(kept) if kept else num_parameters * DTYPES[dtype].itemsize
+
+
+def kept_model(headers: ModelHeaders, dtype: str, weight_format: str, home: str) -> Model | None:
+    """The model without memory, where its projections are not all dense; else None."""
     if not is_scheme(weight_format) and not (weight_format == AS_STORED and _has_codes(headers, home)):
-        return num_parameters * DTYPES[dtype].itemsize
-    return kept_bytes(build_on_meta(headers, DTYPES[dtype], weight_format, home))
+        return None
+    return build_on_meta(headers, DTYPES[dtype], weight_format, home)
 
 
 def _has_codes(headers: ModelHeaders, home: str) -> bool:

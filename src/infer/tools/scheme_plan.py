@@ -56,7 +56,7 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
         except ConfigError:  # this file or this machine cannot have it
             continue
         model = build_on_meta(headers, DTYPES[dtype], form, home_of(machine.device))
-        counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes)
+        counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes, model)
         tokens = None
         with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
             tokens = plan_memory(asked, headers, machine, dtype=dtype, counted=counted).cache.num_tokens

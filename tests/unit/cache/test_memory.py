@@ -11,6 +11,7 @@ from infer.cache.memory import (
     CacheSize,
     DeviceMemory,
     LayerSizes,
+    Scratch,
     StepBytes,
     check_host_blocks,
     fit_cache,
@@ -294,3 +295,12 @@ def test_a_container_has_no_more_memory_than_its_limit(
 
 def test_a_machine_without_control_groups_says_what_is_available(tmp_path: Path) -> None:
     assert free_host_bytes(machine(tmp_path, "", {})) == 1000 << 10
+
+
+def test_a_matrix_unpacked_for_a_product_is_counted_once_for_any_number_of_tokens() -> None:
+    given: dict[str, Any] = {"max_seq_len": 8192, "bytes_per_element": 2, "graph_tokens": 512}
+    plain = step_bytes(SCHEDULER, SIZES, **given)
+    coded = step_bytes(SCHEDULER, SIZES, **given, scratch=Scratch(layers=100 << 20, head=10 << 20))
+    assert coded.layers - plain.layers == coded.scratch == 100 << 20
+    assert coded.logits - plain.logits == 10 << 20
+    assert coded.graph_block - plain.graph_block == 110 << 20

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes
+from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes, graph_pool_bytes
 from infer.config.knobs import parse_memory
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine import build, cache_fit, device_memory, machine
+from infer.engine import build, cache_fit, device_memory, machine, rehearsal
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.runner import DeviceRunner
@@ -206,3 +208,31 @@ def test_weights_beyond_the_limit_are_refused_before_a_step_is_tried(monkeypatch
         NoRoom, match="the weights take 4.0 GiB more than there is: .* is 12.0 GiB, and other"
     ):
         build_engine(config, tiny_model("llama"))
+
+
+def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its size does not depend on the tokens, so a captured step needs it as the largest step does."""
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(rehearsal, "collect", lambda: None)
+    scheduler = resolve_scheduler(
+        EngineConfig.from_knobs(max_num_batched_tokens=8192, max_batch_size=64), 4096
+    )
+    runner: Any = MagicMock()
+
+    def graphs(scratch: int) -> int:
+        peaks = iter([0, 1000 << 20, 5 << 20])  # of buffers, layers and logits
+
+        def peak_of(work: Callable[[], object], device: torch.device) -> int:
+            work()
+            return next(peaks)
+
+        monkeypatch.setattr(device_memory, "peak_of", peak_of)
+        computed = StepBytes(0, 0, scratch=scratch)
+        return rehearsal.rehearse(lambda: runner, GPU, scheduler, computed, 448, None).graphs
+
+    share = 512 / 8192
+    assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20)
+    assert graphs(192 << 20) == graph_pool_bytes((192 << 20) + int((808 << 20) * share), 5 << 20)

@@ -50,3 +50,9 @@ def test_memory_is_counted_without_having_any() -> None:
     counted, had = InFours(spec("meta", num_experts=3)), InFours(spec(num_experts=3))
     assert counted.num_bytes() == had.num_bytes() == 3 * CodedWeights.empty(N, K, "int4", 64).num_bytes
     assert had.expert(1).tensors["cells_0"] is had.matrices[1].cells
+
+
+def test_more_tokens_unpack_the_matrix_and_experts_none() -> None:
+    matrix = InFours(spec("meta"))
+    assert [matrix.scratch_bytes(count) for count in (1, 64, 65, 8192)] == [0, 0, N * K * 4, N * K * 4]
+    assert InFours(spec("meta", num_experts=3)).scratch_bytes(8192) == 0

@@ -31,7 +31,7 @@ from infer.kernels.linear.small import launch
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
 
-_FEW_TOKENS = 64  # more of them are worth unpacking W for
+FEW_TOKENS = 64  # more of them are worth unpacking W for
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
 
 
@@ -72,7 +72,7 @@ def coded_linear(
         return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
     if not use_triton(x_MK):
         y_MN = coded_linear_reference(x_MK, w, bias_N)
-    elif len(x_MK) <= _FEW_TOKENS and x_MK.element_size() == 2:
+    elif len(x_MK) <= FEW_TOKENS and x_MK.element_size() == 2:
         y_MN = _multiply_few(x_MK, w, bias_N)
     elif _has_fp8_units(x_MK, w):
         y_MN = _multiply_in_fp8(x_MK, w, bias_N)
