@@ -19,9 +19,12 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from infer.errors import CheckpointError
+from infer.loader.formats import quantized
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
+from infer.loader.formats.stored_formats import CODES
+from infer.loader.formats.stored_module import StoredModule
 from infer.loader.placement import ShardedTensor
 from infer.quant.projection import QuantizedRows
 from scripts.unpickle import main as unpickle
@@ -450,7 +453,7 @@ def test_codes_of_four_bits_or_less_stay_as_they_are(bits: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("make", [lambda: gptq(4)[:2], awq, lambda: compressed(4, symmetric=False)])
 def test_zeros_become_minima_within_a_part_in_two_thousand(
-    make: Callable[[], tuple[Leaves, torch.Tensor]], tmp_path: Path
+    make: Callable[[], Leaves], tmp_path: Path
 ) -> None:
     leaves, expected = make()
     tensor = opened(tmp_path, leaves, {"sym": False})
@@ -500,6 +503,29 @@ def test_a_rank_has_its_share_of_the_numbers_and_of_the_integers(tmp_path: Path)
 
 
 # -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: gptq(4)[0], lambda: awq()[0], lambda: compressed(8, symmetric=False)[0]]
+)
+def test_the_codes_of_a_large_matrix_come_to_the_device_with_their_rows(
+    make: Callable[[], Leaves], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 600 MiB must not lie beside the weights, where loading is said to take 256 MiB."""
+    tensor, gpu, asked = opened(tmp_path, make()), torch.device("cuda", 0), dict[str, torch.device]()
+
+    def read(module: StoredModule, leaf: str, device: torch.device | None = None) -> torch.Tensor:
+        asked[leaf] = device or torch.device("cpu")
+        return read_leaf(module, leaf)
+
+    read_leaf = StoredModule.read
+    monkeypatch.setattr(StoredModule, "read", read)
+    whole = [rows for _, rows in tensor.rows(N, gpu)]
+    assert set(asked.values()) == {gpu}
+    monkeypatch.setattr(quantized, "_MOST_CODES", 64)
+    parts = [rows for _, rows in tensor.rows(32, gpu)]
+    assert [leaf for leaf, device in asked.items() if device != gpu] == [min(CODES & asked.keys())]
+    assert torch.equal(torch.cat([rows.numbers() for rows in parts]), whole[0].numbers())  # type: ignore[union-attr]
 
 
 def test_every_leaf_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:

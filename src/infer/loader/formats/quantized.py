@@ -26,7 +26,7 @@ from infer.errors import CheckpointError, ConfigError
 from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
-from infer.loader.formats.stored_formats import FORMATS
+from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.coded import CodedRows, is_grouped
@@ -37,6 +37,7 @@ FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 OTHER_NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}  # of other engines' flags
 CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
 _CHUNK_WEIGHTS = 1 << 20
+_MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
 _KV_SCALES = {
     *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale"),
@@ -119,7 +120,11 @@ class QuantizedTensor:
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The matrix as the file has it, some rows at a time; float32 where codes have no even steps."""
-        tensors = {leaf: self.module.read(leaf, device) for leaf in self.module.leaves}
+        host, leaves = torch.device("cpu"), self.module.leaves
+        tensors = {
+            leaf: self.module.read(leaf, host if leaf in CODES and stored.num_bytes > _MOST_CODES else device)
+            for leaf, stored in leaves.items()
+        }
         read = self.format.open(self.module, self.layout, tensors)
         step = max(1, num_rows // _ALIGNED) * _ALIGNED
         for first in range(0, self.layout.num_rows, step):
@@ -136,7 +141,10 @@ def quantized_checkpoint(
     """
     kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _KV_SCALES}
     if num_scales := len(tensors) - len(kept):
-        log.info("%d scales of a quantized KV cache are not used: the cache keeps its dtype", num_scales)
+        log.info(
+            "%d scales of a quantized KV cache are not used: in 8 bits it has one for each token and head",
+            num_scales,
+        )
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in kept.items():
         module, leaf = _split(name)

@@ -3,7 +3,8 @@
 A format is known by the tensors of a module, its *leaves*, and by their shapes and dtypes; a config names
 nothing that the tensors do not say, but for the few things that cannot be seen (`Settings`: GPTQ's version,
 sizes of groups that do not divide a row). `measure` finds out what the matrix is from headers, and refuses
-leaves that do not fit together; `open` makes the function that reads rows.
+leaves that do not fit together; `open` makes the function that reads rows, on the device of their scales
+(the codes of a large matrix are elsewhere).
 
     gptq                 qweight [K·b/32, N]  qzeros [G, N·b/32]  scales [G, N]  g_idx [K]
     awq                  qweight [K, N/8]     qzeros [G, N/8]     scales [G, N]
@@ -35,6 +36,7 @@ from infer.quant.coded import CodedRows
 from infer.quant.rounding import stored_form
 
 MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
+CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
 _SCALES = ("F16", "BF16", "F32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has column 0, 1, ... of eight
@@ -87,7 +89,7 @@ def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRo
     groups = layout.group_size or tensors["g_idx"].long()
 
     def rows(part: slice) -> CodedRows:
-        codes = unpack(tensors["qweight"][:, part].T, bits, size)
+        codes = unpack(tensors["qweight"][:, part].T.to(scales.device), bits, size)
         return CodedRows(codes, bits, scales[part], zeros[part], groups)
 
     return rows
@@ -108,8 +110,8 @@ def _measure_awq(module: StoredModule) -> Layout:
 
 
 def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
-    order = torch.tensor(_AWQ_ORDER, device=tensors["qweight"].device)
     scales = module.finite("scales", tensors["scales"]).T
+    order = torch.tensor(_AWQ_ORDER, device=scales.device)
 
     def in_order(words: torch.Tensor) -> torch.Tensor:
         codes = unpack(words, 4, 8 * words.shape[1])
@@ -119,7 +121,7 @@ def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
 
     def rows(part: slice) -> CodedRows:
         words = tensors["qweight"][:, part.start // 8 : -(-part.stop // 8)]
-        codes = in_order(words)[: part.stop - part.start].contiguous()
+        codes = in_order(words.to(scales.device))[: part.stop - part.start].contiguous()
         return CodedRows(codes, 4, scales[part], zeros[part], layout.group_size)
 
     return rows
@@ -173,7 +175,7 @@ def _open_packed(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     groups = layout.group_size or tensors["weight_g_idx"].long()
 
     def rows(part: slice) -> CodedRows:
-        codes = unpack(tensors["weight_packed"][part], bits, size, padded=padded)
+        codes = unpack(tensors["weight_packed"][part].to(scales.device), bits, size, padded=padded)
         return CodedRows(codes, bits, scales[part], zeros if isinstance(zeros, int) else zeros[part], groups)
 
     return rows
@@ -243,7 +245,7 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
             module.finite(unused, tensors[unused])
 
     def rows(part: slice) -> CodedRows:
-        codes = tensors["weight"][part]
+        codes = tensors["weight"][part].to(scales.device)
         which = torch.arange(part.start, part.stop, device=codes.device) // row_step
         return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
 
@@ -322,9 +324,9 @@ def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
 
     def rows(part: slice) -> torch.Tensor:
         first, last = part.start * size, part.stop * size
-        pairs = packed[first // 2 : -(-last // 2)]
+        pairs = packed[first // 2 : -(-last // 2)].to(absmax.device)
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % 2 :][: last - first]
-        which = torch.arange(first, last, device=packed.device) // state.block
+        which = torch.arange(first, last, device=absmax.device) // state.block
         return (table[codes.long()] * absmax[which]).view(-1, size)
 
     return rows
@@ -342,7 +344,7 @@ def _open_llm_int8(module: StoredModule, layout: Layout, tensors: Tensors) -> Re
     scales = module.finite("SCB", tensors["SCB"])[:, None] / 127
 
     def rows(part: slice) -> CodedRows:
-        return CodedRows(tensors["weight"][part], 8, scales[part], 0, layout.size)
+        return CodedRows(tensors["weight"][part].to(scales.device), 8, scales[part], 0, layout.size)
 
     return rows
 
@@ -381,7 +383,8 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
             module.fail(f"rows, cols and vals are not a sparse matrix of {num_rows} rows and {size} columns")
 
     def rows(part: slice) -> torch.Tensor:
-        numbers = table[part].gather(1, unpack(tensors["qweight"][:, part].T, bits, size).long())
+        words = tensors["qweight"][:, part].T.to(table.device)
+        numbers = table[part].gather(1, unpack(words, bits, size).long())
         if starts is not None:
             bounds = starts[part.start : part.stop + 1]
             inside = slice(int(bounds[0]), int(bounds[-1]))
