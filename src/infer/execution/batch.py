@@ -97,7 +97,7 @@ def lay_out(
     lens = stops - starts
     ends = lens.cumsum()
     ids = array("I")
-    if ends[-1] == len(chunks):  # a token each
+    if (lens == 1).all():  # a token each, or no chunk
         ids.extend([seq.tokens[start] for seq, start in zip(sequences, starts.tolist(), strict=True)])
         rows, positions = chunks.rows, starts
     else:
