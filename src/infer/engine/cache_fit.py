@@ -66,7 +66,7 @@ def fit_to_device(
         workspace=workspace_share(
             layout.num_planes,
             gathers=config.gathers_kv,
-            widening=loaded.dtype.itemsize / kept.itemsize,
+            widening=gathered_bytes(kept, loaded.dtype) / kept.itemsize,
         ),
         left=memory.describe(),
         layout=layout,
@@ -110,6 +110,11 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
 def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the type that keys and values of a model in `dtype` are kept in."""
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(cache.kv_cache_dtype, dtype)
+
+
+def gathered_bytes(kept: torch.dtype, dtype: torch.dtype) -> int:
+    """Return what an element takes that attention gathers: in `dtype`, of codes beside its code."""
+    return dtype.itemsize + (kept.itemsize if kept != dtype else 0)
 
 
 def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:

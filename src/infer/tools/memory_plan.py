@@ -51,7 +51,7 @@ from infer.config.resolve import (
 )
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, kept_as, kv_layout, layer_sizes, scratch_of
+from infer.engine.cache_fit import fit_to_device, gathered_bytes, kept_as, kv_layout, layer_sizes, scratch_of
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
@@ -258,7 +258,9 @@ def plan_memory(
     )
     can_read = has_c_attention(machine.device, DTYPES[dtype], model_config.head_dim)
     gathers = not (machine.keeps_state(config) or (config.cache.attends_in_c and can_read))
-    share = workspace_share(layout.num_planes, gathers=gathers, widening=bytes_each / kept.itemsize)
+    share = workspace_share(
+        layout.num_planes, gathers=gathers, widening=gathered_bytes(kept, DTYPES[dtype]) / kept.itemsize
+    )
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer.kernels.cpu import operations
 from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
@@ -94,3 +97,35 @@ def test_attention_in_c_is_that_over_the_decoded_cache(
     )
     expected = attend_exactly(q, keys, values, scale=0.3, window=window)
     torch.testing.assert_close(ours, expected, rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept_as", LARGEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_gathered_is_rounded_once_and_has_no_copy_in_float32(
+    kept_as: torch.dtype, dtype: torch.dtype
+) -> None:
+    """The plan counts an element in the dtype of the model and its code, and no more."""
+
+    class Allocated(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            for part in result if isinstance(result, list | tuple) else [result]:
+                if part.dtype is not torch.int64 and part.numel() * part.element_size() > self.most:
+                    self.most = part.numel() * part.element_size()
+            return result
+
+    torch.manual_seed(0)
+    cache = empty_cache(80, 4, 64, kept_as)
+    assert cache.scales is not None
+    write_slots_reference(
+        torch.randn(80, 4, 64), torch.randn(80, 4, 64), cache._replace(slots_T=torch.arange(80))
+    )
+    slots = torch.randint(80, (3, 20))
+    with Allocated() as allocated:
+        numbers = read_slots(cache.keys_PGH, cache.scales.keys, slots, dtype)
+    assert allocated.most <= max(3 * 20 * 4 * 64 * dtype.itemsize, cache.keys_PGH.numel())
+    codes = cache.keys_PGH.float()[slots]
+    scales = cache.scales.keys[slots // BLOCK, :, slots % BLOCK][..., None]
+    assert torch.equal(numbers, (codes * scales).to(dtype))

@@ -60,8 +60,11 @@ def read_slots(
     if scales is None:
         return kept_PGH[slots]
     block_size = scales.shape[2]
-    codes = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype)
-    return (codes.float() * scales[slots // block_size, :, slots % block_size][..., None]).to(dtype)
+    numbers = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype).to(dtype)  # which holds every code
+    by_head = scales[slots // block_size, :, slots % block_size].unbind(-1)
+    for head, scale in zip(numbers.unbind(-2), by_head, strict=True):  # a CPU multiplies copies in float32
+        head.mul_(scale[..., None])
+    return numbers
 
 
 def read_both(
