@@ -25,8 +25,11 @@ from infer.errors import ConfigError
 
 
 def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
-    """Return the config with the device, memory and threads of one replica, and bind this process to them."""
-    if replica.count == 1:
+    """Return the config with the device, memory and threads of one replica, and bind this process to them.
+
+    An engine alone has the whole machine, and is bound to a GPU that its config names: cuda:1.
+    """
+    if replica.count == 1 and not config.load.device.startswith("cuda:"):
         return config
     import torch  # here: an engine alone, and one without a model, need nothing of this
 

@@ -131,6 +131,14 @@ def test_an_engine_alone_has_the_whole_machine(monkeypatch: pytest.MonkeyPatch) 
     assert machine.bound == []
 
 
+def test_an_engine_alone_is_bound_to_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and memory that name no device are then those of its GPU."""
+    machine = Machine(monkeypatch, num_gpus=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert places(1, device="cuda:1", device_memory="12GiB") == [("cuda:1", "12GiB")]
+    assert machine.bound == ["cuda:1"]
+
+
 def test_cores_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 9}, raising=False)
     for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):

@@ -91,3 +91,17 @@ def test_lines_that_are_on_their_way_are_not_those_to_be_filled(state: SampleSta
     second = masks.take(2)
     second[:] = 2
     assert torch.equal(torch.from_numpy(first), torch.ones_like(torch.from_numpy(first)))
+
+
+def test_the_steps_of_a_gpu_that_is_not_the_current_one_wait_for_their_masks(state: SampleState) -> None:
+    """With an engine on cuda:1 the current stream of the process may be cuda:0's."""
+    masks, cuda = DeviceMasks(state), mock.MagicMock()
+    masks._is_cuda, masks._device = True, torch.device("cuda", 1)
+    masks._aside, masks._marked, masks._copied = cuda.aside, cuda.marked, [cuda.copied] * 2
+    with mock.patch.object(torch, "cuda", cuda):
+        masks.mark()
+        masks.take(1)[:] = 3
+        masks.send(np.array([1]))
+    cuda.current_stream.assert_called_once_with(torch.device("cuda", 1))
+    cuda.marked.record.assert_called_once_with(cuda.current_stream())
+    cuda.copied.wait.assert_called_once_with(cuda.current_stream())

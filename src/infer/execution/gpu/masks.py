@@ -58,7 +58,8 @@ class DeviceMasks:
     def mark(self) -> None:
         """Note in the stream of the steps that rows are as the next step finds them: its masks may come."""
         if self._is_cuda:
-            self._marked.record(torch.cuda.current_stream(self._device))
+            self._steps = torch.cuda.current_stream(self._device)  # not of another GPU that is current
+            self._marked.record(self._steps)
 
     def take(self, count: int) -> np.ndarray:
         """So many lines of pinned memory, all to be overwritten, for the masks of one step."""
@@ -78,7 +79,7 @@ class DeviceMasks:
         with torch.cuda.stream(self._aside):
             self._put(rows)
             copied.record(self._aside)
-        copied.wait()  # the stream of the steps
+        copied.wait(self._steps)
 
     def _put(self, rows: np.ndarray) -> None:
         if len(rows):
