@@ -81,6 +81,11 @@ class EngineProcess(EngineLink):
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
     def __init__(self, config: EngineConfig, options: SpawnOptions) -> None:
+        if unknown := options.keys() - SpawnOptions.__optional_keys__:
+            raise TypeError(
+                f"an engine process has no option {', '.join(sorted(unknown))}; possible: "
+                f"{', '.join(sorted(SpawnOptions.__optional_keys__))}"
+            )
         self._on_log = options.get("on_log") or _write_to_stderr
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._exit_code: int | None = None
