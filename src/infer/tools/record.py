@@ -223,7 +223,7 @@ class Added(_Event, frozen=True, tag="add"):
     written: _Request = msgspec.field(name="request")
 
     def __post_init__(self) -> None:
-        assert self.request  # which raises where its parameters are not possible
+        _ = self.request  # which raises where its parameters are not possible
 
     @property
     def request(self) -> Request:

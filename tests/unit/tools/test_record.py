@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import stat
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,16 @@ def test_a_recorded_grammar_of_tools_is_read_as_it_was_accepted() -> None:
     request["cache_salt"] = ""
     event = {"kind": "add", "step": 0, "t": 0.0, "request": request}
     assert msgspec.convert(event, Added).request.params.structured == form
+
+
+def test_a_record_is_checked_where_assertions_are_not(tmp_path: Path) -> None:
+    """`python -O` leaves out what `assert` computes."""
+    code = (
+        "import msgspec; from infer.tools.record import Added; "
+        "written = {'request_id': 'a', 'prompt': [1], 'params': {'top_p': 9.0}, 'priority': 0}\n"
+        "written |= {'deadline': None, 'cache_salt': ''}\n"
+        "try: msgspec.convert({'kind': 'add', 'step': 0, 't': 0.0, 'request': written}, Added)\n"
+        "except ValueError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert "its sampling parameters are not possible: top_p" in ran.stdout
