@@ -19,7 +19,8 @@ from infer.config.settings import EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
 from infer.kernels.cpu.library import library, why_not
-from infer.kernels.runtime.dispatch import is_hopper, nvidia_capability
+from infer.kernels.linear.cuda import is_for
+from infer.kernels.runtime.dispatch import nvidia_capability
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 
@@ -123,11 +124,13 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 def _quantized_products() -> str:
     """What multiplies with codes on the first GPU (kernels/linear/coded.py)."""
     device = torch.device("cuda", 0)
-    few = "CUDA C++, norm and gate fused" if is_hopper(device) else "Triton, tile by tile"
+    few = "up to 64 tokens Triton, tile by tile"
+    if is_for(device):
+        few = "up to 128 tokens (64 with minima) CUDA C++, norm and gate fused; experts in Triton"
     many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
     if nvidia_capability(device) < (8, 9):
         many = "unpacked to the dtype: no matrix units for fp8"
-    return f"fp8, int8, int4; up to 128 tokens {few}; above {many}"
+    return f"fp8, int8, int4; {few}; above {many}"
 
 
 def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:

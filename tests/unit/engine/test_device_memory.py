@@ -17,7 +17,8 @@ from infer.engine import build, cache_fit, device_memory, machine, rehearsal
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.runner import DeviceRunner
-from infer.tools import memory_plan
+from infer.kernels.runtime import dispatch
+from infer.tools import doctor, memory_plan
 from infer.tools.doctor import _gpu_memory
 from tests.support.tiny import drain, tiny_model
 
@@ -236,3 +237,24 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
     share = 512 / 8192
     assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20)
     assert graphs(192 << 20) == graph_pool_bytes((192 << 20) + int((808 << 20) * share), 5 << 20)
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_sms", "expected"),
+    [
+        (
+            (9, 0),
+            132,
+            "up to 128 tokens (64 with minima) CUDA C++, norm and gate fused; experts in Triton; above",
+        ),
+        ((9, 0), 60, "fp8, int8, int4; up to 64 tokens Triton, tile by tile; above"),  # a slice of one
+        ((8, 9), 142, "fp8, int8, int4; up to 64 tokens Triton, tile by tile; above"),
+    ],
+)
+def test_the_doctor_asks_as_the_kernels_do(
+    capability: tuple[int, int], num_sms: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "nvidia_capability", lambda device: capability)
+    monkeypatch.setattr(doctor, "nvidia_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "num_sms", lambda device: num_sms)
+    assert expected in doctor._quantized_products()

@@ -1,11 +1,13 @@
 """Products with coded weights (coded.py): which kernel runs, for how many tokens.
 
-    up to 128 tokens on Hopper    one kernel with prologue and epilogue, as dense weights have  wgmma.cu
-    up to 64 elsewhere            unpacked tile by tile                                       coded_triton.py
+    up to 128 tokens, Hopper      one kernel with prologue and epilogue, as dense weights have  wgmma.cu
+    up to 64 tokens               unpacked tile by tile                                       coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
     above                         W is unpacked to the type of x, and the library multiplies
     CPU                           the specification, in float32
+
+wgmma.cu needs a whole Hopper (132 SMs) and a model without experts; forms with minima have 64 tokens there.
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
 """
