@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from infer.client.subscribers import OnEnd, OutputQueue, Subscribers, read_outputs
-from infer.engine.engine import Engine
+from infer.engine.engine import IDLE_S, Engine
 from infer.engine.stats import EngineStats, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
 from infer.scheduling.request import Request, StepOutput
@@ -97,6 +97,7 @@ class InProcessClient:
         self._is_closing = False
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._patience_s: float | None = IDLE_S  # None: the vocabulary is read
         engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
@@ -205,7 +206,9 @@ class InProcessClient:
         """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
         with self._wake:
             while not (self._inbox or self._engine.has_work or self._is_closing):
-                self._wake.wait()
+                if not self._wake.wait(self._patience_s):
+                    self._patience_s = None
+                    self._engine.read_vocabulary()
             if self._is_closing:
                 return False
             commands, self._inbox = self._inbox, []

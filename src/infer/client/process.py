@@ -4,9 +4,10 @@ HTTP, JSON and detokenizing must not share an interpreter with the loop that fee
 scheduler and the model live here and speak through a unix socket to each API process (see messages.py).
 
     start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
-             compile and capture all that steps can need, send `Ready`; read the vocabulary in a thread
+             compile and capture all that steps can need, send `Ready`
     turn     take every command that is there; make one step, send a `StepReport`
-    idle     sleep until a command comes, or a constraint is compiled: no timer, no polling, no CPU
+    idle     sleep until a command comes, or a constraint is compiled: no polling, no CPU; after the first
+             idle second, read the vocabulary of constraints in a thread
     end      `Stop`, or standard input closes because the server is gone
 
 The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
@@ -51,7 +52,7 @@ from infer.client.messages import (
 from infer.client.placement import take_place
 from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
-from infer.engine.engine import Engine
+from infer.engine.engine import IDLE_S, Engine
 from infer.engine.gc_freeze import freeze
 from infer.engine.phases import Phases
 from infer.errors import InferError
@@ -95,6 +96,7 @@ class EngineServer:
         os.set_blocking(self._bell, False)
         os.set_blocking(bell, False)
         self._poll = _poll_all([*sockets, self._bell])
+        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: the vocabulary is read
         engine.compile_aside(lambda: _ring(bell))
 
     def run(self) -> None:
@@ -121,7 +123,9 @@ class EngineServer:
         """Return every command that has arrived; an idle engine waits for one."""
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
-            self._poll(None)
+            while not self._poll(self._patience_ms):
+                self._patience_ms = None
+                self._engine.read_vocabulary()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
         for link in self._links:

@@ -72,8 +72,11 @@ class CompilingRequests:
         return bool(self._done)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
-        """Let no caller wait from now on; `wake` is called in a compiler's thread. The vocabulary is read."""
+        """Let no caller wait from now on; `wake` is called in a compiler's thread."""
         self._wake = wake
+
+    def read_vocabulary(self) -> None:
+        """Begin to read the vocabulary in a thread, for which the first constraint would wait otherwise."""
         self._compiler.token_bytes.start()
 
     def begin(self, structured: Structured, group: SequenceGroup, tokens: array[int]) -> Grammar | None:

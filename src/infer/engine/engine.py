@@ -68,6 +68,7 @@ from infer.structured.token_bytes import TokenBytes
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 3
+IDLE_S = 1.0  # without work, before what no request waits for is begun
 
 
 class _Flight(NamedTuple):
@@ -171,6 +172,10 @@ class Engine:
         Until this is called, `add` compiles, and raises what it finds.
         """
         self._compiling.compile_aside(wake)
+
+    def read_vocabulary(self) -> None:
+        """Begin to read the vocabulary of constraints in a thread: for an engine that is idle (`IDLE_S`)."""
+        self._compiling.read_vocabulary()
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""

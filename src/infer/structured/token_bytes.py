@@ -3,8 +3,9 @@
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
 
 It takes about a second of one core, and other threads wait for much of it. A server therefore builds it in a
-thread (`start`): while graphs are captured, where there are any, or else once it is ready, since only
-constrained requests have to wait for it. A program that never constrains an output never does.
+thread (`start`): while graphs are captured, where there are any, or else in its first idle second, so that no
+request shares the core with it; a constrained request that comes earlier waits for it. A program that never
+constrains an output never builds it.
 """
 
 from __future__ import annotations

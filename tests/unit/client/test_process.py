@@ -150,7 +150,7 @@ def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: py
     ]
 
     def poll(timeout: int | None) -> bool:
-        if timeout is None and not any(link.has_turns for link in links):
+        if not any(link.has_turns for link in links):
             raise StopIteration  # all is said and done
         return True
 
@@ -197,6 +197,27 @@ def test_an_idle_engine_is_woken_when_a_constraint_is_compiled() -> None:
         loop.join(60)
         ours.close(0)
         theirs.close(0)
+
+
+def test_the_vocabulary_is_read_by_an_engine_that_is_idle_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read at once, it would share its core with the first request."""
+    engine, waits = make_engine(), list[int | None]()
+    read: list[int] = []
+    monkeypatch.setattr(engine, "read_vocabulary", lambda: read.append(len(waits)))
+
+    def poll(timeout_ms: int | None) -> bool:
+        waits.append(timeout_ms)
+        if len(waits) == 4:
+            raise StopIteration
+        return len(waits) != 2  # the second wait ends without a command
+
+    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
+    with pytest.raises(StopIteration):
+        EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
+    assert read == [2] and waits == [1000, 1000, None, None]
 
 
 class SilentProcess:
