@@ -29,7 +29,9 @@ from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.linear.coded import CodedForm
 from infer.layers.linear import ExpertLinear, Projected
 from infer.layers.whole_sequence import WholeSequence
+from infer.loader import quantization
 from infer.loader.find.source import resolve_model
+from infer.loader.formats.quantized import short_bytes
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import kept_bytes
 from infer.loader.random_weights import load_random
@@ -143,6 +145,17 @@ def test_blocks_of_gguf(kind: str, scheme: str, tmp_path: Path) -> None:
     assert set(schemes(kept).values()) == {scheme}
     for name, weight in weights(kept).items():
         torch.testing.assert_close(weight, plain[name], rtol=2e-6, atol=1e-6, msg=name)
+
+
+def test_blocks_that_are_rounded_are_not_said_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "ROUNDED", {"Q5_1"})  # Q6_K has blocks of 256, more than rows here
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q8_0", kinds={"ffn_down": "Q5_1"})
+    size = sum(tensor.num_bytes for tensor in read_headers(resolve_model(str(path))).tensors.values()
+               if tensor.type_name == "Q5_1")  # fmt: skip
+    assert f", Q5_1 {short_bytes(size)} rounded to int8" in load(path).kept_as
+    assert "rounded" not in load(write_gguf(tmp_path / "n.gguf", reference(), kind="Q8_0")).kept_as
 
 
 def test_parts_of_a_fused_matrix_may_differ(root: Path, tmp_path: Path) -> None:

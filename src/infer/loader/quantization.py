@@ -16,11 +16,12 @@ says; the name of such a format only checks that the file has it, and means auto
     bf16           bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
 
 On a GPU auto keeps the codes of a file as codes, matrix by matrix, where they fit a form of codes
-(quant/rounding.py), and unpacks the others to the dtype; none unpacks all of them. fp8, int8 and int4 round
-what is not in that form while it is loaded:
+(quant/rounding.py), and unpacks the others to the dtype; but blocks of GGUF in groups of 16 (Q6_K, Q3_K,
+Q2_K, IQ2_XS, IQ2_S, IQ1_M) are rounded to int8, for the memory. none unpacks all of them. fp8, int8 and int4
+round what is not in that form while it is loaded:
 
     quantization   a matrix of the layers is kept in               the head           computed in
-    auto           the codes of the file, or the dtype             as any matrix      dtype.py
+    auto           the codes of the file, int8, or the dtype       as any matrix      dtype.py
     none           the dtype                                       the dtype          dtype.py
     fp8            floats of 8 bits, a scale per row               int8               dtype.py
     int8           integers, a scale per row                       int8               dtype.py
@@ -51,6 +52,7 @@ from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import FORMAT_NAMES, OTHER_NAMES, describe, format_names, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
@@ -417,7 +419,8 @@ def describe_kept(
 ) -> str:
     """What a GPU has made of weights that are not all plain numbers, for the start line; "": they are.
 
-    `kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices of a format that fits no codes are named.
+    `kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices of a format that fits no codes are named, and those
+    of GGUF whose short groups are rounded: `Q6_K 0.6GiB rounded to int8`.
     """
     kept = kept_schemes(model, dtype)
     if len(kept) == 1:
@@ -425,18 +428,22 @@ def describe_kept(
     text = " + ".join(f"{name} {short_bytes(size)}" for name, size in kept.items())
     if form in SCHEMES:
         return f"rounded to {text}{SCHEMES[form].cost and ', ' + SCHEMES[form].cost}"
-    dense = {name for name, layer in model.named_modules() if _is_dense(layer)}
-    unpacked = {
-        f"{module}{key}": part["weight"]
-        for module, parts in stored_leaves(tensors, weight_map).items()
-        for key, part in parts.items()
-        if module in dense and "weight" in part and part["weight"].dtype is None
+    is_dense = {
+        name: layer.stored.scheme == DENSE
+        for name, layer in model.named_modules()
+        if isinstance(layer, Projected)
     }
+    if model.embedding.table is not None:
+        is_dense["embedding"] = False  # which is the head's
+    unpacked, rounded = dict[str, StoredTensor](), dict[str, StoredTensor]()
+    for module, parts in stored_leaves(tensors, weight_map).items():
+        for key, part in parts.items() if module in is_dense else ():
+            if "weight" in part and part["weight"].dtype is None and is_dense[module]:
+                unpacked[f"{module}{key}"] = part["weight"]
+            elif "weight" in part and part["weight"].type_name in ROUNDED:
+                rounded[f"{module}{key}"] = part["weight"]
+    text += f", {describe(rounded)} rounded to int8" if rounded else ""
     return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
-
-
-def _is_dense(layer: nn.Module) -> bool:
-    return isinstance(layer, Projected) and layer.stored.scheme == DENSE
 
 
 def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:

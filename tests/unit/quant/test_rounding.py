@@ -9,7 +9,7 @@ import torch
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import look_up
 from infer.loader.formats.gguf import GGMLType
-from infer.loader.formats.gguf_quants import SUPPORTED, coded_form_of, coded_rows, dequantize
+from infer.loader.formats.gguf_quants import ROUNDED, SUPPORTED, coded_form_of, coded_rows, dequantize
 from infer.quant.coded import CodedRows
 from infer.quant.rounding import CodedPart, fit_rows, joined, round_rows, rounded_form, stored_form
 from tests.unit.loader.test_gguf_quants import random_blocks
@@ -117,7 +117,8 @@ def test_every_type_of_gguf(name: str) -> None:
     if expected.shape[1] % 32:
         return
     fitted = fit_rows(rows, form)
-    if rows.groups == 16 or rows.groups == 8:
+    assert (name in ROUNDED) == (rows.groups in (8, 16)), "the start line says which are not kept"
+    if name in ROUNDED:
         assert fitted is None and form == CodedForm("int8", 32, form.has_minima)
         error = (numbers(round_rows(expected, form), form) - expected).view(7, -1, 32).abs().amax(2)
         assert bool((error <= expected.view(7, -1, 32).abs().amax(2) / 254 * 1.0001).all())
