@@ -40,7 +40,7 @@ def put_off(name: str) -> None:
     def load(attribute: str) -> object:
         if attribute.startswith("__"):  # a question of the import system
             raise AttributeError(attribute)
-        if sys.modules[name] is empty:
+        if sys.modules.get(name) is empty:  # none, where an import failed: it is tried again
             del sys.modules[name]
         return getattr(importlib.import_module(name), attribute)
 
