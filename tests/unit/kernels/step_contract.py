@@ -318,6 +318,24 @@ class StepContract:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
             assert (ours == 7.0).sum() == (NUM_SLOTS - 4) * 3
 
+    @pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
+    @pytest.mark.parametrize("is_projected", [True, False])
+    def test_codes_of_tiny_heads_and_of_not_a_number(self, is_projected: bool, kept_as: torch.dtype) -> None:
+        slots = torch.arange(3, device=self.device)
+        qkv, positions = self.qkv((3, 3, 3, 20), torch.float32), self.positions(3)
+        heads = qkv.view.view(3, 9, 20)
+        heads[1] *= 1e-37
+        heads[2, 3:, 13] = torch.nan  # in the second half alone: rotated, in both
+        kept = torch.zeros((2, 4, 3, 20), dtype=torch.uint8, device=self.device).view(kept_as)
+        scales = torch.full((2, 1, 3, 4), 7.0, device=self.device)
+        cache = CacheSlots(*kept, slots, scales=KVScales(*scales))
+        if is_projected:
+            norm_rope_write(qkv.view, HeadTransform(None, *self.tables(20), 3, 3, EPS), positions, cache)
+        else:
+            write_slots(*split_heads(qkv.view, 3, 3)[1:], cache)
+        assert not kept[:, 1].float().any() and (scales[..., 1] == 0).all()
+        assert (scales[..., 0] > 0).all() and scales[..., 2].isnan().all()
+
     # sampling ------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(

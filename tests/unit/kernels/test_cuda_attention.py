@@ -151,6 +151,28 @@ def test_weights_far_below_the_largest_are_not_lost(kept_as: torch.dtype) -> Non
     assert_close(actual, attend_decode_reference(*inputs, row, length, **how))
 
 
+@codes
+@pytest.mark.parametrize("largest", [65280.0, 65536.0, 1e6, 1e30])
+def test_queries_beyond_float16(kept_as: torch.dtype, largest: float) -> None:
+    """The first of two units of a block has a query that float16 cannot hold, the second has none."""
+    heads, num = Heads(4, 2, 64), 40
+    keys, values = torch.randn(2, 48, 2, 64).bfloat16()
+    keys[:, 0] *= 1 / largest
+    q = torch.randn(1, 4, 64).clamp(-1, 1).bfloat16()
+    q[0, 0, 5] = 1.0
+    q[0, :2] *= largest
+    table = torch.arange(3, dtype=torch.int32)[None]
+    row, length = torch.zeros(1, dtype=torch.int32), torch.full((1,), num, dtype=torch.int32)
+    paged = Paged(keys, values, table, 16)
+    paged.keep_as(kept_as)
+    work = make_work(heads, max_rows=1, max_len=num, split_len=512)
+    plan_on_host(work, row, length)
+    inputs = (q, paged.keys, paged.values, table)
+    how: dict[str, Any] = {"block_size": 16, "scale": 0.3, "window": None, "scales": paged.scales}
+    actual = attend_decode_cuda(*inputs, work, **how)
+    assert_close(actual, attend_decode_reference(*inputs, row, length, **how))
+
+
 @pytest.mark.parametrize("split_len", [16, 100, 1024])
 def test_padding_is_zeros_and_its_row_is_not_looked_at(split_len: int) -> None:
     check([0, 150, 0, 3], Heads(8, 2, 64), split_len=split_len)

@@ -112,6 +112,36 @@ def test_codes_of_8_bits(kept_as: torch.dtype) -> None:
     check([1, 41, 97], Heads(8, 1, 64), kept_as=kept_as, window=40, has_norm=False, dtype=torch.bfloat16)
 
 
+@codes
+@pytest.mark.parametrize("heads", [Heads(4, 2, 128), Heads(8, 1, 64)], ids=str)
+def test_codes_of_tiny_heads_and_of_not_a_number(kept_as: torch.dtype, heads: Heads) -> None:
+    N, G, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    lens = torch.tensor([5, 17, 33], dtype=torch.int32)
+    rows = torch.arange(3, dtype=torch.int32)
+    work = make_work(heads, max_rows=3, max_len=33, split_len=1024)
+    plan_on_host(work, rows, lens)
+    paged = make_paged(lens.tolist(), heads, block_size=16, dtype=torch.bfloat16, device="cpu")
+    newest = newest_slots(paged, rows, lens)
+    paged.keep_as(kept_as)
+    transform = make_transform(
+        heads, dtype=torch.bfloat16, device="cpu", has_norm=False, offset=0.0, num_positions=33
+    )
+    qkv = torch.randn(3, N + 2 * G, H).bfloat16()
+    qkv[1, N:] *= 1e-37
+    qkv[2, N:, H - 3] = torch.nan
+    WRITTEN[:] = qkv.unbind()
+    actual = attend_projected_cuda(
+        qkv.flatten(1), transform, paged.keys, paged.values, paged.tables, work,
+        block_size=16, scale=0.1, window=None, scales=paged.scales,
+    )  # fmt: skip
+    assert paged.scales is not None
+    for kept, side in zip((paged.keys, paged.values), paged.scales, strict=True):
+        scales = side[newest // 16, :, newest % 16]
+        assert (scales[0] > 0).all() and (scales[1] == 0).all() and scales[2].isnan().all()
+        assert not kept[newest[1]].float().any()
+    assert actual[:2].isfinite().all() and actual[2].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("has_norm", "offset"), [(False, 0.0), (True, 1.0)])
 def test_norms(dtype: torch.dtype, has_norm: bool, offset: float) -> None:

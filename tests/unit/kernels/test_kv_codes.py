@@ -50,6 +50,16 @@ def test_a_head_of_zeros_is_zeros_and_not_a_number_stays_so(dtype: torch.dtype) 
     assert torch.equal(back[0], torch.zeros(1, 2)) and back[1].isnan().all()
 
 
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 1e-36, 9e-31, 2e-30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_too_small_for_a_scale_is_zeros(dtype: torch.dtype, largest: float) -> None:
+    x = torch.tensor([[[largest, -largest / 2]]])
+    codes, scales = encode_reference(x, dtype)
+    back = codes.float() * scales[..., None]
+    torch.testing.assert_close(back, x if largest > 1e-30 else 0 * x, rtol=0.01, atol=0)
+    assert (scales == 0).all() == (largest < 1e-30)
+
+
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_c_writes_the_codes_and_scales_of_the_reference(build: str, dtype: torch.dtype) -> None:
@@ -57,6 +67,8 @@ def test_c_writes_the_codes_and_scales_of_the_reference(build: str, dtype: torch
     T, G, H, num_slots = 40, 3, 80, 64
     x = torch.randn(2, T, G, H) * torch.logspace(-6, 4, T)[:, None, None]
     x[0, 3], x[1, 4, 1] = 0.0, torch.tensor([1.0, *[2.0**-9 * i / 4 for i in range(79)]])  # ties, tiny codes
+    x[0, 5, 0] *= 1e-36
+    x[1, 6, 1] *= 1e-42
     slots = torch.randperm(num_slots)[:T].where(torch.arange(T) != 7, -1)
     expected, actual = (empty_cache(num_slots, G, H, dtype)._replace(slots_T=slots) for _ in range(2))
     write_slots_reference(x[0], x[1], expected)

@@ -169,7 +169,9 @@ __device__ uint2 encode(const uint4& x, float inverse) {
                  encode_two(x.z, inverse) | encode_two(x.w, inverse) << 16};
 }
 
-// The largest element of a head that the 4 lanes of a g hold together.
+__device__ float larger_of(float a, float b) { return a <= b || b != b ? b : a; }  // NaN, if one is
+
+// The largest element of a head that the 4 lanes of a g hold together; 0 where its scale would have no inverse.
 __device__ float largest_of(const uint4 (&x)[K_PIECES]) {
     float largest = 0.0f;
 #pragma unroll
@@ -177,27 +179,49 @@ __device__ float largest_of(const uint4 (&x)[K_PIECES]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 both = unpack(word(x[c], i));
-            largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
+            largest = larger_of(largest, larger_of(fabsf(both.x), fabsf(both.y)));
         }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    largest = larger_of(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = larger_of(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    return largest < 1e-30f ? 0.0f : largest;
 }
 
 constexpr float LARGEST_CODE = CODES == 1 ? 448.0f : 127.0f;
 __device__ float inverse_scale(float largest) { return LARGEST_CODE / (largest == 0.0f ? 1.0f : largest); }
 
-__device__ uint4 to_half(const uint4& x) {
-#if IS_BFLOAT16
-    const float2 a = unpack(x.x), b = unpack(x.y), c = unpack(x.z), d = unpack(x.w);
-    return uint4{pack_half(a.x, a.y), pack_half(b.x, b.y), pack_half(c.x, c.y), pack_half(d.x, d.y)};
-#else
-    return x;
-#endif
-}
 #else
 __device__ const uint4& widen(const uint4& elements) { return elements; }
-__device__ const uint4& to_half(const uint4& x) { return x; }
 #endif
+
+// Make the queries of a warp float16, as codes are. Those too large for it are first divided by a power of two, which
+// is returned: the scores are to be multiplied by it.
+__device__ float to_half(uint4 (&query)[K_PIECES]) {
+    float factor = 1.0f;
+#if CODES && IS_BFLOAT16
+    float largest = 0.0f, shrink = 1.0f;
+#pragma unroll
+    for (int c = 0; c < K_PIECES; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 both = unpack(word(query[c], i));
+            largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
+        }
+    if (__any_sync(0xffffffffu, largest >= 65536.0f)) {  // the largest bfloat16 below is a float16, too
+        for (int distance = 1; distance < WARP; distance *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        const unsigned int exponent = __float_as_uint(largest) >> 23;
+        factor = __uint_as_float((exponent - 15) << 23);
+        shrink = __uint_as_float((2 * 127 + 15 - exponent) << 23);
+    }
+#pragma unroll
+    for (int c = 0; c < K_PIECES; ++c) {
+        const float2 x = unpack(query[c].x), y = unpack(query[c].y), z = unpack(query[c].z), w = unpack(query[c].w);
+        query[c] = uint4{pack_half(x.x * shrink, x.y * shrink), pack_half(y.x * shrink, y.y * shrink),
+                         pack_half(z.x * shrink, z.y * shrink), pack_half(w.x * shrink, w.y * shrink)};
+    }
+#endif
+    return factor;
+}
 
 // ---- keys, values and queries, as fragments ------------------------------------------------------
 
@@ -265,12 +289,13 @@ __device__ void load_values(Values& v, const Cache& cache, const Tile& tile, int
                     [&](int c) { return value_element(c, g); });
 }
 
-__device__ void load_query(uint4 (&query)[K_PIECES], const Element* heads, long long head_stride, int g, int t) {
+__device__ float load_query(uint4 (&query)[K_PIECES], const Element* heads, long long head_stride, int g, int t) {
 #pragma unroll
     for (int c = 0; c < K_PIECES; ++c) {
         query[c] = uint4{0, 0, 0, 0};  // of a column without a head
-        if (g < M) query[c] = to_half(*reinterpret_cast<const uint4*>(heads + g * head_stride + key_element(c, t)));
+        if (g < M) query[c] = *reinterpret_cast<const uint4*>(heads + g * head_stride + key_element(c, t));
     }
+    return to_half(query);
 }
 
 // ---- the softmax of a warp -----------------------------------------------------------------------

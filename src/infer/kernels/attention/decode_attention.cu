@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     Keys k = {};
     Values v = {};
     uint4 query[K_PIECES];
+    float score_scale = scale_log2e;
     const auto load_tile = [&](int of_block) {
         const Tile tile = tile_of(of_block, position, unit % G);
         load_keys(k, cache, tile, g, t);
@@ -132,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
             if (after < item.end) block = tables[item.row * table_stride + after / BLOCK_SIZE];
         }
         if (unit < num_units)
-            load_query(query, q + item.s * q_row_stride + unit % G * M * q_head_stride, q_head_stride, g, t);
+            score_scale = scale_log2e * load_query(
+                query, q + item.s * q_row_stride + unit % G * M * q_head_stride, q_head_stride, g, t);
     };
     begin_unit(block);
     is_loaded = false;
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
             const Tile next_tile = tile_of(block, after, head);
             const bool is_whole = position >= item.first && position + TILE <= item.end;
             Scores score;
-            multiply_keys(score, k, query, scale_log2e);
+            multiply_keys(score, k, query, score_scale);
             if (after < item.end) load_keys(k, cache, next_tile, g, t);
             if (!is_whole) hide_scores(score, item.first - position, item.end - position, g);
             follow_maximum(softmax, score);

@@ -247,8 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
                     if (2 * t + p % 2 + p / 2 * 8 == newest)
                         *reinterpret_cast<Piece*>(new_value + value_element(c, g)) = v.piece[p][c];
         }
-#pragma unroll
-        for (int c = 0; c < K_PIECES; ++c) query[c] = to_half(query[c]);
+        const float score_scale = scale_log2e * to_half(query);
 
         Softmax softmax = {{}, {LOWEST, LOWEST}, {0.0f, 0.0f}};
         for (; position >= lowest; position -= STRIDE) {
@@ -256,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
             const Tile next_tile = tile_of(block, after, head);
             const bool is_whole = position >= item.first && position + TILE <= item.end;
             Scores score;
-            multiply_keys(score, k, query, scale_log2e);
+            multiply_keys(score, k, query, score_scale);
             if (after >= lowest) load_keys(k, cache, next_tile, g, t);
             if (!is_whole) hide_scores(score, item.first - position, item.end - position, g);
             follow_maximum(softmax, score);

@@ -23,6 +23,9 @@ import torch
 
 from infer.kernels.runtime.dispatch import jit, tl
 
+SMALLEST: Final = (
+    1e-30  # a head without a larger element is kept as zeros: its scale has no inverse in float32
+)
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each type
 
 
@@ -37,6 +40,7 @@ def encode_reference(x_TGH: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     """The specification: codes [T, G, H] of this type, and scales [T, G]."""
     x = x_TGH.float()
     largest_TG = x.abs().amax(dim=-1)
+    largest_TG = torch.where(largest_TG < SMALLEST, 0.0, largest_TG)
     inverse_TG = torch.where(largest_TG == 0, 0.0, LARGEST[dtype] / largest_TG)
     scaled = x * inverse_TG[..., None]
     codes = scaled.round() if dtype is torch.int8 else scaled
@@ -77,9 +81,17 @@ def read_both(
 
 
 @jit
+def largest_of(x):
+    """The largest magnitude of each row; by its bits, as integers, for then NaN is the largest of all."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+
+
+@jit
 def scale_of(largest, FP8: tl.constexpr):
     """The scale of a head whose largest element is this, and its inverse."""
     top: tl.constexpr = 448.0 if FP8 else 127.0
+    largest = tl.where(largest < 1e-30, 0.0, largest)  # SMALLEST
     return largest * (1 / top), top / tl.where(largest == 0.0, 1.0, largest)
 
 
@@ -99,7 +111,7 @@ def encode(x, inverse, FP8: tl.constexpr):
 @jit
 def encode_rows(x, FP8: tl.constexpr):
     """The codes of some heads [rows, H], and their scales [rows]."""
-    scale, inverse = scale_of(tl.max(tl.abs(x.to(tl.float32)), axis=1), FP8)
+    scale, inverse = scale_of(largest_of(x), FP8)
     return encode(x, inverse[:, None], FP8), scale
 
 

@@ -18,10 +18,11 @@ static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scal
         float magnitude = fabsf(x[h]);
         if (!(magnitude <= largest)) largest = magnitude; /* NaN too, and then the scale is NaN */
     }
+    if (largest < 1e-30f) largest = 0.0f; /* its scale has no inverse */
     const float top = kind == AS_FP8 ? 448.0f : 127.0f;
     const float inverse = largest == 0.0f ? 0.0f : top / largest;
     *scale = largest * (1.0f / top);
-    if (largest != largest)
+    if (!(largest <= 0x1.fffffep127f)) /* the scale alone says so */
         memset(codes, 0, (size_t)H);
     else if (kind == AS_FP8)
         for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(x[h] * inverse);
