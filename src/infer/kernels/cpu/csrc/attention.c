@@ -36,7 +36,7 @@
 #include "kv_codes.h"
 
 #define MAX_HEAD 256
-#define BLOCK 16
+#define POSITIONS 16 /* that are visited together; `block_size` is the cache's */
 #define SEGMENT 512
 #define STATE_FLOATS 8192 /* of accumulators at a time: 32 KB */
 #if WIDTH == 16
@@ -52,7 +52,7 @@ typedef struct {
     const float *q; /* [T][N][H] */
     int64_t q_token_stride;
     float *out;                 /* [T][N][H], contiguous */
-    const float *keys, *values; /* [slots][G][H] */
+    const void *keys, *values;  /* [slots][G][H]: floats or codes */
     const int64_t *table;
     int64_t table_stride;
     const int64_t *items; /* [I][6]: first token, count, row of the table, start, segment (-1: all), its part */
@@ -125,15 +125,15 @@ ALWAYS_INLINE vr add_channels(const vr s[4]) {
 #endif
 }
 
-static void pack_keys(const float *const rows[BLOCK], int64_t padded, float *packed) {
-    for (int first = 0; first < BLOCK; first += WIDTH, packed += padded * WIDTH)
+static void pack_keys(const float *const rows[POSITIONS], int64_t padded, float *packed) {
+    for (int first = 0; first < POSITIONS; first += WIDTH, packed += padded * WIDTH)
         for (int c = 0; c < 4; c++)
             for (int64_t h = 0; h < padded; h += 4) store_vr(packed + (h + c) * WIDTH, gather(rows + first + c, h));
 }
 
 /* Scores of the tile: [count][16]. */
 ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *t, float *scores) {
-    for (int first = 0; first < BLOCK; first += WIDTH) {
+    for (int first = 0; first < POSITIONS; first += WIDTH) {
         const float *packed = t->packed + first * t->padded, *q = t->q;
         const float *const *rows = t->keys + first;
         const int64_t padded = t->padded;
@@ -146,7 +146,7 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
                 for (int c = 0; c < 4; c++) s[i][c] += channels * k[c];
             }
         }
-        for (int i = 0; i < count; i++) store_vr(scores + i * BLOCK + first, add_channels(s[i]) * t->scale);
+        for (int i = 0; i < count; i++) store_vr(scores + i * POSITIONS + first, add_channels(s[i]) * t->scale);
     }
 }
 
@@ -165,7 +165,7 @@ static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, floa
 /* Scores of the tile into weights, in place. Each step is done for all queries before the next one: the maximum
  * of one is awaited while those of others are under way. */
 ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t, float *scores) {
-    static const int32_t lanes[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const int32_t lanes[POSITIONS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vri seen[PARTS];
     float peaks[TILE];
     for (int n = 0; !is_whole && n < PARTS; n++) {
@@ -177,7 +177,7 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
     for (int i = 0; i < count; i++) {
         vr s[PARTS];
         for (int n = 0; n < PARTS; n++) {
-            float *at = scores + i * BLOCK + n * WIDTH;
+            float *at = scores + i * POSITIONS + n * WIDTH;
             s[n] = load_vr(at);
             if (!is_whole) store_vr(at, s[n] = choose_vr(seen[n], s[n], splat_vr(-INFINITY)));
         }
@@ -190,7 +190,7 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 1
         for (int n = 0; n < PARTS; n += PAIR) {
-            float *at = scores + i * BLOCK + n * WIDTH;
+            float *at = scores + i * POSITIONS + n * WIDTH;
             vr weights[PAIR];
             for (int m = 0; m < PAIR; m++) weights[m] = exp_lanes(load_vr(at + m * WIDTH) - t->state[i].peak);
             for (int m = 0; m < PAIR; m++)
@@ -199,7 +199,7 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++) {
         vr s[PARTS];
-        for (int n = 0; n < PARTS; n++) s[n] = load_vr(scores + i * BLOCK + n * WIDTH);
+        for (int n = 0; n < PARTS; n++) s[n] = load_vr(scores + i * POSITIONS + n * WIDTH);
         t->state[i].total += sum_parts(s);
     }
 }
@@ -216,7 +216,7 @@ ALWAYS_INLINE void add_values(const int count, const int registers, const float 
         vr v[4];
         for (int n = 0; n < registers; n++) v[n] = load_vr(t->values[j] + c + n * WIDTH);
         for (int i = 0; i < count; i++)
-            for (int n = 0; n < registers; n++) sum[i][n] += weights[i * BLOCK + j] * v[n];
+            for (int n = 0; n < registers; n++) sum[i][n] += weights[i * POSITIONS + j] * v[n];
     }
     for (int i = 0; i < count; i++)
         for (int n = 0; n < registers; n++) store_vr(sums + i * padded + n * WIDTH, sum[i][n]);
@@ -224,9 +224,9 @@ ALWAYS_INLINE void add_values(const int count, const int registers, const float 
 
 /* What a query computes does not depend on the others of its tile: they share the loads of keys and values. */
 ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *t) {
-    float weights[TILE * BLOCK] __attribute__((aligned(64)));
+    float weights[TILE * POSITIONS] __attribute__((aligned(64)));
     score(count, is_packed, t, weights);
-    if (t->hi - t->lo == BLOCK)
+    if (t->hi - t->lo == POSITIONS)
         weigh(count, 1, t, weights);
     else
         weigh(count, 0, t, weights);
@@ -271,9 +271,9 @@ static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
 
 /* Where 16 positions from `block` on lie in the cache, -1 where no query looks. */
 static void find_slots(const attend_args *a, const int64_t *table, int64_t block, int64_t low, int64_t high,
-                       int64_t slots[BLOCK]) {
+                       int64_t slots[POSITIONS]) {
     int64_t at = block / a->block_size, offset = block - at * a->block_size;
-    for (int j = 0; j < BLOCK; j++, offset++) {
+    for (int j = 0; j < POSITIONS; j++, offset++) {
         if (offset == a->block_size) at++, offset = 0;
         slots[j] = block + j < low || block + j > high ? -1 : table[at] * a->block_size + offset;
     }
@@ -281,21 +281,21 @@ static void find_slots(const attend_args *a, const int64_t *table, int64_t block
 
 /* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is no multiple of a register are
  * copied into `room`, [16][padded], and codes are decoded into it. */
-static void load_rows(const attend_args *a, const float *cache, const float *scales, int64_t g,
-                      const int64_t slots[BLOCK], int64_t padded, float *room, const float *rows[BLOCK]) {
+static void load_rows(const attend_args *a, const void *cache, const float *scales, int64_t g,
+                      const int64_t slots[POSITIONS], int64_t padded, float *room, const float *rows[POSITIONS]) {
     static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
-    for (int j = 0; j < BLOCK; j++) {
-        rows[j] = slots[j] < 0 ? zeros : cache + (slots[j] * a->G + g) * a->H;
-        if ((padded == a->H && a->kind == AS_FLOAT) || slots[j] < 0) continue;
+    for (int j = 0; j < POSITIONS; j++) {
+        const int64_t first = (slots[j] * a->G + g) * a->H;
+        rows[j] = slots[j] < 0 ? zeros : room + j * padded; /* what lies behind H is 0 */
+        if (slots[j] < 0) continue;
         if (a->kind != AS_FLOAT) {
             const int64_t head = slots[j] / a->block_size * a->G + g, offset = slots[j] % a->block_size;
-            decode_codes(a->kind, (const uint8_t *)cache + (slots[j] * a->G + g) * a->H,
-                         scales[head * a->block_size + offset], room + j * padded, a->H);
-            rows[j] = room + j * padded;
-            continue;
-        }
-        memcpy(room + j * padded, rows[j], (size_t)a->H * sizeof(float));
-        rows[j] = room + j * padded; /* what lies behind H is 0 */
+            decode_codes(a->kind, (const uint8_t *)cache + first, scales[head * a->block_size + offset],
+                         room + j * padded, a->H);
+        } else if (padded == a->H)
+            rows[j] = (const float *)cache + first;
+        else
+            memcpy(room + j * padded, (const float *)cache + first, (size_t)a->H * sizeof(float));
     }
 }
 
@@ -309,17 +309,17 @@ typedef struct {
     softmax_state state[STATE_FLOATS / WIDTH], joined_state[STATE_FLOATS / WIDTH];
     float queries[STATE_FLOATS] __attribute__((aligned(64)));
     float sums[STATE_FLOATS] __attribute__((aligned(64))), joined_sums[STATE_FLOATS] __attribute__((aligned(64)));
-    float packed[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
-    float key_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
-    float value_room[MAX_HEAD * BLOCK] __attribute__((aligned(64)));
+    float packed[MAX_HEAD * POSITIONS] __attribute__((aligned(64)));
+    float key_room[MAX_HEAD * POSITIONS] __attribute__((aligned(64)));
+    float value_room[MAX_HEAD * POSITIONS] __attribute__((aligned(64)));
 } work;
 
 static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     const attend_args *a = w->a;
     const int64_t padded = w->padded, num = w->num, *positions = w->positions;
     const int is_packed = WIDTH > 4 && num > TILE;
-    const float *keys[BLOCK], *values[BLOCK];
-    int64_t slots[BLOCK];
+    const float *keys[POSITIONS], *values[POSITIONS];
+    int64_t slots[POSITIONS];
     find_slots(a, w->table, block, low, high, slots);
     load_rows(a, a->keys, a->key_scales, w->g, slots, padded, w->key_room, keys);
     load_rows(a, a->values, a->value_scales, w->g, slots, padded, w->value_room, values);
@@ -327,14 +327,14 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     for (int64_t i = 0, together; i < num; i += together) {
         int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
         int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
-        if (hi >= BLOCK && lowest_seen(a, positions[last]) <= block) /* all of them see the whole block */
+        if (hi >= POSITIONS && lowest_seen(a, positions[last]) <= block) /* all of them see the whole block */
             together = last - i + 1;
         else /* heads of one token */
             for (together = 1; i + together <= last && positions[i + together] == positions[i];) together++;
         if (lo < 0) lo = 0;
-        if (lo >= BLOCK || hi <= 0) continue;
+        if (lo >= POSITIONS || hi <= 0) continue;
         tile_work t = {padded, w->queries + i * padded, w->state + i, w->sums + i * padded, keys, values, w->packed,
-                       (float)a->scale, (int)lo, (int)(hi < BLOCK ? hi : BLOCK)};
+                       (float)a->scale, (int)lo, (int)(hi < POSITIONS ? hi : POSITIONS)};
         if (is_packed) visit_packed(together, &t);
         else visit_direct(together, &t);
     }
@@ -346,7 +346,8 @@ static void attend_segment(work *w, int64_t segment) {
     if (high >= (segment + 1) * SEGMENT) high = (segment + 1) * SEGMENT - 1;
     memset(w->sums, 0, (size_t)(w->num * w->padded) * sizeof(float));
     for (int64_t i = 0; i < w->num; i++) w->state[i] = (softmax_state){-INFINITY, 0.0f};
-    for (int64_t block = low / BLOCK * BLOCK; block <= high; block += BLOCK) attend_block(w, block, low, high);
+    int64_t block = low / POSITIONS * POSITIONS;
+    for (; block <= high; block += POSITIONS) attend_block(w, block, low, high);
 }
 
 /* One query's next segment onto those before it. A segment of which it sees nothing has a total of 0. */
