@@ -14,7 +14,7 @@ import struct
 import torch
 
 from infer.kernels.cpu.library import Library
-from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, recorder, run_or_record
+from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
 from infer.kernels.elementwise.kv_codes import KVScales
 
 GROUP = 32  # weights that share a scale
@@ -27,6 +27,7 @@ ITEM_TOKENS = 16  # of a prompt that attend together
 SEGMENT = 512  # positions that attention.c sums up before it joins them with those before
 
 _CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level cache
+_CHUNKS_PER_THREAD = 4  # of a matrix at least: more of them are more even
 _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
 
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
@@ -76,7 +77,7 @@ def linear(
     scratch = empty((library.linear_scratch(M, K, digits),), torch.uint8)
     tile_bytes = TILE * -(-K // GROUP) * GROUP * bits // 8
     num_tiles = -(-num_rows // TILE)
-    num_shares = library.num_threads * _chunks_per_thread(library, M)
+    num_shares = library.num_threads * _CHUNKS_PER_THREAD
     tiles_per_chunk = max(1, min(_CHUNK_BYTES // tile_bytes, num_tiles // num_shares))
     rows_per_chunk = _rows_per_chunk(K)
     args = _LINEAR.pack(
@@ -87,16 +88,6 @@ def linear(
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     run_or_record(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
     return y_MN
-
-
-def _chunks_per_thread(library: Library, num_rows: int) -> int:
-    """Into how many chunks each thread's share of a matrix is cut: more of them are more even.
-
-    A step that decodes reads memory once, and NEON's prefetchers begin anew with every chunk: two were the
-    fastest on two cores of a Neoverse N1, by 1 to 3 % over four.
-    """
-    is_decode = num_rows == 1 or recorder() is not None
-    return 2 if is_decode and library.variant.startswith("neon") else 4
 
 
 def pack(
