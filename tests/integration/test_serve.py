@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +182,22 @@ def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
     arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "1")
     with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(16) as pool:
         engines = server.children()
-        asked = [pool.submit(ask, server.url, f"{i}", 240) for i in range(16)]
-        wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 8)
+        asked = [pool.submit(ask, server.url, f"{i}", 240) for i in range(12)]
+        body = {"prompt": "a", "max_tokens": 240, "stream": True, **GREEDY}
+        post = partial(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        streams = [pool.submit(lambda: post().text) for _ in range(4)]
+        wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 12)
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert server.stop(signal.SIGINT, timeout_s=5) == 130
         assert re.search(r"second signal ended_requests=\d+\n", server.log.read_text())
+        assert server.log.read_text().endswith("stopped\n")
         wait_until(lambda: not any(is_alive(pid) for pid in engines))
         for each in asked:
             assert each.exception() is not None or each.result().status_code in (200, 503)
+        texts = [each.result() for each in streams]
+        assert any('"error"' in text for text in texts), "open streams are told"
+        assert all(text.endswith("data: [DONE]\n\n") or text.startswith("{") for text in texts)
 
 
 def test_a_unix_socket_is_private_and_removed_at_the_end(checkpoint: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ is refused earlier still: a server that will never be ready should not listen. W
 refused by the first engine: this process imports no torch.
 
 After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
-then cut off with an error; a second signal exits at once. If a model cannot be loaded the server ends with
+then cut off with an error; a second signal cuts them off at once, within two seconds. If a model cannot be loaded the server ends with
 that error, and if every engine is down for good it ends with `EngineLost`, so that a service manager can
 start it again.
 """
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
+CUT_OFF_S = 2  # from a second signal to the exit: for the errors that open streams end with
 LAST_WRITES_S = 5  # for answers that are finished but not yet read
 KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
 _IMPORTED_AT = time.perf_counter()
@@ -177,6 +178,8 @@ async def run(
         stopping.cancel()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+    if state.is_cut_off:
+        _exit(config)
     logger.info("stopped")
 
 
@@ -191,9 +194,9 @@ async def drain(state: ServerState, timeout_s: float) -> None:
     hint = "; a second signal (Ctrl-C) ends them at once" if state.total_active else ""
     logger.info("draining requests=%d timeout_s=%g%s", state.total_active, timeout_s, hint)
     give_up_at = time.monotonic() + timeout_s
-    while state.total_active and time.monotonic() < give_up_at:
+    while state.total_active and time.monotonic() < give_up_at and not state.is_cut_off:
         await asyncio.sleep(0.02)
-    if state.total_active:
+    if state.total_active and not state.is_cut_off:
         logger.warning("drain timed out cut_off_requests=%d", state.total_active)
 
 
@@ -289,22 +292,32 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
 
 
 def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; the second ends the process on the spot."""
+    """Done at the first SIGINT or SIGTERM; the second cuts requests off, and another one ends the process."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
     def on_signal() -> None:
         if stopping.done():
+            if state.is_cut_off:
+                _exit(state.config)
             logger.warning("second signal ended_requests=%d", state.total_active)
-            remove_directories()
-            if state.config.uds is not None:
-                Path(state.config.uds).unlink(missing_ok=True)
-            os._exit(130)  # engine processes notice it and follow
+            state.is_cut_off = True
+            loop.call_later(CUT_OFF_S if state.total_active else 0, _exit, state.config)
+            return
         stopping.set_result(None)
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     return stopping
+
+
+def _exit(config: ServerConfig) -> NoReturn:
+    """End this process without closing anything; engine processes notice it and follow."""
+    remove_directories()
+    if config.uds is not None:
+        Path(config.uds).unlink(missing_ok=True)
+    logger.info("stopped")
+    os._exit(130)
 
 
 def _process_age() -> float:

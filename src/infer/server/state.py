@@ -141,6 +141,7 @@ class ServerState:
     default_model: str | None = None
     is_starting: bool = False  # the first models are being loaded
     is_draining: bool = False  # no new requests
+    is_cut_off: bool = False  # a second signal: those inside end with an error
     num_active: int = 0  # requests inside, streams not read to their end included
 
     @property

@@ -113,6 +113,7 @@ def test_a_second_signal_says_how_many_requests_it_ends(
 ) -> None:
     caplog.set_level(logging.INFO, logger="infer")
     monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr(serving, "CUT_OFF_S", 0)
 
     async def interrupt_twice() -> None:
         stopping = serving._stop_on_signals(ServerState(config=ServerConfig(), num_active=3))
@@ -125,7 +126,7 @@ def test_a_second_signal_says_how_many_requests_it_ends(
     with pytest.raises(SystemExit) as caught:
         asyncio.run(interrupt_twice())
     assert caught.value.code == 130
-    assert caplog.messages == ["second signal ended_requests=3"]
+    assert caplog.messages == ["second signal ended_requests=3", "stopped"]
 
 
 def test_the_name_of_the_loop_says_when_the_fast_one_is_missing() -> None:
