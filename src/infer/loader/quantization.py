@@ -321,7 +321,9 @@ def form_of_config(settings: Mapping[str, Any], size: int) -> CodedForm | None:
     group = (said.hints("group_size", "q_group_size") or [size])[0]
     codes = "int4" if bits <= 4 else "fp8" if "float" in str(settings.get("format")) else "int8"
     is_read = bits and said.method in ("gptq", "awq", "auto-round", "compressed-tensors")
-    return stored_form(codes, group, size) if is_read and not settings.get("desc_act") else None
+    has_minima = codes == "int8" and said.has_minima(bits)
+    is_kept = is_read and not settings.get("desc_act")
+    return stored_form(codes, group, size, has_minima=has_minima) if is_kept else None
 
 
 def make_projections(

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import gated_activation_reference
-from infer.kernels.linear.coded_linear import coded_linear, expand, look_up
+from infer.kernels.linear.coded_linear import (
+    coded_linear,
+    expand,
+    look_up,
+    quantize_blocks,
+    quantize_rows,
+)
 from tests.unit.kernels.test_linear_coded import FORMS, Filled
 
 
@@ -35,6 +41,17 @@ class CodedContract:
             for num_tokens in self.tokens:
                 x = torch.randn(num_tokens, 2 * size, device=self.device).bfloat16()[:, :size] * 0.1
                 check_products(filled, x, torch.randn(num_rows, device=self.device).bfloat16())
+
+    def test_tokens_in_fp8(self) -> None:
+        """The largest number has the largest code; a NaN is in the scale that multiplies its product."""
+        x = torch.randn(3, 512, device=self.device).bfloat16()
+        for quantize, columns in ((quantize_rows, 512), (quantize_blocks, 128)):
+            expected = x.float().view(3, -1, columns).abs().amax(2) / 448
+            torch.testing.assert_close(quantize(x)[1][:3], expected)
+            broken = x.clone()
+            broken[1, 300] = torch.nan
+            lost = quantize(broken)[1][:3].isnan().repeat_interleave(columns, 1)
+            assert bool(lost[1, 300]) and int(lost.sum()) == columns
 
 
 def check_products(filled: Filled, x: torch.Tensor, bias: torch.Tensor, tolerance: float = 2**-7) -> None:

@@ -26,6 +26,7 @@ from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_
 from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.placement import ShardedTensor
+from infer.loader.quantization import form_of_config
 from infer.quant.projection import QuantizedRows
 from scripts.unpickle import main as unpickle
 
@@ -560,6 +561,41 @@ def test_scales_that_are_not_numbers(value: float, tmp_path: Path) -> None:
     leaves["scales"][1, 7] = value
     with pytest.raises(CheckpointError, match="scales has scales that are not finite"):
         numbers(opened(tmp_path, leaves, settings))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [
+        *((torch.float8_e4m3fn, code) for code in (0x7F, 0xFF)),
+        *((torch.float8_e5m2, code) for code in (0xFC, 0x7E)),
+    ],
+)
+def test_codes_of_fp8_that_are_not_numbers(dtype: torch.dtype, code: int, tmp_path: Path) -> None:
+    codes = torch.full((N, K), 0x7E if dtype is torch.float8_e4m3fn else 0x7B, dtype=torch.uint8)
+    leaves = {"weight": codes.view(dtype), "weight_scale": torch.ones(N, 1)}
+    assert bool(numbers(opened(tmp_path, leaves)).isfinite().all())
+    codes[3, 5] = code
+    with pytest.raises(CheckpointError, match="m cannot be read: weight has codes that are not finite"):
+        numbers(opened(tmp_path, leaves))
+
+
+@pytest.mark.parametrize("symmetric", [True, False, None])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_config_alone_says_what_the_file_would(bits: int, symmetric: bool | None, tmp_path: Path) -> None:
+    leaves, _, settings = gptq(bits)
+    settings = {**settings, "quant_method": "gptq", "bits": bits, "group_size": 32}
+    settings = {key: value for key, value in settings.items() if key not in ("sym", "desc_act")}
+    if symmetric is not None:
+        settings["sym"] = symmetric
+    leaves = {name: tensor for name, tensor in leaves.items() if name != "g_idx"}
+    form = opened(tmp_path, leaves, settings).coded_form
+    assert form is not None and form.has_minima == (bits == 8 and not symmetric)
+    assert form_of_config(settings, K) == form
+    weights = {"num_bits": bits, "type": "int", "group_size": 32}
+    for said in ({}, {"symmetric": True}, {"symmetric": False}):
+        group = {"weights": weights | said}
+        planned = form_of_config({"quant_method": "compressed-tensors", "config_groups": {"g": group}}, K)
+        assert planned is not None and planned.has_minima == (bits == 8 and said == {"symmetric": False})
 
 
 def test_zeros_that_are_no_codes(tmp_path: Path) -> None:

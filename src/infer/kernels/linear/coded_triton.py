@@ -202,15 +202,17 @@ def coded_skinny_kernel(
 
 @jit
 def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: tl.constexpr):
-    """Rows as e4m3 with a scale for each of them."""
+    """Rows as e4m3 with a scale for each of them; with a NaN in a row, its scale is NaN."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros([BLOCK], tl.float32)
+    num_lost = tl.zeros([BLOCK], tl.int32)  # NaN, which a maximum leaves out
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
+        num_lost += (x != x).to(tl.int32)
     scale = tl.maximum(tl.max(most), 1e-12) / 448.0
-    tl.store(scales_ptr + row, scale)
+    tl.store(scales_ptr + row, tl.where(tl.max(num_lost) > 0, float("nan"), scale))
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -220,12 +222,13 @@ def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: t
 
 @jit_for_any("M")
 def quantize_blocks_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, M, K, BLOCKS: tl.constexpr):
-    """Rows as e4m3 with a scale for each 128 columns, [K / 128, M]."""
+    """Rows as e4m3 with a scale for each 128 columns, [K / 128, M]; NaN where there is one."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     blocks = first + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / 448.0
-    tl.store(scales_ptr + blocks.to(tl.int64) * M + row, scale, mask=blocks * 128 < K)
+    kept = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
+    tl.store(scales_ptr + blocks.to(tl.int64) * M + row, kept, mask=blocks * 128 < K)
     code = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0).to(codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * K + columns, code, mask=columns < K)

@@ -69,7 +69,7 @@ def _measure_gptq(module: StoredModule) -> Layout:
             f"checkpoint_format is {version!r}; supported: gptq, gptq_v2, and gptq_p in 2, 4 or 8 bits"
         )
     group_size = module.group_size(size, num_groups, "g_idx")
-    has_minima = bits == 8 and not module.settings.is_symmetric
+    has_minima = module.settings.has_minima(bits)
     coded = stored_form(_codes(bits), group_size, size, has_minima=has_minima)
     return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
 
@@ -233,6 +233,9 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if len(shape) == 2 else ((shape or (1,))[0], 1)
 
 
+_NO_NUMBERS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # bits that are all set in NaN
+
+
 def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
     leaf = _scale_leaf(tensors)
     row_step, _ = _blocks(module, leaf, layout.num_rows, layout.size)
@@ -246,6 +249,10 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
 
     def rows(part: slice) -> CodedRows:
         codes = tensors["weight"][part].to(scales.device)
+        if ones := _NO_NUMBERS.get(codes.dtype):
+            magnitudes = codes.view(torch.uint8) & ones
+            if bool((magnitudes == ones).any()):  # which kernels would read as large numbers
+                module.fail("weight has codes that are not finite")
         which = torch.arange(part.start, part.stop, device=codes.device) // row_step
         return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
 

@@ -49,9 +49,13 @@ class Settings:
 
     @property
     def is_symmetric(self) -> bool | None:
-        """Whether all zeros are the middle code; None: not said."""
-        value = self.raw.get("sym")
-        return value if isinstance(value, bool) else None
+        """Whether all zeros are the middle code; None: not said. compressed-tensors says where not."""
+        said = [value for value in self._said("sym", "symmetric") if isinstance(value, bool)]
+        return all(said) if said or self.method == "compressed-tensors" else None
+
+    def has_minima(self, bits: int) -> bool:
+        """Whether a GPU keeps the zeros of integers as minima: of 8 bits, unless there are none."""
+        return bits == 8 and not self.is_symmetric
 
     @property
     def has_true_zeros(self) -> bool:
@@ -66,14 +70,17 @@ class Settings:
 
     def hints(self, *keys: str) -> list[int]:
         """Every integer under one of these keys, of the config itself and of its groups."""
+        found = self._said(*keys)
+        flat = [number for value in found for number in (value if isinstance(value, list) else [value])]
+        return [number for number in flat if type(number) is int and number > 0]
+
+    def _said(self, *keys: str) -> list[Any]:
         groups = self.raw.get("config_groups")
         places = [self.raw]
         for group in groups.values() if isinstance(groups, Mapping) else ():
             weights = group.get("weights") if isinstance(group, Mapping) else None
             places += [weights] if isinstance(weights, Mapping) else []
-        found = [place[key] for place in places for key in keys if key in place]
-        flat = [number for value in found for number in (value if isinstance(value, list) else [value])]
-        return [number for number in flat if type(number) is int and number > 0]
+        return [place[key] for place in places for key in keys if key in place]
 
 
 @dataclass(frozen=True, slots=True)
