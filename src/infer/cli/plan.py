@@ -16,7 +16,7 @@ from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
 from infer.config.settings import EngineConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 
 if TYPE_CHECKING:
     from infer.tools.memory_plan import MemoryPlan
@@ -117,11 +117,21 @@ def run(args: argparse.Namespace) -> int:
         elsewhere = "plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
         raise ConfigError(f"{error}, or {elsewhere}") from None
     headers = find_headers(load.model, revision=load.revision, show_progress=True)
-    plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
+    plan: MemoryPlan | NoRoom
+    try:
+        plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
+    except NoRoom as error:
+        plan = error  # what it takes in every form is shown first
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
     if bandwidth is None and args.gpu_memory is None:
         bandwidth = copy_bandwidth(machine.device, scale=0.5)
     forms = Forms(compare_schemes(config, headers, machine), bandwidth)
+    if isinstance(plan, NoRoom):
+        refused = {"model": headers.source.name, "error": str(plan), **_forms_json(forms)}
+        write_out(
+            json.dumps(refused, indent=2) + "\n" if args.json else "\n".join(_scheme_table(forms)) + "\n"
+        )
+        raise plan
     text = (
         json.dumps(to_json(plan, forms), indent=2) + "\n" if args.json else to_text(plan, load.model, forms)
     )
@@ -177,10 +187,20 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "max_batch_size": plan.max_batch_size,
         "prefill_tokens_while_decoding": plan.prefill_tokens_while_decoding,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
+        **_forms_json(forms),
+        "flags": flags.spell(plan.knobs()),
+    }
+
+
+def _forms_json(forms: Forms) -> dict[str, Any]:
+    """Return what `--json` says of the forms of the weights."""
+    return {
         "bandwidth": forms.bandwidth,
         "schemes": [
             {
                 "quantization": scheme.quantization,
+                "kept_as": scheme.kept_as,
+                "is_chosen": scheme.is_chosen,
                 "weights": scheme.weights,
                 "bytes_per_token": scheme.bytes_per_token,
                 "num_cache_tokens": scheme.num_cache_tokens,
@@ -188,18 +208,17 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
             }
             for scheme in forms.schemes
         ],
-        "flags": flags.spell(plan.knobs()),
     }
 
 
 def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     """Return the plan as a table."""
-    from infer.tools.memory_plan import format_bytes
+    from infer.tools.memory_plan import format_bytes, in_form
 
     cache = plan.cache
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
-        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters in {plan.weight_format}"),
+        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.weight_format)}"),
         ("activations", plan.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -243,14 +262,17 @@ def _scheme_table(forms: Forms) -> list[str]:
     from infer.tools.memory_plan import format_bytes
 
     head = f"  {'quantization':>12}{'weights':>12}{'per token':>12}{'KV tokens':>14}"
-    lines = [head + (f"{'tokens/s':>11}" if forms.bandwidth else "")]
+    lines = [head + (f"{'tokens/s':>11}" if forms.bandwidth else "") + "   kept in"]
     for scheme in forms.schemes:
         room = "does not fit" if scheme.num_cache_tokens is None else f"{scheme.num_cache_tokens:,}"
         speed = forms.tokens_per_second(scheme)
+        shown = "" if speed is None else f"{speed:>11,.{int(speed < 10)}f}"
         lines.append(
-            f"  {scheme.quantization:>12}{format_bytes(scheme.weights):>12}"
-            f"{format_bytes(scheme.bytes_per_token):>12}{room:>14}" + (f"{speed:>11,.0f}" if speed else "")
+            f"{'*' if scheme.is_chosen else ' '} {scheme.quantization:>12}{format_bytes(scheme.weights):>12}"
+            f"{format_bytes(scheme.bytes_per_token):>12}{room:>14}{shown}"
+            f"   {scheme.kept_as}"
         )
+    lines.append("  (*: the form of this plan)")
     if forms.bandwidth is None:
         return [*lines, "  (tokens per second with --bandwidth GB/S of the GPU)"]
     return [*lines, f"  (tokens/s: at most, of one sequence, at {forms.bandwidth / 1e9:,.0f} GB/s)"]

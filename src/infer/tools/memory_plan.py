@@ -65,6 +65,7 @@ from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_dev
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import (
     AS_STORED,
+    DENSE,
     WeightFormat,
     choose_format,
     home_of,
@@ -265,7 +266,9 @@ def plan_memory(
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
-        raise ConfigError(_too_small(config, headers, machine, dtype, parts, step))
+        raise NoRoom(
+            _too_small(config, headers, machine, dtype, f"{in_form(weight_format)} needs {parts}", step)
+        )
     cache = fit_cache(
         config.cache,
         scheduler,
@@ -320,7 +323,7 @@ def _too_small(
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
     graphs, runtime = step.total - step.activations, machine.runtime
     return (
-        f"{headers.source.name} in {dtype} needs {parts}"
+        f"{headers.source.name} {parts}"
         + (f", graphs and buffers {format_bytes(graphs)}" if graphs else "")
         + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
         + f", but there are {format_bytes(machine.memory)}"
@@ -329,13 +332,25 @@ def _too_small(
     )
 
 
+def in_form(weight_format: str) -> str:
+    """The form of weights, to stand behind what has it."""
+    return weight_format if weight_format == AS_STORED else f"in {weight_format}"
+
+
 def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, dtype: str) -> str:
-    """The first change of knobs with which the model fits, or how far the last one is from it."""
+    """The first change of knobs with which the model fits, or how far the last one is from it.
+
+    Of the forms that weights can be rounded to, every one that fits is named.
+    """
     model = headers.config
     max_seq_len = check_length(config.load.max_seq_len, model)
     num_parameters, num_table_bytes = count_parameters(headers)
-    advice = "give more memory"
+    advice, forms = "give more memory", dict[str, list[str]]()
     for name, settings, changed in _smaller(config, dtype, on_gpu=machine.kind == "gpu"):
+        form = settings.load.quantization
+        is_rounded = form != config.load.quantization
+        if any(form in names for names in forms.values()):
+            continue
         bytes_each = DTYPES[name].itemsize
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
         kept_in = kept_model(headers, name, weight_format, home_of(machine.device))
@@ -343,12 +358,19 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
         step = machine.steps_of(settings, model, max_seq_len, bytes_each, kept_in)
         kept = kept_as(config.cache, DTYPES[name]).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
-        beside = step.total + 2 * config.cache.block_size * token
+        loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
+        beside = max(step.total, loading) + 2 * config.cache.block_size * token
         needed = weights + int(beside / machine.share) + machine.runtime
-        if needed <= machine.memory:
+        if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
+        if needed <= machine.memory:
+            forms.setdefault(changed.removeprefix(f"quantization={form}"), []).append(form)
+            continue
         missing = format_bytes(needed - machine.memory)
         advice = f"with {changed} it needs {format_bytes(needed)}, {missing} more than there are"
+    if forms:
+        ways = [f"quantization={' or '.join(names)}{also}" for also, names in sorted(forms.items())]
+        return f"what would fit: {'; or '.join(ways)}"
     return advice
 
 
@@ -369,7 +391,9 @@ def _smaller(config: EngineConfig, dtype: str, *, on_gpu: bool) -> list[tuple[st
         found.append(("bfloat16", config, "dtype=bfloat16"))
         if can_shrink:
             found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
-    asked = [name for name in ("fp8", "int4") if on_gpu and config.load.quantization in ("auto", "none")]
+    asked = [
+        name for name in ("fp8", "int8", "int4") if on_gpu and config.load.quantization in ("auto", "none")
+    ]
     for name in asked:
         for settings, also in ((config, ""), (small, f", {words}"))[: 1 + can_shrink]:
             rounded = replace(settings, load=replace(settings.load, quantization=name))
@@ -510,7 +534,9 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
 def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
     """In which form the weights would be kept: a scheme's (loader/quantization.py), or in the dtype."""
     name = _format_on(machine.device, config, headers).name
-    if is_scheme(name) or (name == AS_STORED and _has_codes(headers, home_of(machine.device))):
+    if (is_scheme(name) and name != DENSE) or (
+        name == AS_STORED and _has_codes(headers, home_of(machine.device))
+    ):
         return name
     return plan_dtype(config, headers, machine)
 

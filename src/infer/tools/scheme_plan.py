@@ -36,6 +36,8 @@ class SchemePlan:
     """One form of the weights on a machine."""
 
     quantization: str
+    kept_as: str  # what this value means there: a scheme, "as stored", or the dtype
+    is_chosen: bool  # the one that the settings ask for
     weights: int  # bytes of all of them
     bytes_per_token: int  # that one sequence reads for one token
     num_cache_tokens: int | None  # None: it does not fit
@@ -46,10 +48,10 @@ class SchemePlan:
 
 
 def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> list[SchemePlan]:
-    """Every form that the model can have there, in the order of the knob's values; what auto is, once."""
+    """Every form that the model can have there, in the order of the knob's values, and the one asked for."""
     num_parameters, num_table_bytes = count_parameters(headers)
     found: list[SchemePlan] = []
-    for name in FORMS[machine.kind]:
+    for name in dict.fromkeys((*FORMS[machine.kind], config.load.quantization)):
         asked = replace(config, load=replace(config.load, quantization=name))
         try:
             dtype, form = plan_dtype(asked, headers, machine), plan_format(asked, headers, machine)
@@ -62,12 +64,13 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
             tokens = plan_memory(asked, headers, machine, dtype=dtype, counted=counted).cache.num_tokens
         row = SchemePlan(
             quantization=name,
+            kept_as=form,
+            is_chosen=name == config.load.quantization,
             weights=counted.num_bytes,
             bytes_per_token=bytes_per_token(model),
             num_cache_tokens=tokens,
         )
-        if not found or replace(row, quantization=found[0].quantization) != found[0]:
-            found.append(row)
+        found.append(row)
     return found
 
 

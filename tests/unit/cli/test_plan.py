@@ -248,7 +248,7 @@ def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu-memory", "4GiB"], "with quantization=int4, max_num_batched_tokens=256, max_batch_size=8 it"),
-        (["--gpu-memory", "9GiB"], "what would fit: quantization=fp8, max_num_batched_tokens=256, max_batch"),
+        (["--gpu-memory", "9GiB"], "what would fit: quantization=int4; or quantization=fp8 or int8, max_num"),
         (["--gpu-memory", "8GiB", "--quantization", "fp8"], "max_batch_size=8 it needs 8."),
         (["--gpu-memory", "15.4GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
         (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
@@ -267,7 +267,6 @@ def test_what_does_not_fit_says_what_would(
 ) -> None:
     outcome = infer("plan", str(shape), *arguments)
     assert outcome.code == 2
-    assert outcome.out == ""
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
 
@@ -335,8 +334,10 @@ def test_every_form_of_the_weights_is_planned(infer: Infer, shape: Path) -> None
     """8.03 billion weights: the embedding stays in 16 bits, the head of int4 has 8."""
     plan = planned(infer, shape, "--gpu-memory", "24GiB", "--bandwidth", "1008")
     rows = {row["quantization"]: row for row in plan["schemes"]}
-    assert list(rows) == ["auto", "fp8", "int8", "int4"] and plan["bandwidth"] == 1008e9
-    assert rows["auto"]["weights"] == plan["weights"]
+    assert list(rows) == ["auto", "none", "fp8", "int8", "int4"] and plan["bandwidth"] == 1008e9
+    assert rows["auto"]["weights"] == plan["weights"] == rows["none"]["weights"]
+    assert [row["kept_as"] for row in plan["schemes"]] == ["bfloat16", "bfloat16", "fp8", "int8", "int4"]
+    assert [name for name, row in rows.items() if row["is_chosen"]] == ["auto"]
     embedding, head = (128256 * 4096 * size for size in (2, 1))
     layers = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     for name, bits in (("fp8", 8), ("int8", 8), ("int4", 4.25)):
@@ -350,11 +351,21 @@ def test_every_form_of_the_weights_is_planned(infer: Infer, shape: Path) -> None
 def test_what_does_not_fit_is_a_row_that_says_so(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--gpu-memory", "12GiB", "--quantization", "int4")
     assert outcome.code == 0, outcome.err
-    assert re.search(r"auto +15\.\d GiB +14\.\d GiB +does not fit\n", outcome.out)
-    assert re.search(r"int4 +\d\.\d GiB +\d\.\d GiB +[\d,]+\n", outcome.out)
+    assert re.search(r"  +auto +15\.\d GiB +14\.\d GiB +does not fit   bfloat16\n", outcome.out)
+    assert re.search(r"\* +int4 +\d\.\d GiB +\d\.\d GiB +[\d,]+   int4\n", outcome.out)
     assert "tokens per second with --bandwidth" in outcome.out
     refused = infer("plan", str(shape), "--gpu-memory", "12GiB")
-    assert refused.code == 2 and "what would fit: quantization=fp8" in refused.err
+    assert refused.code == 2 and "what would fit: quantization=fp8 or int8 or int4\n" in refused.err
+    assert re.search(r"\* +auto .* does not fit ", refused.out)
+    assert re.search(r"  +int4 .* [\d,]+   int4\n", refused.out)
+    refused = infer("plan", str(shape), "--gpu-memory", "5GiB", "--quantization", "int4", "--json")
+    assert refused.code == 2 and "llama-8b in int4 needs " in refused.err
+    assert {row["num_cache_tokens"] for row in json.loads(refused.out)["schemes"]} == {None}
+
+
+def test_a_form_that_is_no_row_of_its_own_gets_one(infer: Infer, model: Path) -> None:
+    text = infer("plan", str(model), "--device", "cpu", "--quantization", "fp32", "--bandwidth", "0.001").out
+    assert re.search(r"\* +fp32 .* \d\.\d   float32\n", text) and re.search(r"  +none .*   float32\n", text)
 
 
 def test_experts_that_a_token_does_not_meet_are_not_read(infer: Infer, tmp_path: Path) -> None:
