@@ -37,7 +37,7 @@ from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
-from infer.engine.start_line import describe_engine
+from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
@@ -141,6 +141,8 @@ def build_engine(
         dtype=config.dtype,
         weights=config.weights,
         gpu=gpu_name(loaded.device) if on_gpu else "",
+        kv_cache_dtype=kv_cache_dtype(config),
+        products=products(config),
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,

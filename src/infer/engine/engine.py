@@ -56,7 +56,7 @@ from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.runner import Runner, StepResult, UnsampledStep
-from infer.sampling.params import NO_TOKEN
+from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -102,6 +102,8 @@ class Engine:
         dtype: str = "",
         weights: str = "",
         gpu: str = "",
+        kv_cache_dtype: str = "",
+        products: str = "",
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
@@ -113,7 +115,13 @@ class Engine:
         self.scheduler = scheduler
         self.phases = phases or Phases()  # of its start
         self.context_len = context_len
-        self._form = dtype, weights, gpu  # of its numbers, and what computes them, for `stats`
+        self._form = (
+            dtype,
+            weights,
+            gpu,
+            kv_cache_dtype,
+            products,
+        )  # of its numbers, and what computes them, for `stats`
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
         self._runner = runner
@@ -237,6 +245,8 @@ class Engine:
             dtype=self._form[0],
             weights=self._form[1],
             gpu=self._form[2],
+            kv_cache_dtype=self._form[3],
+            products=self._form[4],
         )
 
     def reset_prefix_cache(self) -> int:
@@ -391,12 +401,13 @@ class Engine:
         if result.is_whole:
             return self._requests.report(plan, sequences, result)
         broken = [  # except sequences that have ended since: theirs are not reported
-            number
+            sequences[number]
             for number, ids in enumerate(result.ids)
             if NO_TOKEN in ids and sequences[number].finish_reason is None
         ]
-        reason = "the model's logits for it are not finite, or every token is forbidden"
-        failed = self._fail([sequences[number] for number in broken], reason) if broken else []
+        failed: list[StepOutput] = []
+        for group in {id(seq.group): seq.group for seq in broken}.values():
+            failed += self._fail(group.unfinished, _why_no_token(group.request.params))
         return failed + self._requests.report(plan, sequences, result)
 
     def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
@@ -424,3 +435,17 @@ class Engine:
         for group in {id(seq.group): seq.group for seq in sequences}.values():
             outputs += self._requests.end(group, group.unfinished, "error", error=reason)
         return outputs
+
+
+def _why_no_token(params: SamplingParams) -> str:
+    """Why a request has no next token; that its own rules forbid all of them only where it has any."""
+    broken = (
+        "the logits of this request are not finite: the weights are probably damaged, or too large for the "
+        "dtype (dtype=float32 has room for more)"
+    )
+    if params.is_guided or params.min_tokens or params.logit_bias:
+        return (
+            "every token is forbidden by what this request asks (its constraint, min_tokens or logit_bias), "
+            f"or {broken}"
+        )
+    return broken

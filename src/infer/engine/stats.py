@@ -34,8 +34,10 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
-    dtype: str = ""  # of the activations and the KV cache
+    dtype: str = ""  # of the activations
     weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
+    kv_cache_dtype: str = ""  # of keys and values
+    products: str = ""  # of a CPU's integers: exact or fast; none: weights are not integers
     gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
 
 

@@ -361,7 +361,8 @@ def test_logits_without_a_token_end_their_own_request_only() -> None:
 
     failed = [output for output in outputs if output.request_id == "t"]
     assert sorted(output.index for output in failed) == [0, 1, 2]
-    assert all("not finite" in (output.error or "") for output in failed)
+    start = "the logits of this request are not finite: the weights are probably damaged"
+    assert all((output.error or "").startswith(start) for output in failed)
     world.run()
     world.aborted.add("t")
     assert world.verify() == 1

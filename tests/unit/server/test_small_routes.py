@@ -26,6 +26,7 @@ def test_models_are_listed_with_the_length_of_their_context(wire: Wire, oracle: 
     assert all(card["max_model_len"] == oracle.context_len for card in cards["data"])
     assert [card["parent"] for card in cards["data"]] == [None, "tiny"]
     assert {(card["dtype"], card["weights"]) for card in cards["data"]} == {("float32", "fp32")}
+    assert {(card["kv_cache_dtype"], card["products"]) for card in cards["data"]} == {("float32", None)}
     assert wire.get("/v1/models/nick").json() == cards["data"][1]
     assert wire.get("/v1/models/org/other").status_code == 404
     assert wire.ok("/v1/completions", {"model": "nick", "prompt": "x", "max_tokens": 1})["model"] == "nick"

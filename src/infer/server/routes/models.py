@@ -52,6 +52,8 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "max_model_len": model.encoder.context_len,
         "dtype": stats.dtype or None,
         "weights": stats.weights or None,
+        "kv_cache_dtype": stats.kv_cache_dtype or None,
+        "products": stats.products or None,
         "default_sampling_params": dict(model.encoder.sampling_defaults),
         "permission": [],
     }
