@@ -454,7 +454,7 @@ def test_codes_of_four_bits_or_less_stay_as_they_are(bits: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("make", [lambda: gptq(4)[:2], awq, lambda: compressed(4, symmetric=False)])
 def test_zeros_become_minima_within_a_part_in_two_thousand(
-    make: Callable[[], Leaves], tmp_path: Path
+    make: Callable[[], tuple[Leaves, torch.Tensor]], tmp_path: Path
 ) -> None:
     leaves, expected = make()
     tensor = opened(tmp_path, leaves, {"sym": False})
