@@ -198,16 +198,9 @@ __device__ const uint4& widen(const uint4& elements) { return elements; }
 __device__ float to_half(uint4 (&query)[K_PIECES]) {
     float factor = 1.0f;
 #if CODES && IS_BFLOAT16
-    float largest = 0.0f, shrink = 1.0f;
-#pragma unroll
-    for (int c = 0; c < K_PIECES; ++c)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 both = unpack(word(query[c], i));
-            largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
-        }
+    float largest = largest_of(query), shrink = 1.0f;
     if (__any_sync(0xffffffffu, largest >= 65536.0f)) {  // the largest bfloat16 below is a float16, too
-        for (int distance = 1; distance < WARP; distance *= 2)
+        for (int distance = 4; distance < WARP; distance *= 2)  // of all heads but those with NaN
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
         const unsigned int exponent = __float_as_uint(largest) >> 23;
         factor = __uint_as_float((exponent - 15) << 23);

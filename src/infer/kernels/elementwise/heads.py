@@ -31,14 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.elementwise.kv_codes import (
-    KVScales,
-    encode,
-    encode_rows,
-    largest_of,
-    scale_of,
-    write_codes_reference,
-)
+from infer.kernels.elementwise.kv_codes import KVScales, encode, encode_rows, scale_of, write_codes_reference
 from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -190,8 +183,8 @@ def _fill_slots(
     """Put the two halves of some heads into the cache."""
     if CODE_BLOCK > 0:
         first, second = first.to(tl.float32), second.to(tl.float32)
-        largest = tl.maximum(largest_of(first), largest_of(second), propagate_nan=tl.PropagateNan.ALL)
-        scale, inverse = scale_of(largest, FP8)
+        larger = tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
+        scale, inverse = scale_of(larger, FP8)
         first, second = encode(first, inverse[:, None], FP8), encode(second, inverse[:, None], FP8)
         at = (slots // CODE_BLOCK * G + heads) * CODE_BLOCK + slots % CODE_BLOCK
         tl.store(scales_ptr + at, scale, mask=(slots >= 0) & (heads < G))

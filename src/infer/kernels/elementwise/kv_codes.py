@@ -81,16 +81,11 @@ def read_both(
 
 
 @jit
-def largest_of(x):
-    """The largest magnitude of each row; by its bits, as integers, for then NaN is the largest of all."""
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
-
-
-@jit
-def scale_of(largest, FP8: tl.constexpr):
-    """The scale of a head whose largest element is this, and its inverse."""
+def scale_of(x, FP8: tl.constexpr):
+    """The scales of some heads [rows, H], and their inverses."""
     top: tl.constexpr = 448.0 if FP8 else 127.0
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, NaN is the largest
+    largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     largest = tl.where(largest < 1e-30, 0.0, largest)  # SMALLEST
     return largest * (1 / top), top / tl.where(largest == 0.0, 1.0, largest)
 
@@ -111,7 +106,7 @@ def encode(x, inverse, FP8: tl.constexpr):
 @jit
 def encode_rows(x, FP8: tl.constexpr):
     """The codes of some heads [rows, H], and their scales [rows]."""
-    scale, inverse = scale_of(largest_of(x), FP8)
+    scale, inverse = scale_of(x, FP8)
     return encode(x, inverse[:, None], FP8), scale
 
 
