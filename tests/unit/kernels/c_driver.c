@@ -204,8 +204,48 @@ static void run_attention(word H, word window) {
     float *kept = room((size_t)(parts * (N * (H + 2) + G)) * 4);
     float *keys = random_floats(BLOCKS * BLOCK * G * H), *values = random_floats(BLOCKS * BLOCK * G * H);
     RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), ROW, p(items), N, G, H, BLOCK,
-        window, d(1.0 / sqrt((double)H)), p(kept));
+        window, d(1.0 / sqrt((double)H)), p(kept), 0, 0, 0);
     emit_floats("attention", out, T * N * H);
+
+    /* Over codes of 8 bits; then codes of tiny heads, and of heads with NaN or infinity. */
+    float *k_scales = room(BLOCKS * BLOCK * G * 4), *v_scales = room(BLOCKS * BLOCK * G * 4);
+    word num = BLOCKS * BLOCK, *slots = room((size_t)num * sizeof(word)), size = num * G * H;
+    for (word i = 0; i < num; i++) slots[i] = i;
+    for (word kind = 1; kind < 3; kind++) {
+        uint8_t *k_codes = room((size_t)size), *v_codes = room((size_t)size);
+        RUN("infer_write_codes", (num + 1) / 2, num, p(keys), p(values), G * H, G * H, p(k_codes), p(v_codes), p(k_scales),
+            p(v_scales), p(slots), kind, G, H, BLOCK, 2);
+        emit("key_codes", "bytes", k_codes, size);
+        emit_floats("key_scales", k_scales, num * G);
+        RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(k_codes), p(v_codes), p(table), ROW, p(items), N, G, H,
+            BLOCK, window, d(1.0 / sqrt((double)H)), p(kept), kind, p(k_scales), p(v_scales));
+        emit_floats("attention_over_codes", out, T * N * H);
+        float odd[4 * G * 256];
+        for (word i = 0; i < 4 * G * H; i++) odd[i] = keys[i] * (i / (G * H) < 2 ? i < G * H ? 1e-37f : 1e-44f : 1.0f);
+        odd[2 * G * H + 1] = NAN, odd[3 * G * H + 1] = -INFINITY;
+        RUN("infer_write_codes", 2, 4, p(odd), p(odd), G * H, G * H, p(k_codes), p(v_codes), p(k_scales), p(v_scales),
+            p(slots), kind, G, H, BLOCK, 2);
+        emit("odd_codes", "bytes", k_codes, 4 * G * H);
+        emit_floats("odd_scales", k_scales, 4 * G);
+    }
+}
+
+static void run_likely(word V, word capacity) {
+    enum { S = 3 };
+    float *logits = random_floats(S * V), *values = room((size_t)(S * capacity) * 4);
+    float peak[S] = {-INFINITY, -INFINITY, 2.5f}, temperature[S] = {0.1f, 1.0f, 40.0f};
+    uint32_t keys[2 * S] = {1, 2, 0xffffffff, 0x80000000, 12345, 678};
+    word best[S] = {0}, counts[S];
+    int32_t *ids = room((size_t)(S * capacity) * 4);
+    logits[V - 1] = -INFINITY, logits[V] = -0.0f, logits[2 * V + V / 2] = NAN;
+    for (word s = 0; s < 2; s++)
+        for (word i = 0; i < V; i++)
+            if (logits[s * V + i] > peak[s]) peak[s] = logits[s * V + i], best[s] = i;
+    RUN("infer_likely", S, S, p(logits), V, V, p(best), p(peak), p(temperature), p(keys), capacity, p(ids), p(values),
+        p(counts));
+    emit("likely_ids", "bytes", ids, S * capacity * 4);
+    emit_floats("likely_values", values, S * capacity);
+    emit("likely_counts", "bytes", counts, sizeof counts);
 }
 
 int main(int argc, char **argv) {
@@ -229,6 +269,7 @@ int main(int argc, char **argv) {
         run_heads(head_sizes[i]);
         run_attention(head_sizes[i], 0), run_attention(head_sizes[i], 9);
     }
+    run_likely(5, 4), run_likely(45, 64), run_likely(1003, 300);
     ((word(*)(word))find("infer_set_threads"))(1);
     if (fclose(output)) return perror(argv[2]), 2;
     return puts(variant) < 0;

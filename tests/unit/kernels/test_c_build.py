@@ -120,6 +120,22 @@ parts = torch.zeros(operations.parts_shape(3, 4, 2, 20))
 operations.attend(c, q, keys, values, torch.arange(69).view(1, 69),
                   torch.tensor([[0, 1, 0, 1097, s, s] for s in range(3)] + [[1, 4, 0, 1098, -1, 0]]),
                   block_size=16, scale=1.0, window=None, parts=parts)
+from infer.kernels.elementwise.kv_codes import KVScales
+x = torch.randn(64, 2, 20)
+x[0], x[1], x[2, 0, 3], x[3, 1, 4] = x[0] * 1e-37, x[1] * 1e-44, torch.nan, torch.inf
+for dtype in (torch.float8_e4m3fn, torch.int8):
+    keys, values = torch.zeros(2, 64, 2, 20, dtype=torch.uint8).view(dtype)
+    scales = KVScales(*torch.zeros(2, 4, 2, 16))
+    operations.write_cache(c, x, x, keys, values, torch.arange(64), scales)
+    operations.attend(c, q, keys, values, torch.arange(4).view(1, 4), torch.tensor([[0, 5, 0, 58, -1, 0]]),
+                      block_size=16, scale=1.0, window=9, scales=scales)
+for size in (1, 45, 5000):
+    logits = torch.randn(3, size)
+    logits[2, size // 2] = torch.nan
+    peak, best = logits.max(dim=1)
+    noise = torch.randint(2**31, (3, 2)).int()
+    for temperature in (0.1, 50.0):
+        operations.likely(c, logits, best, peak, torch.full((3,), temperature), noise)
 c.set_threads(1)
 print("clean")
 """
