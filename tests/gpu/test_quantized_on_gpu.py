@@ -141,30 +141,46 @@ def test_deterministic_gives_the_tokens_of_a_prompt_alone(scheme: str, root: Pat
 
 @pytest.mark.parametrize("scheme", MADE)
 def test_the_logits_are_those_of_the_numbers_in_float32(scheme: str, root: Path) -> None:
-    """bfloat16 and its kernels against float32 and the reference, over a prompt and a decode step."""
+    """bfloat16 and its kernels against float32 and the reference, over prompts and decode steps.
+
+    Of two tokens that are as likely the one may choose either: what follows is then another text.
+    """
     path = dense(root, "llama")
-    scored = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
+    scored = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
-    def logprobs(**knobs: Any) -> list[float]:
+    def answered(**knobs: Any) -> list[list[tuple[int, float]]]:
         with LLM(path, quantization=scheme, **knobs) as llm:
-            rows = llm.generate(PROMPTS, scored)[2].outputs[0].logprobs
-        assert rows is not None
-        return [row.logprob for row in rows[:1]]
+            outputs = [answer.outputs[0] for answer in llm.generate(PROMPTS, scored)]
+        assert all(output.logprobs is not None and len(output.logprobs) == 8 for output in outputs)
+        return [
+            [(token, row.logprob) for token, row in zip(output.token_ids, output.logprobs or (), strict=True)]
+            for output in outputs
+        ]
 
-    assert logprobs(device="cuda") == pytest.approx(logprobs(device="cuda", dtype="float32"), abs=0.1)
+    num_compared = 0
+    for rows in zip(answered(device="cuda"), answered(device="cuda", dtype="float32"), strict=True):
+        for (token, logprob), (other, expected) in zip(*rows, strict=True):
+            assert logprob == pytest.approx(expected, abs=0.1)
+            num_compared += 1
+            if token != other:
+                break
+    assert num_compared > len(PROMPTS), "no decode step was compared"
 
 
 @pytest.mark.parametrize("scheme", MADE)
-def test_loading_needs_no_second_copy(scheme: str, root: Path) -> None:
-    """The peak is the weights and a few rows; what the rows took is given back."""
+def test_loading_needs_no_second_copy(scheme: str, tmp_path: Path) -> None:
+    """The peak is the weights and one matrix being rounded; what that took is given back."""
+    sizes = Sizes(hidden_size=512, num_layers=24, num_heads=8)
+    make_checkpoint("llama", tmp_path / "m", sizes=sizes, dtype="bfloat16")
+    file_bytes = (tmp_path / "m" / "model.safetensors").stat().st_size
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loaded = load(dense(root, "llama"), scheme, "cuda", "bfloat16")
+    loaded = load(tmp_path / "m", scheme, "cuda", "bfloat16")
     kept = torch.cuda.memory_allocated() - before
     assert kept <= 1.1 * kept_bytes(loaded.model) + (4 << 20)
-    assert torch.cuda.max_memory_allocated() - before <= kept + (256 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= kept + file_bytes // 2
 
 
 @pytest.mark.parametrize("scheme", MADE)

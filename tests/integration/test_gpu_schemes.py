@@ -36,7 +36,7 @@ from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import kept_bytes
 from infer.loader.random_weights import load_random
 from infer.quant.gpu_schemes import GPUWeights
-from infer.quant.rounding import round_rows
+from infer.quant.rounding import round_rows, rounded_form
 from infer.sampling.params import SamplingParams
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -183,11 +183,53 @@ def test_parts_of_a_fused_matrix_may_differ(root: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, exact[name], rtol=2e-6, atol=1e-6, msg=name)
 
 
-def test_blocks_of_128_rows_share_their_scales(root: Path) -> None:
-    """Where every part starts with a band of rows; else each row has its own copy."""
-    found = forms(load(quantized(root, "llama", "fp8-block")))
-    assert {form.group for form in found.values()} <= {0, 128}
-    assert all(form.codes == "fp8" for form in found.values())
+@functools.cache
+def in_blocks(root: Path, kind: str) -> Path:
+    """Blocks of 128 rows and 128 columns; of 64 columns; of 8-bit integers with zero points."""
+    sizes = Sizes(hidden_size=256, num_layers=1, num_kv_heads=2)
+    made, path = root / f"wide-{kind}", root / f"blocks-{kind}"
+    make_checkpoint("llama", made, sizes=sizes, dtype="bfloat16", seed=3)
+    source = resolve_model(str(made), show_progress=False)
+    quantize_checkpoint(source, path, Recipe(scheme="fp8-block"))
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    generator = torch.Generator().manual_seed(5)
+    for name, scales in list(tensors.items()):
+        if not name.endswith("_scale_inv") or kind == "fp8":
+            continue
+        weight = name.removesuffix("_scale_inv")
+        if kind == "fp8-64":
+            wide = scales.repeat_interleave(2, 1)[:, : -(-tensors[weight].shape[1] // 64)]
+            tensors[name] = wide * (torch.rand(wide.shape, generator=generator) + 0.5)
+        else:
+            codes = torch.randint(-128, 128, tensors[weight].shape, generator=generator)
+            zeros = torch.randint(-20, 20, scales.shape, generator=generator)
+            del tensors[name]
+            tensors[weight] = codes.to(torch.int8)
+            tensors[f"{weight}_scale"] = scales * (torch.rand(scales.shape, generator=generator) + 0.5)
+            tensors[f"{weight}_zero_point"] = zeros.to(torch.int8)
+    if kind == "fp8-64":
+        config["quantization_config"]["weight_block_size"] = [128, 64]
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("fp8", CodedForm("fp8", 128, scale_rows=128)),
+        ("fp8-64", CodedForm("fp8", 64)),
+        ("int8-zeros", CodedForm("int8", 128, True)),
+    ],
+)
+def test_blocks_of_128_rows_share_their_scales(kind: str, form: CodedForm, root: Path) -> None:
+    """Where every part starts with a band of rows, and a layout has it; else each row has its own copy."""
+    path = in_blocks(root, kind)
+    kept, plain = load(path), weights(load(path, "none"))
+    found = forms(kept)
+    assert found["layers.0.attention.qkv"] == found["layers.0.mlp.down"] == form, found
+    for name, weight in weights(kept).items():
+        torch.testing.assert_close(weight, plain[name], rtol=2e-6, atol=1e-6, msg=name)
 
 
 def test_a_quantized_tied_embedding_is_its_head(tmp_path: Path) -> None:
@@ -427,8 +469,10 @@ def test_what_rounding_costs_the_default_model() -> None:
         agreement = float((exact.argmax(1) == found.argmax(1)).float().mean())
         assert divergence <= allowed and agreement >= same, (scheme, divergence, agreement)
     rows = stored["head"][:2048]
-    part = round_rows(rows, CodedForm("int4", 64, has_minima=True))
-    assert part.minima is not None
-    numbers = part.codes * part.scales.repeat_interleave(64, 1) + part.minima.repeat_interleave(64, 1)
+    form = rounded_form("int4", rows.shape[1])
+    part = round_rows(rows, form)
+    assert part.minima is None and isinstance(part.zeros, torch.Tensor)
+    scales, zeros = (parts.repeat_interleave(form.group, 1) for parts in (part.scales, part.zeros))
+    numbers = (part.codes - zeros.float()) * scales
     error = float((numbers - rows).norm() / rows.norm())
     assert error <= 0.105, error  # measured: 0.097; between the extremes of each group 0.109
