@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config.foreign import FOREIGN, SHORT_FLAGS
+from infer.config.foreign import FOREIGN, SHORT_FLAGS, check_quantization
 from infer.config.knobs import KnobRow, given_names, own_names, parse_knob
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 from infer.config.yaml_file import read_config_file
@@ -119,7 +119,9 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
     given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
-    return from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
+    knobs = from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
+    check_quantization(str(knobs.get("quantization", "auto")).lower())  # importing PyTorch takes seconds
+    return knobs
 
 
 def flags_as_given(args: argparse.Namespace) -> dict[str, str]:

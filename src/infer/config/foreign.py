@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, nearest
 
 
 class Foreign(NamedTuple):
@@ -90,6 +90,36 @@ SCHEMES = (
     "fp4", "nvfp4", "mxfp4", "marlin", "aqlm", "hqq", "torchao", "modelopt", "experts_int8",
 )  # fmt: skip
 """Values of `quantization` that other engines have and this one has not."""
+
+FORMS = ("auto", "none", "int8", "int4", "fp8", "int4+int8", "fp32", "bf16")
+"""How weights can be kept, on one device or another."""
+FORMATS = ("gptq", "awq", "compressed-tensors", "squeezellm", "bitsandbytes", "fp8", "gguf")
+"""How files publish quantized matrices."""
+OTHER_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}
+"""Names that flags of other engines have for a format."""
+METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # a config may say them of one of these formats
+
+
+def check_quantization(value: str) -> None:
+    """Refuse a value of `quantization` that means nothing on any device and of any file."""
+    if value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS):
+        return
+    raise ConfigError(
+        f"quantization must be a form, one of {', '.join(FORMS)}, or the format of the file, one of "
+        f"{', '.join(FORMATS)}; got {value!r}{hint_of_quantization(value)}"
+    )
+
+
+def hint_of_quantization(value: str) -> str:
+    """What may have been meant, to stand at the end of a message."""
+    if value.startswith(("ct-", "fp8-")):
+        name = "compressed-tensors" if value.startswith("ct-") else "fp8"
+        return (
+            f", a scheme of 'infer quantize': what it has written is found by itself; leave quantization "
+            f"out, or use {name}"
+        )
+    found = nearest(value, (*FORMS, *FORMATS))
+    return f"; did you mean {found}?" if found else ""
 
 
 def check_foreign(name: str, value: object) -> None:

@@ -89,8 +89,8 @@ class LoadConfig:
         "auto",
         "how weights are kept: none (unpacked, in the dtype), int8, int4, on a GPU also fp8, on a CPU also "
         "int4+int8, fp32, bf16; the name of a quantized format (gptq, awq, compressed-tensors, fp8, "
-        "bitsandbytes, squeezellm) checks that the file has it, and means auto; auto: on a GPU as in the "
-        "file, on a CPU int4 where it has 4 bits and int8 elsewhere, but fp32 for files in float32",
+        "bitsandbytes, squeezellm, gguf) checks that the file has it, and means auto; auto: on a GPU as in "
+        "the file, on a CPU int4 where it has 4 bits and int8 elsewhere, but fp32 for files in float32",
         formerly=("cpu_weights",),
     )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
@@ -103,6 +103,8 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
+        if isinstance(self.quantization, str):
+            object.__setattr__(self, "quantization", self.quantization.lower())
         check_positive(self, "max_seq_len", "num_threads")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infer.config.foreign import FORMATS, OTHER_FORMATS, hint_of_quantization
 from infer.config.foreign import SCHEMES as NOT_BUILT_SCHEMES
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.build import cpu_flags
@@ -53,7 +54,7 @@ from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
-from infer.loader.formats.quantized import FORMAT_NAMES, OTHER_NAMES, describe, format_names, short_bytes
+from infer.loader.formats.quantized import describe, format_names, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
@@ -84,7 +85,8 @@ class StoredMatrix(NamedTuple):
     num_weights: int
     bits: int  # of the packed form that suits it: 4 if that keeps all of it, else 8
     scheme: str = DENSE
-    formats: frozenset[str] = frozenset()  # in which it is published: gptq, awq, ...
+    formats: frozenset[str] = frozenset()  # in which it is published: gptq, awq, gguf, ...
+    types: frozenset[str] = frozenset()  # of its numbers in the file: BF16, Q4_1, ...
 
 
 def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> dict[str, StoredMatrix]:
@@ -105,6 +107,7 @@ def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) 
             4 if all(weight.is_four_bit for weight in weights) else 8,
             scheme,
             frozenset(name for weight in weights for name in format_names(weight)),
+            frozenset(weight.type_name for weight in weights),
         )
     return found
 
@@ -159,7 +162,7 @@ def choose_format(
     """
     on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
     kind = home or home_of(device)
-    quantization = _checked(quantization, {name for matrix in matrices.values() for name in matrix.formats})
+    quantization = _checked(quantization, kind, matrices.values())
     _check_name(quantization, kind, on_disk)
     if on_disk:
         if stored is None or not stored.is_floating_point or stored.itemsize == 1:
@@ -189,18 +192,30 @@ def choose_format(
     return WeightFormat(quantization, torch.float32, "asked for")
 
 
-def _checked(quantization: str, found: set[str]) -> str:
+def _checked(quantization: str, kind: str, matrices: Iterable[StoredMatrix]) -> str:
     """The form asked for; the name of a format is `auto`, if the checkpoint is published in it."""
-    name = OTHER_NAMES.get(quantization, quantization)
+    found, types = set[str](), set[str]()
+    for matrix in matrices:
+        found, types = found | matrix.formats, types | matrix.types
+    name = OTHER_FORMATS.get(quantization, quantization)
     if name in found:
         return "auto"
-    if name in FORMAT_NAMES and name not in SCHEMES:
+    if name in FORMATS and name not in SCHEMES:
         held = ", ".join(sorted(found)) if found else "plain numbers"
+        if (not found or found == {"gguf"}) and types:
+            held = f"{held.replace('gguf', 'GGUF')} ({', '.join(sorted(types))})"
+        names = ["auto", *sorted(found), *_forms_on(kind)]
         raise ConfigError(
             f"quantization is {quantization}, but this checkpoint is stored as {held}; "
-            f"leave quantization out, or use one of {', '.join(['auto', *sorted(found), DENSE])}"
+            f"leave quantization out, or use one of {', '.join(dict.fromkeys(names))}"
         )
     return quantization
+
+
+def _forms_on(kind: str) -> list[str]:
+    """The forms that a device can give any file."""
+    forms = _CPU_FORMS if kind == "cpu" else ("auto", DENSE)
+    return [*forms, *(row.name for row in SCHEMES.values() if not row.stored_as and kind in row.devices)]
 
 
 def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
@@ -217,8 +232,7 @@ def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
             f"quantization is {quantization}, but this checkpoint is stored as {', '.join(on_disk)}, "
             f"which is kept as it is; leave quantization out, or use one of auto, {', '.join(on_disk)}"
         )
-    allowed = [*(_CPU_FORMS if kind == "cpu" else ("auto", DENSE)), *on_disk]
-    allowed += [row.name for row in SCHEMES.values() if not row.stored_as and kind in row.devices]
+    allowed = [*_forms_on(kind), *on_disk]
     if quantization in allowed:
         return
     names = ", ".join(dict.fromkeys(allowed))
@@ -228,11 +242,15 @@ def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
         )
     if quantization in SCHEMES or quantization in _CPU_FORMS:
         where = "a GPU" if kind == "cpu" else "a CPU"
-        raise ConfigError(f"quantization={quantization} needs {where}; possible here: {names}")
+        better = "; int8 has the same bytes and errs less" if quantization == "fp8" else ""
+        raise ConfigError(f"quantization={quantization} needs {where}{better}; possible here: {names}")
     where = "a CPU" if kind == "cpu" else "a GPU"
     if quantization.lower() in NOT_BUILT_SCHEMES:
         raise ConfigError(f"quantization={quantization} is not built yet; on {where} it can be {names}")
-    raise ConfigError(f"quantization must be one of {names} on {where}, got {quantization!r}")
+    raise ConfigError(
+        f"quantization must be one of {names} on {where}, got {quantization!r}"
+        f"{hint_of_quantization(quantization)}"
+    )
 
 
 def _auto(
@@ -259,7 +277,7 @@ def _mixed(stored: torch.dtype | None, matrices: Mapping[str, StoredMatrix]) -> 
         return WeightFormat(MIXED, torch.float32, "int4 where the file has 4 bits, int8 elsewhere")
     if bits == {4}:
         return WeightFormat("int4", torch.float32, "the file holds 4-bit weights, which it keeps")
-    formats = sorted({name for matrix in matrices.values() for name in matrix.formats})
+    formats = sorted({name for matrix in matrices.values() for name in matrix.formats} - {"gguf"})
     held = "+".join(formats) or ("packed" if stored is None else f"{stored.itemsize * 8}-bit")
     return WeightFormat("int8", torch.float32, f"the file holds {held} weights")
 

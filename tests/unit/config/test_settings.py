@@ -9,7 +9,7 @@ import pytest
 
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser, main
-from infer.config import knobs
+from infer.config import foreign, knobs
 from infer.config.foreign import FOREIGN
 from infer.config.knobs import parse_bytes, parse_knob
 from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
@@ -317,3 +317,30 @@ def test_a_flag_of_the_server_says_so_elsewhere(capsys: pytest.CaptureFixture[st
 def test_a_number_of_threads_that_crashes_the_library_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_threads must be at most 1024"):
         EngineConfig.from_knobs(num_threads=100_000)
+
+
+def test_a_value_of_quantization_is_checked_before_anything_is_imported() -> None:
+    """Forms and formats are named, a slip is recognized, and a scheme of `infer quantize` has its format."""
+    parser = build_parser()
+    for value, hint in (
+        ("itn4", "did you mean int4?"),
+        ("ct-w4a16", "leave quantization out, or use compressed-tensors"),
+        ("fp8-block", "leave quantization out, or use fp8"),
+        ("nonsense", "bitsandbytes, fp8, gguf; got 'nonsense'"),
+    ):
+        args = parser.parse_args(["generate", "--quantization", value])
+        with pytest.raises(
+            ConfigError, match="quantization must be a form, one of auto, none, int8"
+        ) as error:
+            knobs_from(args)
+        assert str(error.value).endswith(hint), value
+    args = parser.parse_args(["generate", "--quantization", "INT4"])
+    assert EngineConfig.from_knobs(**knobs_from(args)).load.quantization == "int4"
+
+
+def test_every_form_and_format_can_be_asked_for() -> None:
+    from infer.loader.formats.quantized import FORMAT_NAMES
+    from infer.quant.registry import SCHEMES
+
+    assert {*FORMAT_NAMES, "gguf"} == set(foreign.FORMATS)
+    assert {name for name, row in SCHEMES.items() if not row.stored_as} <= set(foreign.FORMS)

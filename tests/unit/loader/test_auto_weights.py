@@ -105,7 +105,9 @@ def test_the_form_has_a_name_and_the_log_says_why(
     kinds = MIXED if kind == "mixed" else None
     path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_0" if kinds else kind, kinds=kinds)
     with caplog.at_level(logging.INFO, logger="infer.loader.load"):
-        assert load(path).weights == form
+        assert load(path).weights == load(path, "gguf").weights == form
+    with pytest.raises(ConfigError, match=r"is gptq, but this checkpoint is stored as GGUF \(.*gguf, .*int8"):
+        load(path, "gptq")
     assert f"weights are kept as {form} ({reason})" in caplog.messages
 
 

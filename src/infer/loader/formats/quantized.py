@@ -25,6 +25,7 @@ import torch
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
@@ -34,7 +35,6 @@ from infer.quant.projection import QuantizedRows
 from infer.quant.registry import SCHEMES
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
-OTHER_NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}  # of other engines' flags
 CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
 _CHUNK_WEIGHTS = 1 << 20
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
@@ -233,6 +233,8 @@ def check_method(settings: Mapping[str, Any]) -> None:
 
 def format_names(tensor: StoredTensor) -> tuple[str, ...]:
     """The values of `quantization` that a tensor's format answers to: its own, and the config's for it."""
+    if isinstance(tensor, PackedTensor):
+        return ("gguf",)
     if not isinstance(tensor, QuantizedTensor):
         return ()
     return tuple(filter(None, {tensor.format.name, tensor.module.settings.method}))
