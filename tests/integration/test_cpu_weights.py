@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def alone(family: str, quantization: str = "int8", products: str = "exact") -> l
         engine = make_engine(family, quantization, **knobs)
         outputs += run_engine(engine, [request])
     return outputs
+
+
+def test_the_start_line_says_whether_weights_were_kept_or_rounded(caplog: pytest.LogCaptureFixture) -> None:
+    def line(loaded: LoadedModel) -> str:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            build_engine(EngineConfig.from_knobs(num_blocks=8), loaded)
+        return next(text for text in caplog.messages if text.startswith("engine built"))
+
+    rounded = line(packed_model("llama", "int4"))
+    assert re.search(r' weights="F32 0.4MiB, rounded to int4 \S+ .*, about \+25% perplexity on the ', rounded)
+    source = resolve_model(LoadConfig().model, show_progress=False)
+    kept = line(load_model(source, device="cpu", quantization="auto"))
+    assert re.search(r' weights="Q4_1\+Q8_0 92.0MiB, kept as int4 \S+MiB \+ int8 \S+MiB ', kept)
+    assert "perplexity" not in kept
 
 
 @pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")

@@ -60,7 +60,7 @@ class ModelFacts:
     dtype: str = "float32"  # of activations, and of the KV cache unless that is kept in 8 bits
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
-    kept_as: str = ""  # what a GPU has made of the weights, where that is not plain numbers
+    kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
 
     @property
     def is_small(self) -> bool:

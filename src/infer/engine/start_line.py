@@ -2,7 +2,8 @@
 
     engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
         kv_cache_tokens=130112 prefix_caching=on preemption=recompute device=cpu threads=4 attention=c
-        decode_attention=c mlp=kernels weights=int4 products=exact dtype=float32 kv_cache_dtype=float32
+        decode_attention=c mlp=kernels weights="Q4_1+Q8_0 92.0MiB, kept as int4 ..." products=exact
+        dtype=float32 kv_cache_dtype=float32
 
 It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
 setting turns off is named at the end, as `note="..."`.
@@ -14,9 +15,10 @@ import torch
 
 from infer.cache.memory import CacheSize, format_bytes
 from infer.config.resolve import ResolvedConfig
+from infer.config.settings import FAST_PRODUCTS_COST
 
 OVERRULED = ("use_prefix_caching", "block_size")  # knobs that another knob may turn off
-PRODUCTS = {"exact": "exact", "fast": '"fast, activations in 8 bits: about +0.7% perplexity"'}
+PRODUCTS = {"exact": "exact", "fast": f'"fast, activations in 8 bits: {FAST_PRODUCTS_COST}"'}
 
 
 def describe_engine(

@@ -36,6 +36,7 @@ from infer.loader.quantization import (
     AS_STORED,
     choose_format,
     describe_kept,
+    describe_packed,
     home_of,
     make_projections,
     stored_matrices,
@@ -65,7 +66,7 @@ class LoadedModel:
     source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
-    kept_as: str = ""  # what a GPU has made of it, or of plain numbers
+    kept_as: str = ""  # what a device has made of it, or of plain numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ def load_model(
         source=source,
         weights=weights,
         published_as=describe(quantized_tensors(headers.tensors)),
-        kept_as=""
+        kept_as=describe_packed(model, weights, chosen_dtype, headers.tensors, matrices)
         if home == "cpu"
         else describe_kept(model, weights, chosen_dtype, headers.tensors, family.weight_map),
     )

@@ -54,7 +54,7 @@ from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
-from infer.loader.formats.quantized import describe, format_names, short_bytes
+from infer.loader.formats.quantized import describe, format_names, quantized_tensors, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
@@ -65,6 +65,10 @@ from infer.quant.rounding import joined, rounded_form, stored_form
 
 MIXED = "int4+int8"
 PACKED = ("int8", "int4", MIXED)
+_ROUNDING_COSTS = {  # measured on a CPU (docs/features/cpu.md)
+    "int8": ", about +0.3% perplexity on the default model",
+    "int4": ", about +25% perplexity on the default model",
+}
 AS_STORED = "as stored"
 DENSE = "none"
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -464,6 +468,30 @@ def describe_kept(
                 rounded[f"{module}{key}"] = part["weight"]
     text += f", {describe(rounded)} rounded to int8" if rounded else ""
     return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
+
+
+def describe_packed(
+    model: Model,
+    form: str,
+    dtype: torch.dtype,
+    tensors: Mapping[str, StoredTensor],
+    matrices: Mapping[str, StoredMatrix],
+) -> str:
+    """What a CPU has made of the weights of a file, for the start line; "": they are plain numbers.
+
+    `Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers, `BF16 256.6MiB, rounded to ...`
+    with the cost for plain numbers, `Q6_K ..., in int8 ...` where it depends on the block format (cpu.md).
+    """
+    if form not in PACKED:
+        return ""
+    text = " + ".join(f"{name} {short_bytes(size)}" for name, size in kept_schemes(model, dtype).items())
+    stored = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) >= 2}
+    found = "" if quantized_tensors(tensors) else f"{describe(stored)}, "
+    if form == "int4" and all(matrix.bits == 4 for matrix in matrices.values()):
+        return f"{found}kept as {text}"
+    if all(tensor.dtype is not None for tensor in stored.values()):
+        return f"{found}rounded to {text}{_ROUNDING_COSTS.get(form, '')}"
+    return f"{found}in {text}"
 
 
 def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:

@@ -8,9 +8,9 @@ is refused earlier still: a server that will never be ready should not listen. W
 refused by the first engine: this process imports no torch.
 
 After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
-then cut off with an error; a second signal cuts them off at once, within two seconds. If a model cannot be loaded the server ends with
-that error, and if every engine is down for good it ends with `EngineLost`, so that a service manager can
-start it again.
+then cut off with an error; a second signal cuts them off now, and exits within two seconds. If a model cannot
+be loaded the server ends with that error, and if every engine is down for good it ends with `EngineLost`, so
+that a service manager can start it again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from infer.cache.memory import format_bytes, free_host_bytes
 from infer.config.backends import OPERATIONS, available, choose
 from infer.config.resolve import Machine
-from infer.config.settings import EngineConfig
+from infer.config.settings import FAST_PRODUCTS_COST, FAST_PRODUCTS_GAIN, EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
 from infer.kernels.cpu.library import library, why_not
@@ -32,8 +32,8 @@ _FEATURES = (
 
 
 _PRODUCTS = (
-    "exact, activations in 15 bits (knob cpu_products: fast, 8 bits as in llama.cpp, up to 1.5 times as "
-    "fast, about +0.7 % perplexity)"
+    "exact, activations in 15 bits (knob cpu_products: fast, 8 bits as in llama.cpp, "
+    f"{FAST_PRODUCTS_GAIN}, {FAST_PRODUCTS_COST})"
 )
 
 

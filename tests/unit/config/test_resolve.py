@@ -9,7 +9,7 @@ import pytest
 
 from infer.cache.memory import CacheSize
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig
-from infer.config.settings import EngineConfig
+from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_the_start_line_says_what_fast_products_cost() -> None:
     line = describe_engine("tiny", packed(), CacheSize(4, 16, 1024), attention=("c", "c"))
     assert " weights=int4 products=exact " in line
     line = describe_engine("tiny", packed(cpu_products="fast"), CacheSize(4, 16, 1024), attention=("c", "c"))
-    assert ' products="fast, activations in 8 bits: about +0.7% perplexity" ' in line
+    assert f' products="fast, activations in 8 bits: {FAST_PRODUCTS_COST}" ' in line
     line = describe_engine("tiny", resolved(CPU), CacheSize(4, 16, 1024), attention=("c", "c"))
     assert "products=" not in line
 
