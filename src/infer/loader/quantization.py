@@ -479,7 +479,7 @@ def describe_packed(
 ) -> str:
     """What a CPU has made of the weights of a file, for the start line; "": they are plain numbers.
 
-    `Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers, `BF16 256.6MiB, rounded to ...`
+    `Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers, `BF16 256.5MiB, rounded to ...`
     with the cost for plain numbers, `Q6_K ..., in int8 ...` where it depends on the block format (cpu.md).
     """
     if form not in PACKED:
