@@ -45,7 +45,7 @@ NATIVE = "-mcpu=native" if not IS_X86 else "-march=native"
 BEST = "avx512-vnni" if "avx512_vnni" in CPU else "avx2" if IS_X86 else ""
 BUILDS = {
     "native": Build(GCC, ("-O3", NATIVE), BEST),
-    "portable": Build(GCC, ("-O3", NATIVE, "-DINFER_PORTABLE"), "portable"),
+    "portable": Build(GCC, ("-O1", *FUSING, NATIVE, "-DINFER_PORTABLE"), "portable"),
     "avx2": Build(GCC, ("-O3", "-march=haswell"), "avx2", "avx2"),
     "amx": Build(
         GCC,
@@ -63,7 +63,7 @@ BUILDS = {
         ARM_GCC, (*SANITIZED, *FUSING, "-mcpu=neoverse-n1"), "neon-dotprod", emulates="neoverse-n1"
     ),
     "neon i8mm": Build(ARM_GCC, ("-O3", "-march=armv8.2-a+dotprod+i8mm"), "neon-i8mm", emulates="max"),
-    "neon, no dots": Build(ARM_GCC, ("-O3", "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
+    "neon, no dots": Build(ARM_GCC, ("-O1", *FUSING, "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
 }
 
 
@@ -80,7 +80,7 @@ def program_of(it: Build) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}")
-        static = ("-static",) if it.emulates and "-O1" not in it.flags else ()
+        static = ("-static",) if it.emulates and SANITIZED[1] not in it.flags else ()
         command = [it.compiler, *FLAGS, *it.flags, *static, str(PROGRAM), *map(str, SOURCES), "-o", str(made)]
         answer = subprocess.run([*command, "-lm"], capture_output=True, text=True, timeout=build.TIMEOUT)
         if "libclang_rt" in answer.stderr:
