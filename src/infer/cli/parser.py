@@ -81,6 +81,7 @@ class Parser(argparse.ArgumentParser):
                 lambda match: f"{match[1]} takes no value, got {match[2]}"
             ),
             r"argument ([^\s/:]+)\S*: invalid (.*?) value: (.*)": self._wrong_value,
+            r"ambiguous option: (\S+) could match .*": lambda match: self._complaint([match[1]]),
             r"argument (\S+?)(?:/\S+)?: invalid choice: (.*) \(choose from (.*)\)": self._wrong_choice,
         }
 
@@ -111,6 +112,8 @@ class Parser(argparse.ArgumentParser):
         of_server = knob_table(with_server=True).keys() - knob_table().keys()
         if options[0].lstrip("-").replace("-", "_") in of_server:
             hint = "it is a knob of the server: infer serve"
+        if options[0] in ("-n", "--n"):
+            hint = "one answer is printed; several are for HTTP (n) and the library (SamplingParams(n=2))"
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:

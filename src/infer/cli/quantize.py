@@ -63,6 +63,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     for name in given:
         if args.scheme not in OPTIONS[name]:
+            if (args.scheme, name) == ("awq", "asymmetric"):
+                raise ConfigError("awq is always asymmetric: each group has a zero; leave --asymmetric out")
             has = [f"--{each.replace('_', '-')}" for each in OPTIONS if args.scheme in OPTIONS[each]]
             raise ConfigError(
                 f"--{name.replace('_', '-')} is of {' and '.join(OPTIONS[name])}; "

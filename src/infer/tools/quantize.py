@@ -23,6 +23,7 @@ Shapes:  N rows of W (out), K columns (in), G groups of a row.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from infer.log import progress
 from infer.models.weight_map import find_target
 
 SHARD_BYTES = 4 << 30
+log = logging.getLogger(__name__)
 _E4M3_MAX = 448.0
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
@@ -280,6 +282,7 @@ def quantize_checkpoint(
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = [name for name, tensor in headers.tensors.items() if _is_chosen(headers, name, tensor)]
+    _warn_of_groups(recipe, {_row_size(headers, name) for name in chosen})
     matrices = {name.rpartition(".")[0] for name in chosen}
     total = sum(tensor.num_bytes for tensor in headers.tensors.values())
     with progress(f"quantizing {source.name}", total, is_shown=show_progress, counts_bytes=True) as advance:
@@ -295,6 +298,29 @@ def quantize_checkpoint(
     )
     raw = read_hf_config(source.path) | {"quantization_config": config_of(recipe, dense)}
     (out_dir / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _row_size(headers: ModelHeaders, name: str) -> int:
+    is_transposed = find_target(name, headers.family.weight_map)[0].transposed
+    return headers.tensors[name].shape[0 if is_transposed else 1]
+
+
+def _warn_of_groups(recipe: Recipe, sizes: set[int]) -> None:
+    """Say what becomes of groups that rows have no room for, or that no 4-bit form of this engine keeps."""
+    if recipe.scheme not in ("gptq", "awq", "ct-w4a16") or recipe.group_size == -1:
+        return
+    short = sorted(size for size in sizes if size < recipe.group_size)
+    if short:
+        log.warning(
+            "groups of %d are larger than rows of %s: each of these rows is one group",
+            recipe.group_size, ", ".join(map(str, short)),
+        )  # fmt: skip
+    if recipe.group_size % 32 and len(short) < len(sizes) and recipe.bits <= 4:
+        log.warning(
+            "groups of %d are no multiple of 32: this engine will keep the file in 8 bits or unpacked, "
+            "not in 4; use --group-size 32, 64 or 128",
+            recipe.group_size,
+        )
 
 
 def _is_chosen(headers: ModelHeaders, name: str, tensor: StoredTensor) -> bool:

@@ -293,3 +293,9 @@ def test_the_speed_does_not_count_the_first_token() -> None:
     assert answer.tokens_per_s == 4.0
     alone = ShownAnswer(text="a", token_ids=(1,), finish_reason="stop", first_token_s=2.0, total_s=2.0)
     assert alone.tokens_per_s == 0.0
+
+
+def test_several_answers_are_not_for_the_command_line(infer: Any) -> None:
+    outcome = infer("generate", "-n", "2", "hi")
+    assert outcome.code == 2 and "-ngl" not in outcome.err
+    assert "unknown option -n; one answer is printed; several are for HTTP (n) and the library" in outcome.err

@@ -9,7 +9,7 @@ import pytest
 
 from infer.cli.main import build_parser
 from infer.cli.quantize import SCHEMES, options_of
-from infer.tools.quantize import SCHEME_NAMES
+from infer.tools.quantize import SCHEME_NAMES, Recipe, _warn_of_groups
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from infer.tools.quantize import SCHEME_NAMES
         ("awq --bits 8", "--bits is of gptq; awq has --group-size"),
         ("fp8-block --group-size 32", "--group-size is of gptq and awq and ct-w4a16; fp8-block has nothing"),
         ("ct-w8a16 --bits 4", "--bits is of gptq; ct-w8a16 has nothing to choose"),
+        ("awq --asymmetric", "awq is always asymmetric: each group has a zero; leave --asymmetric out"),
         ("nf4 --asymmetric", "--asymmetric is of gptq and ct-w4a16; nf4 has nothing to choose"),
     ],
 )
@@ -27,6 +28,20 @@ def test_a_flag_that_the_scheme_does_not_have_is_refused(
     outcome = infer("quantize", "no-model", "no-folder", "--scheme", *flags.split())
     assert outcome.code == 1 or outcome.code == 2
     assert said in outcome.err
+
+
+def test_groups_that_no_form_of_4_bits_keeps_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for recipe in (Recipe(scheme="gptq", group_size=48), Recipe(scheme="awq", group_size=48)):
+        caplog.clear()
+        _warn_of_groups(recipe, {64, 96})
+        assert "groups of 48 are no multiple of 32" in caplog.text and len(caplog.records) == 1
+    caplog.clear()
+    _warn_of_groups(Recipe(scheme="gptq", group_size=128), {64, 256})
+    assert caplog.messages == ["groups of 128 are larger than rows of 64: each of these rows is one group"]
+    caplog.clear()
+    _warn_of_groups(Recipe(scheme="gptq"), {128, 256})
+    _warn_of_groups(Recipe(scheme="nf4"), {64})
+    assert not caplog.messages
 
 
 def test_flags_choose_of_a_recipe() -> None:

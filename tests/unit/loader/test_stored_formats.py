@@ -645,6 +645,26 @@ def test_the_state_of_bitsandbytes_that_is_none(text: bytes, tmp_path: Path) -> 
         opened(tmp_path, leaves)
 
 
+def test_a_nested_absmax_that_is_missing_is_named(tmp_path: Path) -> None:
+    leaves, _ = nf4(nested=True)
+    del leaves["weight.nested_absmax"]
+    with pytest.raises(CheckpointError, match="weight.nested_absmax is missing"):
+        opened(tmp_path, leaves)
+
+
+def test_a_config_that_contradicts_the_tensors_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tmp_path, nf4(nested=False)[0], {"quant_method": "hqq"})
+    assert len(caplog.records) == 1
+    assert "says quant_method 'hqq', but the tensors are bitsandbytes:nf4" in caplog.text
+    caplog.clear()
+    leaves = gptq(4)[0]
+    for settings in ({"bits": 5, "quant_method": "gptq"}, {"bits": 4, "quant_method": "gptq"}):
+        opened(tmp_path, leaves, settings)
+    assert len(caplog.records) == 1 and "says bits 5, but the tensors are gptq:int4" in caplog.text
+
+
 def test_a_format_that_is_not_known_is_named_with_those_that_are(tmp_path: Path) -> None:
     leaves = {
         "weight_packed": torch.zeros(N, K // 2, dtype=torch.uint8),

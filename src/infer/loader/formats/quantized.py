@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from infer.config.foreign import METHODS
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
@@ -157,7 +158,20 @@ def quantized_checkpoint(
         elif f"{module}.weight" not in found:
             leaves = {leaf: tensor for leaf, tensor in modules[module].items() if leaf != "bias"}
             found[f"{module}.weight"] = _quantized(module, leaves, weight_map, hints)
+    _warn_of_contradiction(hints, [each for each in found.values() if isinstance(each, QuantizedTensor)])
     return found
+
+
+def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) -> None:
+    """Say so where a config names a method or a number of bits that no tensor has; tensors are believed."""
+    wrong, bits = [], settings.raw.get("bits")
+    if settings.method and settings.method not in (*known_methods(), *METHODS):
+        wrong.append(f"quant_method {settings.method!r}")
+    if type(bits) is int and all(each.format.name in ("gptq", "awq") for each in matrices):
+        wrong += [] if any(each.layout.bits == bits for each in matrices) else [f"bits {bits}"]
+    if matrices and wrong:
+        held = ", ".join(sorted({each.type_name for each in matrices}))
+        log.warning("the config says %s, but the tensors are %s and are read so", " and ".join(wrong), held)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -220,9 +234,14 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     return {} if path is None else read_json(path, MAX_CONFIG_BYTES)
 
 
+def known_methods() -> list[str]:
+    """The methods that a config may name."""
+    return [*FORMAT_NAMES, "auto-round", *(method for row in SCHEMES.values() for method in row.methods)]
+
+
 def check_method(settings: Mapping[str, Any]) -> None:
     """Refuse a method that is not known where there are no tensors to ask."""
-    known = [*FORMAT_NAMES, "auto-round", *(method for row in SCHEMES.values() for method in row.methods)]
+    known = known_methods()
     method = settings.get("quant_method")
     if method is not None and method not in known:  # older tools name none
         raise ConfigError(

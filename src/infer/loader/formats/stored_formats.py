@@ -304,6 +304,8 @@ def _measure_nf4(module: StoredModule) -> Layout:
     module.check("weight.absmax", (num_blocks,))
     module.check("weight.quant_map", (16,))
     kind = "U8" if state.nested_block else "F32"
+    if kind == "F32" and module.leaves["weight.absmax"].type_name == "U8":
+        module.fail("weight.absmax is quantized (U8), but weight.nested_absmax is missing")
     if module.leaves["weight.absmax"].type_name != kind:
         module.fail(f"weight.absmax is {module.leaves['weight.absmax'].type_name}, {kind} is needed")
     if state.nested_block:
