@@ -248,7 +248,7 @@ def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu-memory", "4GiB"], "with quantization=int4, max_num_batched_tokens=256, max_batch_size=8 it"),
-        (["--gpu-memory", "9GiB"], "what would fit: quantization=int4; or quantization=fp8 or int8, max_num"),
+        (["--gpu-memory", "9GiB"], "what would fit: quantization=fp8 or int8 or int4, max_num_b"),
         (["--gpu-memory", "8GiB", "--quantization", "fp8"], "max_batch_size=8 it needs 8."),
         (["--gpu-memory", "15.4GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
         (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
