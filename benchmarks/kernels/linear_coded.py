@@ -110,7 +110,7 @@ def time_graph(step: Callable[[], torch.Tensor]) -> float:
     return statistics.median(times)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--forms", nargs="+", default=["fp8", "int4"], choices=FORMS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 32, 64])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2

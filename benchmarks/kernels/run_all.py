@@ -24,7 +24,12 @@ CASES = {
     "moe": "experts_cases",
     "sample_rows": "sample_rows_cases",
 }
-PROGRAMS = ("attention_decode", "attention_prefill", "linear_coded", "linear_small")  # with tables of their own; GPU only
+PROGRAMS = (
+    "attention_decode",
+    "attention_prefill",
+    "linear_coded",
+    "linear_small",
+)  # with tables of their own; GPU only
 PARTS = ("linear_pairs", "linear_sweep", "report", "timing", "run_all")  # of the others; nothing to time
 
 
