@@ -130,7 +130,9 @@ def test_a_refused_prompt_keeps_its_error_class_and_gets_its_place(llm: LLM) -> 
 def test_the_answers_of_the_others_survive_a_failure(llm: LLM) -> None:
     everything = tuple(range(llm.model_config.vocab_size))
     stuck = SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=everything)
-    with pytest.raises(BatchFailed, match="prompt 1 of 3 failed: .*every token is forbidden by what this request asks") as caught:
+    with pytest.raises(
+        BatchFailed, match="prompt 1 of 3 failed: .*every token is forbidden by what this request asks"
+    ) as caught:
         llm.generate([IDS, IDS, [305]], [GREEDY, stuck, GREEDY])
     first, second, third = caught.value.outputs
     assert second is None
