@@ -328,7 +328,7 @@ class StepContract:
         heads[2, 3:, 13] = torch.nan  # in the second half alone: rotated, in both
         kept = torch.zeros((2, 4, 3, 20), dtype=torch.uint8, device=self.device).view(kept_as)
         scales = torch.full((2, 1, 3, 4), 7.0, device=self.device)
-        cache = CacheSlots(*kept, slots, scales=KVScales(*scales))
+        cache = CacheSlots(kept[0], kept[1], slots, scales=KVScales(scales[0], scales[1]))
         if is_projected:
             norm_rope_write(qkv.view, HeadTransform(None, *self.tables(20), 3, 3, EPS), positions, cache)
         else:

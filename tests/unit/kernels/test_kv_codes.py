@@ -118,7 +118,7 @@ def test_what_is_gathered_is_rounded_once_and_has_no_copy_in_float32(
 ) -> None:
     """The plan counts an element in the dtype of the model and its code, and no more."""
 
-    class Allocated(TorchDispatchMode):
+    class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most = 0
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +135,7 @@ def test_what_is_gathered_is_rounded_once_and_has_no_copy_in_float32(
         torch.randn(80, 4, 64), torch.randn(80, 4, 64), cache._replace(slots_T=torch.arange(80))
     )
     slots = torch.randint(80, (3, 20))
-    with Allocated() as allocated:
+    with Allocated() as allocated:  # type: ignore[no-untyped-call]
         numbers = read_slots(cache.keys_PGH, cache.scales.keys, slots, dtype)
     assert allocated.most <= max(3 * 20 * 4 * 64 * dtype.itemsize, cache.keys_PGH.numel())
     codes = cache.keys_PGH.float()[slots]
