@@ -82,6 +82,7 @@ class SharedState(ServerState):
         # Not by super().__init__(): it would write the flags, and undo a drain that begins meanwhile.
         self.board = board
         self.config, self.models, self.aliases, self.default_model = config, {}, {}, None
+        self.is_cut_off = False  # of process 0 alone, which closes the engines of all
 
     is_starting = _shared(
         lambda board: board.flag(_STARTING), lambda board, on: board.set_flag(_STARTING, on)
