@@ -21,7 +21,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         device=str(device),
         gpu_memory=memory,
         has_gpu_kernels=has_gpu_kernels(device),
-        has_fp8=nvidia_capability(device) >= (8, 9),
+        has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
         has_c_attention=has_c_attention(device, loaded.dtype, loaded.config.head_dim),
     )
 

@@ -203,12 +203,15 @@ def test_what_becomes_of_a_call_is_told_to_the_model(
 
 def test_ctrl_c_in_a_tool_ends_the_tool_and_the_model_is_told(infer: Infer, file: Path) -> None:
     llm = ScriptedLLM([Call("stick", "{}"), Call("add", '{"a": 1}')], ["I see."])
-    handler = signal.getsignal(signal.SIGINT)
-    outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
+    handler = signal.default_int_handler
+    before = signal.signal(signal.SIGINT, handler)  # a shell's background jobs ignore it
+    try:
+        outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
+    finally:
+        assert signal.signal(signal.SIGINT, before) is handler
     assert (outcome.code, outcome.out) == (0, "I see.\n")
     assert results(llm) == ['{"error": "the user stopped this call"}', "2"]
     assert "[stick was stopped]" in outcome.err
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_rounds_in_a_row_are_bounded(infer: Infer, file: Path) -> None:
