@@ -38,7 +38,6 @@ def test_a_slip_is_understood(given: str, meant: str) -> None:
         "tensor_parallel_size",
         "lora_rank",
         "host_memory",  # not kv_cache_memory
-        "kv_cache_dtype",
         "length_penalty",  # not presence_penalty
         "num_beams",  # not num_threads
         "max_length",

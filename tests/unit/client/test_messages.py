@@ -115,7 +115,7 @@ STATS = st.builds(
     EngineStats,
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
     | {"step_sizes": tuples_of(COUNTS), "grammar_times": tuples_of(COUNTS), "grammar_s": FLOATS}
-    | {"dtype": TEXT, "weights": TEXT, "gpu": TEXT},
+    | dict.fromkeys(("dtype", "weights", "kv_cache_dtype", "products", "gpu"), TEXT),
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))

@@ -21,6 +21,7 @@ WITHOUT_REFERENCE = {
     "plan": "writes a schedule, not a function of numbers: attention over it is held to its own reference",
     "activate": "elementwise form of gated_activation; the table ACTIVATIONS is its reference",
     "linear_invariant": "F.linear is its reference",
+    "look_up": "CodedWeights.dequantized is its reference",
 }
 
 
