@@ -238,9 +238,9 @@ def test_what_counts_as_a_matrix_of_the_layers(tmp_path: Path) -> None:
         "mlp.gate_up",
         "mlp.down",
     }
-    assert found["layers.2.attention.qkv"] [:2] == ((64 + 2 * 32) * 64, 4)
-    assert found["layers.2.mlp.gate_up"] [:2] == (5 * 2 * 96 * 64, 4)
-    assert found["layers.2.mlp.down"] [:2] == (5 * 96 * 64, 8)
+    assert found["layers.2.attention.qkv"][:2] == ((64 + 2 * 32) * 64, 4)
+    assert found["layers.2.mlp.gate_up"][:2] == (5 * 2 * 96 * 64, 4)
+    assert found["layers.2.mlp.down"][:2] == (5 * 96 * 64, 8)
 
 
 @pytest.mark.parametrize("knobs", [{"quantization": "bf16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
