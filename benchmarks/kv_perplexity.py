@@ -11,39 +11,18 @@ difference in log-probability, token by token.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.machine import facts, parse, write
+from benchmarks.perplexity import Guesses, compare
 from infer import LLM, SamplingParams
 
 
-class Predictions(NamedTuple):
-    """Of every predicted token: its log-probability, and the token that was likeliest."""
-
-    logprobs: list[float]
-    best_ids: list[int]
-
-
-def predict(llm: LLM, windows: list[list[int]]) -> Predictions:
+def predict(llm: LLM, windows: list[list[int]]) -> Guesses:
     """What an engine makes of the windows."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     rows = [row for answer in llm.generate(windows, params) for row in answer.prompt_logprobs or () if row]
-    return Predictions([row.logprob for row in rows], [row.top[0][0] for row in rows])
-
-
-def compare(ours: Predictions, base: Predictions) -> dict[str, float]:
-    """The row of the table."""
-    worse = [b - a for a, b in zip(ours.logprobs, base.logprobs, strict=True)]
-    same = sum(a == b for a, b in zip(ours.best_ids, base.best_ids, strict=True))
-    return {
-        "perplexity": round(math.exp(-statistics.fmean(ours.logprobs)), 3),
-        "more": round(math.expm1(statistics.fmean(worse)), 5),
-        "uncertainty": round(statistics.stdev(worse) / len(worse) ** 0.5, 5),
-        "same_best": round(same / len(worse), 4),
-    }
+    return Guesses([row.logprob for row in rows], [row.top[0][0] for row in rows], [])
 
 
 def main() -> None:
@@ -57,7 +36,7 @@ def main() -> None:
     args = parse(parser)
     model = {} if args.model is None else {"model": args.model}
     text = args.text.read_text(encoding="utf-8")
-    base: Predictions | None = None
+    base: Guesses | None = None
     table: dict[str, dict[str, float]] = {}
     print(f"{'kv':8} {'perplexity':>10} {'more':>9} {'+-':>7} {'same best':>10}")
     for kept_as in args.kv:

@@ -40,7 +40,7 @@ ON_GPU, FAST = "gpu:", ":fast"
 
 
 class Guesses(NamedTuple):
-    """Of every predicted token: its log-probability, the token that was likeliest, the divergence."""
+    """Of every predicted token: its log-probability, the token that was likeliest, any divergence."""
 
     logprobs: list[float]
     best_ids: list[int]
@@ -108,7 +108,7 @@ def compare(guesses: Guesses, base: Guesses) -> dict[str, float]:
         "perplexity": round(guesses.perplexity, 3),
         "more": round(math.expm1(statistics.fmean(worse)), 5),
         "uncertainty": round(statistics.stdev(worse) / len(worse) ** 0.5, 5),
-        "kl": round(statistics.fmean(guesses.divergences), 5),
+        **({"kl": round(statistics.fmean(guesses.divergences), 5)} if guesses.divergences else {}),
         "same_best": round(same / len(worse), 4),
     }
 

@@ -50,7 +50,7 @@ class CodedForm(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """How many bits a code has."""
         return 4 if self.codes == "int4" else 8
 
     @property
@@ -62,12 +62,12 @@ class CodedForm(NamedTuple):
 
     @property
     def code_bytes(self) -> int:
-        """Of a cell's codes."""
+        """How many bytes the codes of a cell take."""
         return BAND * CELL_COLUMNS * self.bits // 8
 
     @property
     def cell_bytes(self) -> int:
-        """Of a cell, with its scales."""
+        """How many bytes a cell takes, codes and scales together."""
         return self.code_bytes + self.spans * BAND * 4 * (1 + self.has_minima)
 
     def check(self) -> None:
@@ -138,7 +138,7 @@ class CodedWeights:
         return {"cells": self.cells, "scales": self.scales, "minima": self.minima}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
-        """The same matrix in other memory; with one more axis in front, those of all experts."""
+        """The matrix in other memory; that of all experts, if it has one more axis in front."""
         return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
 
     def fill(

@@ -143,7 +143,7 @@ def token_width(num_tokens: int) -> int:
 
 
 def coded_width(num_tokens: int) -> int:
-    """The same for coded weights."""
+    """The tokens of a block that multiplies this many with coded weights."""
     return 8 if num_tokens <= 8 else token_width(num_tokens)
 
 

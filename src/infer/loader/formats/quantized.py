@@ -270,7 +270,7 @@ def describe(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def quantized_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those that are matrices of a published format."""
+    """The tensors that are matrices of a published format, by name."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
 
 
