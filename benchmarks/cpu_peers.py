@@ -1,18 +1,23 @@
 """A model on this CPU, the default one if none is named: our engine beside its peers, in the same run.
 
-    python -m benchmarks.cpu_peers --threads 1 --out benchmarks/reports/cpu.json
+    python -m benchmarks.cpu_peers --threads 1 2 --out benchmarks/reports/cpu.json
     python -m benchmarks.cpu_peers --peer-python path/to/python      an environment with llama-cpp-python
     python -m benchmarks.cpu_peers --model FILE.gguf --engines "ours int8" "llama.cpp Q8_0"
     python -m benchmarks.cpu_peers --threads 2 --http --llama-server path/to/llama-server
+    python -m benchmarks.cpu_peers --threads 2 --long 4096         a long prompt as well
 
 Every engine is a process of its own, and the engines take turns: one round of all of them, then the
-next, so that whatever else the machine does meets them all. The figure is the median of the rounds.
+next, so that whatever else the machine does meets them all. The figure is the median of the rounds, and in
+each of them of REPEATS measurements.
 
     decode 1     tokens per second of one sequence, after a prompt of 16 tokens
     decode 8     of eight sequences together
     prefill      tokens per second of a prompt of 512
+    long         of a prompt of as many tokens as `--long` says
+    GB/s         bytes of the matrices that one token reads, times `decode 1`
     http 1, 8    with `--http`: tokens per second of a server with one stream and with eight, each a question
                  of about 80 tokens and an answer of 64; `ttft_s` is the median time to the first token
+    start        seconds from the command to the server's first 200 at /health
 
 A server's rate holds its prompts: `loop_per_s` and `loop_per_cpu_s`, beside it, are what the three figures
 above would make of the same work, so the difference is what HTTP, scheduling and waiting cost. Where no
@@ -26,7 +31,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -41,7 +48,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DECODE_TOKENS, PROMPT, PREFILL = 48, 16, 512
+DECODE_TOKENS, PROMPT, PREFILL, REPEATS = 48, 16, 512, 3
 STREAMS, QUESTION, ANSWER, START_S = (1, 8), 80, 64, 120
 OURS = ("ours int8", "ours int4", "ours fp32", "ours int8 fast", "ours int4 fast")
 PEERS = ("transformers fp32", "llama.cpp Q8_0", "llama.cpp Q4_0")
@@ -59,7 +66,13 @@ def rates(num_tokens: int, seconds: tuple[float, float]) -> dict[str, float]:
     return {"per_s": round(num_tokens / seconds[0], 1), "per_cpu_s": round(num_tokens / seconds[1], 1)}
 
 
-def three_figures(generate: Callable[[int, int, int], None]) -> dict[str, Any]:
+def repeated(measured: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The median of REPEATS measurements, clock by clock."""
+    found = [measured() for _ in range(REPEATS)]
+    return {clock: statistics.median(one[clock] for one in found) for clock in found[0]}
+
+
+def all_figures(generate: Callable[[int, int, int], None], long: int) -> dict[str, Any]:
     """The figures of an engine with `generate(rows, prompt length, new tokens)`; it must be warm.
 
     Decoding alone is the difference between making many tokens and making one.
@@ -70,14 +83,18 @@ def three_figures(generate: Callable[[int, int, int], None]) -> dict[str, Any]:
         whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
         return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
 
-    return {
-        "decode 1": decode(1),
-        "decode 8": decode(8),
-        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
+    def prefill(length: int) -> dict[str, float]:
+        return rates(length, timed(lambda: generate(1, length, 1)))
+
+    found = {
+        "decode 1": repeated(lambda: decode(1)),
+        "decode 8": repeated(lambda: decode(8)),
+        "prefill": repeated(lambda: prefill(PREFILL)),
     }
+    return found | ({"long": prefill(long)} if long else {})
 
 
-def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
+def measure_ours(path: Path, weights: str, threads: int, long: int) -> dict[str, Any]:
     """The engine as `LLM` runs it: scheduler, sampling and all."""
     from infer import LLM, SamplingParams
 
@@ -88,7 +105,7 @@ def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
         cpu_products=digits or "exact",
         device="cpu",
         num_threads=threads,
-        max_seq_len=1024,
+        max_seq_len=max(1024, long + 16),
         use_prefix_caching=False,
     )
 
@@ -97,7 +114,7 @@ def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
 
     generate(8, PROMPT, 4)
-    return three_figures(generate)
+    return all_figures(generate, long)
 
 
 def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
@@ -126,21 +143,25 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
         )
 
     generate(1, PROMPT, 2)
-    return three_figures(generate)
+    return all_figures(generate, 0)
 
 
-def measure_llama(path: Path, threads: int) -> dict[str, Any]:
+def measure_llama(path: Path, threads: int, long: int) -> dict[str, Any]:
     """llama.cpp through its C API: a batch of tokens per call, nothing sampled."""
     import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8 * 1024, 512, 512, 8
-    params.n_threads = params.n_threads_batch = threads
-    context = llama_cpp.llama_init_from_model(model, params)
-    memory = llama_cpp.llama_get_memory(context)
-    batch = llama_cpp.llama_batch_init(512, 0, 8)
+    batch = llama_cpp.llama_batch_init(PREFILL, 0, 8)
+
+    def new_context(num_tokens: int, num_sequences: int) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = num_sequences * num_tokens, num_sequences
+        params.n_batch = params.n_ubatch = PREFILL
+        params.n_threads = params.n_threads_batch = threads
+        return llama_cpp.llama_init_from_model(model, params)
+
+    context = new_context(1024, 8)
 
     def run(entries: list[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(entries)
@@ -151,9 +172,11 @@ def measure_llama(path: Path, threads: int) -> dict[str, Any]:
         llama_cpp.llama_synchronize(context)
 
     def prefill(rows: int, length: int) -> None:
-        llama_cpp.llama_memory_clear(memory, True)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         for row in range(rows):
-            run([(1000 + at, at, row, at == length - 1) for at in range(length)])
+            for start in range(0, length, PREFILL):
+                ats = range(start, min(length, start + PREFILL))
+                run([(1000 + at, at, row, at == length - 1) for at in ats])
 
     def decode(rows: int) -> dict[str, float]:
         prefill(rows, PROMPT)
@@ -165,11 +188,15 @@ def measure_llama(path: Path, threads: int) -> dict[str, Any]:
         return rates(rows * DECODE_TOKENS, timed(steps))
 
     prefill(1, PREFILL)
-    return {
-        "decode 1": decode(1),
-        "decode 8": decode(8),
-        "prefill": rates(PREFILL, timed(lambda: prefill(1, PREFILL))),
+    found = {
+        "decode 1": repeated(lambda: decode(1)),
+        "decode 8": repeated(lambda: decode(8)),
+        "prefill": repeated(lambda: rates(PREFILL, timed(lambda: prefill(1, PREFILL)))),
     }
+    if long:
+        context = new_context(long + 64, 1)
+        found["long"] = rates(long, timed(lambda: prefill(1, long)))
+    return found
 
 
 def server_command(
@@ -192,13 +219,15 @@ def server_command(
 
 def http_figures(command: list[str], port: int) -> dict[str, Any]:
     """What a server makes of one stream and of eight, and the processor time of all of its processes."""
+    begun = time.perf_counter()
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_until_ready(server, port)
-        number, figures = 0, {}
+        figures: dict[str, Any] = {"start": {"s": round(time.perf_counter() - begun, 2)}}
+        number = 0
         asyncio.run(_ask_all(port, range(-8, 0)))  # what is allocated and compiled by the first of all
         for streams in STREAMS:
-            num_rounds = max(1, 4 // streams)
+            num_rounds = max(3, 4 // streams)
             wall, cpu = time.perf_counter(), _cpu_seconds(server.pid)
             waits: list[float] = []
             for _ in range(num_rounds):
@@ -232,7 +261,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
                 if answer.status == 200:
                     return
         except OSError:
-            time.sleep(0.1)
+            time.sleep(0.02)
     raise RuntimeError(f"{server.args!r} did not get ready")
 
 
@@ -293,23 +322,52 @@ def quantize_for_llama(source: Path, target: Path, name: str) -> None:
     assert llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) == 0
 
 
-def measure(engine: str, path: Path, threads: int) -> dict[str, Any]:
-    """One engine in this process: its figures, and which version it is."""
+def measure(engine: str, path: Path, threads: int, long: int) -> dict[str, Any]:
+    """One engine in this process: its figures, which version it is, and what it uses of the processor."""
     family, _, kind = engine.partition(" ")
     package = {"ours": "infer", "transformers": "transformers", "llama.cpp": "llama_cpp"}[family]
     if family == "ours":
-        figures = measure_ours(path, kind, threads)
+        from infer.kernels.cpu.library import library
+
+        figures = measure_ours(path, kind, threads, long)
+        built = library()
+        uses = "PyTorch" if built is None else built.variant
     elif family == "transformers":
-        figures = measure_transformers(path, threads)
+        import torch
+
+        figures, uses = (
+            measure_transformers(path, threads),
+            f"PyTorch, {torch.backends.cpu.get_cpu_capability()}",
+        )
     else:
-        figures = measure_llama(path, threads)
+        import llama_cpp
+
+        figures = measure_llama(path, threads, long)
+        uses = llama_cpp.llama_print_system_info().decode().strip(" |")
     version = f"{package} {getattr(sys.modules[package], '__version__', 'of unknown version')}"
-    return {"version": version, "figures": figures}
+    return {"version": version, "instruction_set": uses, "figures": figures}
 
 
-def run_elsewhere(python: str, engine: str, path: Path, threads: int) -> dict[str, Any] | None:
+def matrix_bytes(engine: str, path: Path) -> int:
+    """Bytes of the matrices that one token multiplies with: all of the file's but an untied embedding."""
+    from infer.loader.formats.gguf import read_gguf
+
+    tensors = dict(read_gguf(path).tensors)
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
+    if engine.startswith("llama"):
+        return sum(tensor.num_bytes for tensor in tensors.values())
+    bits = 32.0 if "fp32" in engine else 5.0 if "int4" in engine else 8.5
+    matrices = (tensor for tensor in tensors.values() if len(tensor.shape) > 1)
+    is_head = {"output.weight", "token_embd.weight"}
+    of = {name: max(bits, 8.5) if name in is_head else bits for name in tensors}
+    return round(sum(math.prod(each.shape) * of[each.name] / 8 for each in matrices))
+
+
+def run_elsewhere(python: str, engine: str, path: Path, threads: int, long: int) -> dict[str, Any] | None:
     """One engine in a process of its own; None where it cannot run."""
     command = [python, __file__, "--measure", engine, "--file", str(path), "--threads", str(threads)]
+    command += ["--long", str(long)]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -337,10 +395,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a table for each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
     parser.add_argument("--engines", nargs="+", choices=OURS + PEERS, default=OURS + PEERS)
+    parser.add_argument("--long", type=int, default=0, metavar="TOKENS", help="measure such a prompt as well")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--http", action="store_true", help="measure servers as well")
     parser.add_argument("--llama-server", default=shutil.which("llama-server"))
@@ -354,7 +413,7 @@ def main() -> None:
 
         args = parse(parser)
     if args.measure:
-        print(json.dumps(measure(args.measure, args.file, args.threads)))
+        print(json.dumps(measure(args.measure, args.file, args.threads[0], args.long)))
         return
     if args.quantize:
         quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
@@ -364,8 +423,9 @@ def main() -> None:
     from infer.loader.find.default_model import default_model_file
 
     source = args.model or default_model_file()
-    results: dict[str, list[dict[str, Any]]] = {}
-    versions: dict[str, str] = {}
+    load = [round(load, 1) for load in os.getloadavg()]
+    facts_of: dict[str, dict[str, Any]] = {}  # of each engine, whatever the threads
+    results: dict[int, dict[str, list[dict[str, Any]]]] = {threads: {} for threads in args.threads}
     with tempfile.TemporaryDirectory() as directory:
         files = dict.fromkeys(args.engines, source)
         for engine in [engine for engine in files if engine.startswith("llama")]:
@@ -376,34 +436,46 @@ def main() -> None:
                 capture_output=True,
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             )
-        for _ in range(args.rounds):
-            for engine, path in files.items():
-                python = args.peer_python if engine.startswith("llama") else sys.executable
-                if (found := run_elsewhere(python, engine, path, args.threads)) is not None:
-                    port = _free_port()
-                    command = server_command(engine, path, args.threads, port, args.llama_server)
-                    if args.http and command is not None:
-                        found["figures"] |= http_figures(command, port)
-                    results.setdefault(engine, []).append(found["figures"])
-                    versions[engine] = found["version"]
-                    print(engine, found, flush=True)
-    medians = {engine: median_of(rounds) for engine, rounds in results.items()}
-    for figures in medians.values():
-        for streams in STREAMS:
-            if f"http {streams}" in figures:
-                figures[f"http {streams}"] |= in_the_loop(figures, streams)
+        for _, threads, (engine, path) in itertools.product(range(args.rounds), args.threads, files.items()):
+            python = args.peer_python if engine.startswith("llama") else sys.executable
+            if (found := run_elsewhere(python, engine, path, threads, args.long)) is None:
+                continue
+            port = _free_port()
+            command = server_command(engine, path, threads, port, args.llama_server)
+            if args.http and command is not None:
+                found["figures"] |= http_figures(command, port)
+            results[threads].setdefault(engine, []).append(found.pop("figures"))
+            facts_of[engine] = found | {"matrix_bytes": matrix_bytes(engine, path)}
+            print(threads, engine, results[threads][engine][-1], flush=True)
+    if args.llama_server is not None and args.http:
+        said = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True)
+        facts_of["llama-server"] = {"version": (said.stdout + said.stderr).strip()}
     report = {
         "machine": facts() | {"architecture": platform.machine()},
         "model": source.name,
         "revision": revision_of(source),
-        "threads": args.threads,
         "rounds": args.rounds,
-        "versions": versions,
-        "load": [round(load, 1) for load in os.getloadavg()],
-        "engines": medians,
+        "long": args.long,
+        "load": load,
+        "of": facts_of,
+        "threads": {str(threads): table(found, facts_of) for threads, found in results.items()},
     }
     print(json.dumps(report, indent=2))
     write(report, args.out)
+
+
+def table(
+    results: dict[str, list[dict[str, Any]]], facts_of: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The medians of each engine, with what follows from them."""
+    medians = {engine: median_of(rounds) for engine, rounds in results.items()}
+    for engine, figures in medians.items():
+        read = facts_of[engine]["matrix_bytes"] / 1e9
+        figures["decode 1"]["gb_per_s"] = round(read * figures["decode 1"]["per_s"], 2)
+        for streams in STREAMS:
+            if f"http {streams}" in figures:
+                figures[f"http {streams}"] |= in_the_loop(figures, streams)
+    return medians
 
 
 if __name__ == "__main__":
