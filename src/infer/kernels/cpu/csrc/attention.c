@@ -15,6 +15,9 @@
  *     pack_keys                  weigh       maximum, exponentials and their sum, in place
  *                                add_values  weights times values, onto the sums of earlier blocks
  *
+ * Keys and values in 8 bits are decoded once for all queries of a chunk. The scales of their tokens are not theirs
+ * to bear: a position's score is multiplied with that of its key, and its weight with that of its value.
+ *
  * A score is four sums, of channels 0, 4, 8, ..., of 1, 5, 9, ..., and so on: (s0 + s1) + (s2 + s3). They are
  * the lanes of a quarter of a register with AVX-512, half with AVX2, and a whole one of 4 floats. The 4 registers
  * of WIDTH positions and 4 channels, the unit of `pack_keys`:
@@ -76,6 +79,7 @@ typedef struct {
     float *sums;            /* [queries][padded] */
     const float *const *keys, *const *values; /* [16] rows of this block */
     const float *packed;    /* the keys again, in the order of pack_keys */
+    const float *key_scales, *value_scales; /* [16], or NULL: keys and values are floats */
     float scale;
     int lo, hi; /* positions lo .. hi-1 of the block are seen */
 } tile_work;
@@ -146,7 +150,9 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
                 for (int c = 0; c < 4; c++) s[i][c] += channels * k[c];
             }
         }
-        for (int i = 0; i < count; i++) store_vr(scores + i * POSITIONS + first, add_channels(s[i]) * t->scale);
+        vr scale = splat_vr(t->scale);
+        if (t->key_scales) scale *= load_vr(t->key_scales + first);
+        for (int i = 0; i < count; i++) store_vr(scores + i * POSITIONS + first, add_channels(s[i]) * scale);
     }
 }
 
@@ -230,6 +236,8 @@ ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *
         weigh(count, 1, t, weights);
     else
         weigh(count, 0, t, weights);
+    for (int n = 0; t->value_scales && n < count * POSITIONS; n += WIDTH)
+        store_vr(weights + n, load_vr(weights + n) * load_vr(t->value_scales + n % POSITIONS));
     int64_t c = 0;
     for (; c + 4 * WIDTH <= t->padded; c += 4 * WIDTH) add_values(count, 4, weights, t, c);
     for (; c < t->padded; c += WIDTH) add_values(count, 1, weights, t, c);
@@ -269,35 +277,59 @@ static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Where 16 positions from `block` on lie in the cache, -1 where no query looks. */
-static void find_slots(const attend_args *a, const int64_t *table, int64_t block, int64_t low, int64_t high,
-                       int64_t slots[POSITIONS]) {
+/* Where 16 positions from `block` on lie in the cache, and the scales of their kv head g; -1 where no query looks. */
+static void find_slots(const attend_args *a, const int64_t *table, int64_t g, int64_t block, int64_t low, int64_t high,
+                       int64_t slots[POSITIONS], int64_t scales[POSITIONS]) {
     int64_t at = block / a->block_size, offset = block - at * a->block_size;
     for (int j = 0; j < POSITIONS; j++, offset++) {
         if (offset == a->block_size) at++, offset = 0;
-        slots[j] = block + j < low || block + j > high ? -1 : table[at] * a->block_size + offset;
+        slots[j] = scales[j] = -1;
+        if (block + j < low || block + j > high) continue;
+        slots[j] = table[at] * a->block_size + offset;
+        scales[j] = (table[at] * a->G + g) * a->block_size + offset;
     }
 }
 
 /* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is no multiple of a register are
  * copied into `room`, [16][padded], and codes are decoded into it. */
-static void load_rows(const attend_args *a, const void *cache, const float *scales, int64_t g,
-                      const int64_t slots[POSITIONS], int64_t padded, float *room, const float *rows[POSITIONS]) {
+static void load_rows(const attend_args *a, const void *cache, int64_t g, const int64_t slots[POSITIONS],
+                      int64_t padded, float *room, const float *rows[POSITIONS]) {
     static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
     for (int j = 0; j < POSITIONS; j++) {
         const int64_t first = (slots[j] * a->G + g) * a->H;
         rows[j] = slots[j] < 0 ? zeros : room + j * padded; /* what lies behind H is 0 */
         if (slots[j] < 0) continue;
-        if (a->kind != AS_FLOAT) {
-            const int64_t head = slots[j] / a->block_size * a->G + g, offset = slots[j] % a->block_size;
-            decode_codes(a->kind, (const uint8_t *)cache + first, scales[head * a->block_size + offset],
-                         room + j * padded, a->H);
-        } else if (padded == a->H)
+        if (a->kind != AS_FLOAT)
+            decode_codes(a->kind, (const uint8_t *)cache + first, room + j * padded, a->H);
+        else if (padded == a->H)
             rows[j] = (const float *)cache + first;
         else
             memcpy(room + j * padded, (const float *)cache + first, (size_t)a->H * sizeof(float));
     }
 }
+
+#if WIDTH == 16
+/* What load_rows and pack_keys make of codes, in heads of whole registers: 4 channels of a row are 4 bytes, so they
+ * are brought into their order before they are decoded, at a quarter of the size. */
+ALWAYS_INLINE void pack_codes(const int64_t kind, const attend_args *a, int64_t g, const int64_t slots[POSITIONS],
+                              float *packed) {
+    static const uint8_t zeros[MAX_HEAD] = {0};
+    const uint8_t *rows[POSITIONS];
+    for (int j = 0; j < POSITIONS; j++)
+        rows[j] = slots[j] < 0 ? zeros : (const uint8_t *)a->keys + (slots[j] * a->G + g) * a->H;
+    for (int64_t h = 0; h < a->H; h += 16)
+        for (int c = 0; c < 4; c++) {
+            __m128i r[4], quads[4];
+            for (int n = 0; n < 4; n++) r[n] = _mm_loadu_si128((const __m128i *)(rows[c + 4 * n] + h));
+            __m128i low01 = _mm_unpacklo_epi32(r[0], r[1]), low23 = _mm_unpacklo_epi32(r[2], r[3]);
+            __m128i high01 = _mm_unpackhi_epi32(r[0], r[1]), high23 = _mm_unpackhi_epi32(r[2], r[3]);
+            quads[0] = _mm_unpacklo_epi64(low01, low23), quads[1] = _mm_unpackhi_epi64(low01, low23);
+            quads[2] = _mm_unpacklo_epi64(high01, high23), quads[3] = _mm_unpackhi_epi64(high01, high23);
+            for (int n = 0; n < 4; n++)
+                store(packed + (h + 4 * n + c) * WIDTH, kind == AS_FP8 ? decode_fp8(quads[n]) : decode_int8(quads[n]));
+        }
+}
+#endif
 
 /* The queries of a chunk, and what it knows about them. */
 typedef struct {
@@ -317,13 +349,23 @@ typedef struct {
 static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     const attend_args *a = w->a;
     const int64_t padded = w->padded, num = w->num, *positions = w->positions;
-    const int is_packed = WIDTH > 4 && num > TILE;
+    const int is_coded = a->kind != AS_FLOAT, has_codes_packed = WIDTH == 16 && is_coded && padded == a->H;
+    const int is_packed = has_codes_packed || (WIDTH > 4 && num > TILE);
     const float *keys[POSITIONS], *values[POSITIONS];
-    int64_t slots[POSITIONS];
-    find_slots(a, w->table, block, low, high, slots);
-    load_rows(a, a->keys, a->key_scales, w->g, slots, padded, w->key_room, keys);
-    load_rows(a, a->values, a->value_scales, w->g, slots, padded, w->value_room, values);
-    if (is_packed) pack_keys(keys, padded, w->packed);
+    float key_scales[POSITIONS], value_scales[POSITIONS];
+    int64_t slots[POSITIONS], scales[POSITIONS];
+    find_slots(a, w->table, w->g, block, low, high, slots, scales);
+    for (int j = 0; is_coded && j < POSITIONS; j++) {
+        key_scales[j] = scales[j] < 0 ? 0.0f : a->key_scales[scales[j]];
+        value_scales[j] = scales[j] < 0 ? 0.0f : a->value_scales[scales[j]];
+    }
+    load_rows(a, a->values, w->g, slots, padded, w->value_room, values);
+#if WIDTH == 16
+    if (has_codes_packed && a->kind == AS_FP8) pack_codes(AS_FP8, a, w->g, slots, w->packed);
+    else if (has_codes_packed) pack_codes(AS_INT8, a, w->g, slots, w->packed);
+#endif
+    if (!has_codes_packed) load_rows(a, a->keys, w->g, slots, padded, w->key_room, keys);
+    if (is_packed && !has_codes_packed) pack_keys(keys, padded, w->packed);
     for (int64_t i = 0, together; i < num; i += together) {
         int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
         int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
@@ -334,7 +376,7 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
         if (lo < 0) lo = 0;
         if (lo >= POSITIONS || hi <= 0) continue;
         tile_work t = {padded, w->queries + i * padded, w->state + i, w->sums + i * padded, keys, values, w->packed,
-                       (float)a->scale, (int)lo, (int)(hi < POSITIONS ? hi : POSITIONS)};
+                       is_coded ? key_scales : NULL, is_coded ? value_scales : NULL, (float)a->scale, (int)lo, (int)(hi < POSITIONS ? hi : POSITIONS)};
         if (is_packed) visit_packed(together, &t);
         else visit_direct(together, &t);
     }
