@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer.errors import DeviceLost, EngineError, EngineStopped
+from tests.unit.cli.ctrl_c import press_ctrl_c
 from tests.unit.cli.fake_llm import FakeLLM
 
 Infer = Callable[..., Any]
@@ -142,7 +143,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(infer: Infer) -> None:
 
     def press(index: int) -> None:
         if index == 2 and len(llm.chats) == 1:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
     llm.before_token = press
     handler = signal.getsignal(signal.SIGINT)
@@ -159,8 +160,8 @@ def test_a_second_ctrl_c_leaves_even_a_model_that_is_stuck(infer: Infer) -> None
     llm = FakeLLM()
 
     def press_twice(index: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        press_ctrl_c()
+        press_ctrl_c()
 
     llm.before_token = press_twice
     assert infer("chat", stdin="hello\n", llm=llm).code == 130

@@ -14,13 +14,14 @@ import pytest
 from infer.cli.chat_tools import MAX_RESULT_LEN, MAX_ROUNDS, escape
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
 from infer.sampling.params import SamplingParams
+from tests.unit.cli.ctrl_c import press_ctrl_c
 from tests.unit.cli.fake_llm import FakeDelta, FakeLLM, FakeStream
 
 Infer = Callable[..., Any]
 
 TOOLS = '''
-import signal
 from pathlib import Path
+from tests.unit.cli.ctrl_c import press_ctrl_c
 
 def add(a: int, b: int = 1) -> int:
     """Add two numbers."""
@@ -37,7 +38,7 @@ def leave() -> None:
 
 def stick() -> str:
     """Never come back."""
-    signal.raise_signal(signal.SIGINT)
+    press_ctrl_c()
     return "not reached"
 
 def flood(size: int) -> str:
@@ -253,7 +254,7 @@ def test_calls_of_an_answer_that_was_stopped_are_not_made(infer: Infer, file: Pa
         def _play(self, parts: Any) -> Generator[FakeDelta, None, None]:
             for delta in super()._play(parts):
                 if len(self.chats) == 1:
-                    signal.raise_signal(signal.SIGINT)
+                    press_ctrl_c()
                 yield delta
 
     llm = Stopped([Call("add", '{"a": 1}')], ["Yes?"])
