@@ -19,10 +19,10 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint format clean distclean
+.PHONY: help setup serve test test-slow check lint format clean distclean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/.model  ## make .venv, install the package with pinned dependencies, fetch the default model
 	@echo "ready: $(BIN)/infer --help"
@@ -30,9 +30,12 @@ setup: $(VENV)/.model  ## make .venv, install the package with pinned dependenci
 serve: $(VENV)/.model  ## serve the default model on 127.0.0.1:8000; ARGS="MODEL --port 9000" for another
 	@$(BIN)/infer serve $(ARGS)
 
-test: $(VENV)/.tools  ## run every test that this machine can run
+test: $(VENV)/.tools  ## run every test that this machine can run, without the slow ones
 	@$(BIN)/infer fetch > /dev/null || echo "the default model is not here: tests that need it are skipped" >&2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/.tools  ## run the slow tests: long random runs, every combination, every compiler
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
 check: $(VENV)/.tools  ## formatting, lint, types, docs and unit tests: what a commit must pass
 	@scripts/check

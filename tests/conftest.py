@@ -61,6 +61,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(trylast=True)  # the tests that are left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("network") and not registry_answers():

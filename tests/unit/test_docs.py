@@ -107,7 +107,7 @@ def test_commands_in_the_readme_are_understood_by_the_parser() -> None:
 
 
 def test_make_targets_in_the_docs_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in pages():
-        named = set(re.findall(r"`make ([a-z]+)`|^make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE))
+        named = set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE))
         assert {name for pair in named for name in pair if name} <= targets
