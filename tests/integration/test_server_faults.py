@@ -62,7 +62,7 @@ class Live:
 
     def is_quiet(self) -> bool:
         stats = self.engine.stats()
-        busy = stats.num_running + stats.num_waiting + stats.num_used_blocks + self.state.num_active
+        busy = stats.num_running + stats.num_waiting + stats.num_used_blocks + self.state.board.num_active
         return busy == 0
 
 

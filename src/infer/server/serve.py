@@ -39,12 +39,12 @@ from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
-from infer.server.fleet.fleet import Fleet
+from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import Ask
 from infer.server.middleware.host_check import is_loopback, needs_host_check
 from infer.server.processes.accept import Acceptor
-from infer.server.processes.board import Board, SharedState
+from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes
 from infer.server.state import ServerState
 
@@ -132,30 +132,28 @@ async def run(
 ) -> None:
     """Serve models as `serve` does, in an event loop that runs already."""
     number = num_processes(config, on_gpu=_is_on_gpu(models))
-    state = ServerState(config=config) if number == 1 else SharedState(config, Board(number))
-    state.is_starting = True
-    workers = Workers(config, state.board) if isinstance(state, SharedState) else None
+    state = ServerState(config=config, board=Board(number))
+    state.board.is_starting = True
+    workers = Workers(config, state.board)
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares, workers)
     server = HttpServer(uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
     warn_if_open(config)
     stopping = _stop_on_signals(state)
-    if isinstance(state, SharedState) and workers is not None:
+    if number > 1:
         server.share(listener, state.board)
-        await workers.start(server.config.loaded_app, listener, models)
-    serving = asyncio.create_task(server.serve(sockets=[listener] if workers is None else []))
+        knobs = [with_server_defaults(model).knobs() for model in models.values()]
+        await workers.start(server.config.loaded_app, listener, knobs)
+    serving = asyncio.create_task(server.serve(sockets=[listener] if number == 1 else []))
     starting = asyncio.create_task(fleet.start(models))
-    losing = asyncio.create_task(fleet.wait_lost())
-    ends: set[asyncio.Future[Any]] = {stopping, serving, losing}
-    if workers is not None:
-        ends.add(workers.lost)
+    ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
     url = url_of(config, listener)
     loop_name = _loop_name()
     level = logging.INFO if loop_name == "uvloop" else logging.WARNING
     said = "listening on url=%s models=%d api_processes=%d seconds=%.2f event_loop=%s"
     logger.log(level, said, url, len(models), number, _process_age(), loop_name)
     try:
-        await asyncio.wait({starting, *(ends - {losing})}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_lost(workers)
         if starting.done():
             starting.result()  # raises what went wrong
@@ -164,17 +162,14 @@ async def run(
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
-            if losing.done():
-                raise EngineLost(losing.result())
             await drain(state, config.drain_timeout)
     finally:
-        state.is_draining = True
-        for task in (starting, losing):
-            task.cancel()
-        await asyncio.gather(starting, losing, return_exceptions=True)
+        state.board.is_draining = True
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await fleet.close()  # requests inside get `EngineStopped`
         server.should_exit = True
-        await asyncio.gather(serving, *([] if workers is None else [workers.close()]))
+        await asyncio.gather(serving, workers.close())
         stopping.cancel()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
@@ -183,21 +178,22 @@ async def run(
     logger.info("stopped")
 
 
-def _raise_if_lost(workers: Workers | None) -> None:
-    if workers is not None and workers.lost.done():
+def _raise_if_lost(workers: Workers) -> None:
+    if workers.lost.done():
         raise EngineLost(workers.lost.result())
 
 
 async def drain(state: ServerState, timeout_s: float) -> None:
     """Take no new requests and wait until those inside have left, at most `timeout_s` seconds."""
-    state.is_draining = True
-    hint = "; a second signal (Ctrl-C) ends them at once" if state.total_active else ""
-    logger.info("draining requests=%d timeout_s=%g%s", state.total_active, timeout_s, hint)
+    board = state.board
+    board.is_draining = True
+    hint = "; a second signal (Ctrl-C) ends them at once" if board.num_active else ""
+    logger.info("draining requests=%d timeout_s=%g%s", board.num_active, timeout_s, hint)
     give_up_at = time.monotonic() + timeout_s
-    while state.total_active and time.monotonic() < give_up_at and not state.is_cut_off:
+    while board.num_active and time.monotonic() < give_up_at and not state.is_cut_off:
         await asyncio.sleep(0.02)
-    if state.total_active and not state.is_cut_off:
-        logger.warning("drain timed out cut_off_requests=%d", state.total_active)
+    if board.num_active and not state.is_cut_off:
+        logger.warning("drain timed out cut_off_requests=%d", board.num_active)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -300,9 +296,9 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
         if stopping.done():
             if state.is_cut_off:
                 _exit(state.config)
-            logger.warning("second signal ended_requests=%d", state.total_active)
+            logger.warning("second signal ended_requests=%d", state.board.num_active)
             state.is_cut_off = True
-            loop.call_later(CUT_OFF_S if state.total_active else 0, _exit, state.config)
+            loop.call_later(CUT_OFF_S if state.board.num_active else 0, _exit, state.config)
             return
         stopping.set_result(None)
 

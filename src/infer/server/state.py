@@ -16,11 +16,12 @@ a model is taken away only when no request holds it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient
@@ -29,11 +30,13 @@ from infer.errors import UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
+from infer.server.processes.board import Board
 
 if TYPE_CHECKING:
     from infer.server.protocol.errors import ApiError
 
 
+UNLOAD_POLL_S = 0.02
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
 
 
@@ -53,6 +56,12 @@ class ServedModel:
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""
         return self.router.pick(request, self.clients)
+
+    async def wait_unheld(self, timeout_s: float) -> None:
+        """Wait until no HTTP request holds the model, at most so long."""
+        give_up_at = monotonic() + timeout_s
+        while self.num_held and monotonic() < give_up_at:
+            await asyncio.sleep(UNLOAD_POLL_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,15 +148,8 @@ class ServerState:
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
-    is_starting: bool = False  # the first models are being loaded
-    is_draining: bool = False  # no new requests
+    board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
-    num_active: int = 0  # requests inside, streams not read to their end included
-
-    @property
-    def total_active(self) -> int:
-        """The requests inside all API processes of the server."""
-        return self.num_active
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""

@@ -109,7 +109,7 @@ def test_a_poll_of_health_is_logged_when_it_fails_in_a_new_way(caplog: pytest.Lo
     site = Site()
     caplog.set_level(logging.DEBUG, logger="infer.server.middleware.access_log")
     for is_starting in (True, True, False, False, True):
-        site.state.is_starting = is_starting
+        site.state.board.is_starting = is_starting
         site.request("GET", "/health")
         site.request("GET", "/version")
     levels = [

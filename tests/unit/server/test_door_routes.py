@@ -307,7 +307,7 @@ def test_every_layer_refuses_in_the_form_of_anthropic(oracle: LLM) -> None:
     open_one = site(oracle)
     refused(open_one.request("GET", MESSAGES), 405, "invalid_request_error")
     refused(open_one.request("GET", f"{MESSAGES}/batches"), 404, "not_found_error")
-    open_one.state.is_draining = True
+    open_one.state.board.is_draining = True
     busy = open_one.request("POST", MESSAGES, json=HELLO)
     refused(busy, 503, "overloaded_error")
     assert busy.headers["retry-after"]

@@ -27,9 +27,9 @@ def test_one_engine_that_is_dead_or_stuck_makes_the_server_unwell(failure: Engin
 
 def test_starting_and_draining_are_told_apart_and_ask_to_come_back() -> None:
     site = Site()
-    site.state.is_starting = True
+    site.state.board.is_starting = True
     starting = site.request("GET", "/health")
-    site.state.is_starting, site.state.is_draining = False, True
+    site.state.board.is_starting, site.state.board.is_draining = False, True
     draining = site.request("GET", "/health")
     assert starting.status_code == draining.status_code == 503
     assert "starting" in starting.text and "draining" in draining.text
@@ -40,7 +40,7 @@ def test_health_answers_head() -> None:
     site = Site()
     response = site.request("HEAD", "/health")
     assert (response.status_code, response.content) == (200, b"")
-    site.state.is_draining = True
+    site.state.board.is_draining = True
     assert site.request("HEAD", "/health").status_code == 503
 
 

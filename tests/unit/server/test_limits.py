@@ -128,17 +128,18 @@ def test_after_the_body_the_application_hears_the_connection() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/nowhere"])
 def test_nobody_new_comes_in_while_starting_or_draining(state: str, path: str) -> None:
     server = ServerState(config=ServerConfig())
-    server.is_starting, server.is_draining = state == "starting", state == "draining"
+    server.board.is_starting, server.board.is_draining = state == "starting", state == "draining"
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path), connection.receive, connection.send))
     assert connection.status == 503
     assert dict(connection.sent[0]["headers"])[b"retry-after"].isdigit()
-    assert server.num_active == 0
+    assert server.board.num_active == 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/", "/ui/app.js", "/admin/drain"])
 def test_who_watches_or_operates_comes_in_at_any_time(path: str) -> None:
-    server = ServerState(config=ServerConfig(), is_starting=True, is_draining=True)
+    server = ServerState(config=ServerConfig())
+    server.board.is_starting = server.board.is_draining = True
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path), connection.receive, connection.send))
     assert connection.status == 200
@@ -149,7 +150,8 @@ def test_who_watches_or_operates_comes_in_at_any_time(path: str) -> None:
     [("/api/health", 200), ("/api/admin/drain", 200), ("/api/v1/models", 503), ("/api/x/health", 503)],
 )
 def test_a_root_path_is_no_part_of_the_decision(path: str, status: int) -> None:
-    server = ServerState(config=ServerConfig(), is_draining=True)
+    server = ServerState(config=ServerConfig())
+    server.board.is_draining = True
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path, root_path="/api"), connection.receive, connection.send))
     assert connection.status == status
@@ -160,10 +162,10 @@ def test_those_inside_are_counted_until_they_leave_however_they_leave() -> None:
     seen: list[int] = []
 
     async def fails(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(server.num_active)
+        seen.append(server.board.num_active)
         raise RuntimeError
 
     connection = Connection([])
     with pytest.raises(RuntimeError):
         asyncio.run(Gate(fails, server)(scope(), connection.receive, connection.send))
-    assert seen == [1] and server.num_active == 0
+    assert seen == [1] and server.board.num_active == 0

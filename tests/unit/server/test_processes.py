@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import re
 import socket
@@ -27,7 +26,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes import workers as workers_module
 from infer.server.processes.accept import Acceptor
-from infer.server.processes.board import Board, SharedState
+from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
 from infer.server.processes.worker import EngineFeed, Worker
 from infer.server.processes.workers import Workers, _Process, num_processes
@@ -58,27 +57,25 @@ def test_numbers_that_cannot_be_had_are_refused() -> None:
         create_app(server=ServerConfig(api_processes=2))
 
 
-def test_states_on_one_board_agree() -> None:
-    first = SharedState(ServerConfig(), Board(2))
+def test_processes_on_one_board_agree() -> None:
+    first = Board(2)
     first.is_starting = True
-    other = SharedState(ServerConfig(), Board(2, 1, os.dup(first.board.fd)))
+    other = Board(2, 1, os.dup(first.fd))
     assert other.is_starting and first.is_starting, "a newcomer changes nothing"
     first.is_starting, first.is_draining = False, True
     assert not other.is_starting and other.is_draining
-    first.num_active += 2
-    other.num_active += 3
-    assert (first.num_active, other.num_active) == (2, 3)
-    assert first.total_active == other.total_active == 5
+    first.count_request(2)
+    other.count_request(3)
+    assert first.num_active == other.num_active == 5
+    other.count_request(-3)
+    assert first.num_active == other.num_active == 2
 
 
-def test_a_newcomer_writes_no_flag_and_has_all_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag that is read and written back would undo a drain that begins in between."""
-    written: list[int] = []
-    monkeypatch.setattr(Board, "set_flag", lambda board, which, value: written.append(which))
-    state, plain = SharedState(ServerConfig(), Board(2)), ServerState(config=ServerConfig())
-    assert not written
-    for field in dataclasses.fields(ServerState):
-        assert getattr(state, field.name) == getattr(plain, field.name), field.name
+def test_servers_of_one_process_share_nothing() -> None:
+    first, other = Board(), Board()
+    first.is_draining = True
+    first.count_request(1)
+    assert not other.is_draining and not other.num_active
 
 
 def test_the_busier_process_knows_that_it_is() -> None:
@@ -253,11 +250,11 @@ def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
         other.app = app
         return other.request(method, path, headers={"authorization": f"Bearer {key}"}, **options)
 
-    first.state.is_draining = True
+    first.state.board.is_draining = True
     health = ask("GET", "/health", "k")
     assert health.status_code == 503 and "draining" in health.json()["error"]["message"]
     drained = ask("POST", "/admin/drain", "root", json={"drain": False})
-    assert drained.json() == {"is_draining": False, "num_active": 0} and not first.state.is_draining
+    assert drained.json() == {"is_draining": False, "num_active": 0} and not first.state.board.is_draining
     assert ask("POST", "/admin/drain", "k", json={}).status_code == 401
     assert ask("POST", "/admin/nothing", "root", json={}).status_code == 404
     page = ask("GET", "/metrics", "k").text
@@ -342,7 +339,7 @@ def num_files() -> int:
 def test_an_engine_that_is_gone_leaves_nothing_in_an_api_process(tmp_path: Path) -> None:
     async def main() -> None:
         state = Site().state
-        worker = Worker(cast(SharedState, state), ServerMetrics("infer"), [])
+        worker = Worker(state, ServerMetrics("infer"), [])
         (model,) = state.models.values()
         model.engines = [3]
         before = num_files()

@@ -78,7 +78,9 @@ def test_who_waits_for_the_last_answers_is_told_how_not_to(
     num_active: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="infer.server.serve")
-    asyncio.run(drain(ServerState(config=ServerConfig(), num_active=num_active), timeout_s=0.0))
+    state = ServerState(config=ServerConfig())
+    state.board.count_request(num_active)
+    asyncio.run(drain(state, timeout_s=0.0))
     first, *rest = caplog.messages
     assert first.startswith(f"draining requests={num_active} timeout_s=0")
     assert ("a second signal (Ctrl-C) ends them at once" in first) == bool(num_active) == bool(rest)
@@ -116,7 +118,9 @@ def test_a_second_signal_says_how_many_requests_it_ends(
     monkeypatch.setattr(serving, "CUT_OFF_S", 0)
 
     async def interrupt_twice() -> None:
-        stopping = serving._stop_on_signals(ServerState(config=ServerConfig(), num_active=3))
+        state = ServerState(config=ServerConfig())
+        state.board.count_request(3)
+        stopping = serving._stop_on_signals(state)
         interrupt_self()
         await stopping
         assert caplog.messages == []

@@ -4,8 +4,8 @@
     watch    every second: has an engine died, come back, or stopped making progress?
     unload   first the name goes, then requests that hold the model finish, then the engines stop
 
-An engine that died is started again by its own client. When all engines are down for good, `wait_lost`
-returns, and the server ends: a service manager can do more.
+An engine that died is started again by its own client. When all engines are down for good, the server is
+lost (`Workers.lost`) and ends: a service manager can do more.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
 """
@@ -17,31 +17,29 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
-from infer.client.messages import Replica
+from infer.client.messages import Ready, Replica
 from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig
+from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.phases import spell_phases
 from infer.errors import ConfigError, EngineLost, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
+from infer.loader.text_headers import TextHeaders
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
+from infer.server.processes.workers import Workers
 from infer.server.state import ServedModel, ServerState
-
-if TYPE_CHECKING:
-    from infer.server.processes.workers import Workers
+from infer.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
-UNLOAD_POLL_S = 0.02
 
 
 class Fleet:
@@ -57,19 +55,18 @@ class Fleet:
         self.state = state
         self._spares = spares or SpareEngines(0)
         self.metrics = metrics
-        self._workers = workers  # the other API processes of this server
+        self._workers = workers or Workers(state.config, state.board)  # the server's other API processes
         self._watcher: asyncio.Task[None] | None = None
         self._is_loading: set[str] = set()
         self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
-        self._lost: asyncio.Future[str] | None = None
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
         """Load the first models, one after the other; the first of them is the default."""
         started = time.perf_counter()
-        self.state.is_starting = True
+        self.state.board.is_starting = True
         for name, config in models.items():
             await self.load(name, config)
-        self.state.is_starting = False
+        self.state.board.is_starting = False
         self.metrics.startup_s = time.perf_counter() - started
 
     async def load(self, name: str, config: EngineConfig) -> ServedModel:
@@ -102,11 +99,8 @@ class Fleet:
         self._tell_names()
         self._leaving.append(model)
         try:
-            leaving = [] if self._workers is None else [self._workers.unserve(name)]
-            elsewhere = asyncio.gather(*leaving)
-            give_up_at = time.monotonic() + self.state.config.drain_timeout
-            while model.num_held and time.monotonic() < give_up_at:
-                await asyncio.sleep(UNLOAD_POLL_S)
+            elsewhere = asyncio.ensure_future(self._workers.unserve(name))
+            await model.wait_unheld(self.state.config.drain_timeout)
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", name, model.num_held)
             await elsewhere
@@ -129,8 +123,6 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
-        if self._workers is None:
-            return self.metrics.text()
         return self.metrics.sum_with(await self._workers.scrape()).text()
 
     async def reset_prefix_caches(self, name: str | None) -> int:
@@ -141,8 +133,7 @@ class Fleet:
             for client in model.clients:
                 num_forgotten += await client.reset_prefix_cache()
                 model.router.forget(client)
-            if self._workers is not None:
-                self._workers.forget_prefixes(model.name)
+            self._workers.forget_prefixes(model.name)
         return num_forgotten
 
     async def close(self) -> None:
@@ -154,11 +145,6 @@ class Fleet:
         models, self.state.models = self.state.models, {}
         await asyncio.gather(*(self._close(model) for model in (*models.values(), *self._leaving)))
 
-    async def wait_lost(self) -> str:
-        """Wait until every engine is down for good; returns why the last one is."""
-        self._lost = self._lost or asyncio.get_running_loop().create_future()
-        return await self._lost
-
     # -- loading ----------------------------------------------------------------------------------
 
     def _check_name(self, name: str) -> None:
@@ -169,7 +155,7 @@ class Fleet:
     async def _load(self, name: str, config: EngineConfig) -> ServedModel:
         started = time.perf_counter()
         number = self.state.config.replicas
-        shared = [] if self._workers is None else self._workers.new_engines(number)
+        shared = self._workers.new_engines(number)
         try:
             encoder, engines = await (
                 self._start_threads(config)
@@ -177,7 +163,7 @@ class Fleet:
                 else self._start_processes(config, shared)
             )
         except BaseException:
-            self._tell_gone(shared)
+            self._workers.forget_engines(shared)
             raise
         model = ServedModel(
             name=name or encoder.name,
@@ -212,16 +198,10 @@ class Fleet:
         )
         if model.encoder.template_warning is not None:
             logger.warning("%s", model.encoder.template_warning)
-        if self._workers is not None:
-            await self._workers.serve(model, config, labels)
+        await self._workers.serve(model, config, labels)
 
     def _tell_names(self) -> None:
-        if self._workers is not None:
-            self._workers.set_names(self.state.aliases, self.state.default_model)
-
-    def _tell_gone(self, engines: Sequence[int]) -> None:
-        if self._workers is not None:
-            self._workers.forget_engines(engines)
+        self._workers.set_names(self.state.aliases, self.state.default_model)
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
@@ -248,26 +228,18 @@ class Fleet:
         server = self.state.config
         options: dict[str, Any] = {"stuck_timeout": server.stuck_timeout, "restart": server.restart_engine}
         options["spawn"] = self._spares.take
-        hooks: list[dict[str, Any]] = [{} for _ in range(server.replicas)]
-        if self._workers is not None:
-            hooks = [self._workers.hooks(engine) for engine in shared]
-        replicas = [
-            Replica(number=number, count=server.replicas, shares_device=server.share_device)
-            for number in range(server.replicas)
-        ]
-        starts = [
-            asyncio.create_task(ProcessClient.start(config, **options, **followed, replica=replica))
-            for followed, replica in zip(hooks, replicas, strict=True)
-        ]
+        starts = []
+        for number, engine in enumerate(shared):
+            replica = Replica(number=number, count=len(shared), shares_device=server.share_device)
+            start = ProcessClient.start(config, **options, **self._workers.hooks(engine), replica=replica)
+            starts.append(asyncio.create_task(start))
         # beside the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         try:
             await asyncio.gather(opening, *starts, return_exceptions=True)
             text = opening.result()
             engines = [start.result() for start in starts]
-            ready = engines[0].ready
-            make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
-            encoder = await asyncio.to_thread(make, config.load, *text, model_len=ready.model_len)
+            encoder = await make_encoder(config.load, text, engines[0].ready)
         except BaseException:
             started = [start for start in starts if not start.cancelled() and start.exception() is None]
             await asyncio.gather(*(start.result().close() for start in started))
@@ -280,7 +252,7 @@ class Fleet:
         try:
             await asyncio.gather(*(client.close() for client in model.clients))
         finally:
-            self._tell_gone(model.engines)
+            self._workers.forget_engines(model.engines)
 
     # -- watching ---------------------------------------------------------------------------------
 
@@ -299,12 +271,27 @@ class Fleet:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _check_all_lost(self) -> None:
-        """End `wait_lost` if every engine is down for good."""
+        """Say that the server is lost if every engine is down for good."""
         failures = [failure_of(meter.client) for meter in self.metrics.meters]
-        if self._lost is None or self._lost.done() or not failures or self._is_loading:
+        lost = self._workers.lost
+        if lost.done() or not failures or self._is_loading:
             return
         if all(isinstance(failure, EngineLost) for failure in failures):
-            self._lost.set_result(f"no engine is left: {failures[-1]}")
+            lost.set_result(f"no engine is left: {failures[-1]}")
+
+
+async def make_encoder(
+    config: LoadConfig, text: tuple[TextHeaders, Tokenizer], ready: Ready
+) -> PromptEncoder:
+    """The encoder of a model of which an engine says what it serves; a thread makes it."""
+    return await asyncio.to_thread(
+        PromptEncoder,
+        config,
+        *text,
+        family=ready.family,
+        context_len=ready.context_len,
+        model_len=ready.model_len,
+    )
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:

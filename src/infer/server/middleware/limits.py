@@ -105,17 +105,18 @@ class Gate:
         if scope["type"] != "http" or self._is_always_open(route_path(scope)):
             await self._app(scope, receive, send)
             return
-        self._state.num_active += 1  # before the look at the flags: a drain of all processes misses none
+        board = self._state.board
+        board.count_request(1)  # before the look at the flags: a drain of all processes misses none
         try:
-            if self._state.is_starting or self._state.is_draining:
-                what = "shutting down" if self._state.is_draining else "starting"
+            if board.is_starting or board.is_draining:
+                what = "shutting down" if board.is_draining else "starting"
                 message = f"the server is {what}; try again in a few seconds"
                 headers = {"retry-after": str(RETRY_LATER_S)}
                 await ApiError(status=503, message=message, headers=headers).send(send)
             else:
                 await self._app(scope, receive, send)
         finally:
-            self._state.num_active -= 1
+            board.count_request(-1)
 
     def _is_always_open(self, path: str) -> bool:
         """Whether a path, below the root path as the router sees it, watches or operates the server."""

@@ -22,8 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import time
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,16 +34,16 @@ from infer.client.process_client import ProcessClient
 from infer.client.supervisor import RestartPolicy
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineStopped
-from infer.frontend.prompts import PromptEncoder, find_source, open_text
+from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
-from infer.server.fleet.fleet import UNLOAD_POLL_S, Fleet
+from infer.server.fleet.fleet import Fleet, make_encoder
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
-from infer.server.processes.board import Board, SharedState
+from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
-from infer.server.state import ServedModel
+from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
 
 EXIT_ORPHANED = 3
@@ -115,7 +113,7 @@ class EngineFeed:
 class Worker:
     """What process 0 may ask of an API process, message by message."""
 
-    def __init__(self, state: SharedState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
+    def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
@@ -165,9 +163,7 @@ class Worker:
                     policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
                 )
                 clients.append(MeteredClient(client, name, self._metrics, label))
-            config = EngineConfig.from_knobs(**knobs).load
-            make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
-            encoder = await asyncio.to_thread(make, config, *text, model_len=ready.model_len)
+            encoder = await make_encoder(EngineConfig.from_knobs(**knobs).load, text, ready)
             if not self._feeds.keys() >= set(engines):
                 raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
         except BaseException:
@@ -183,9 +179,7 @@ class Worker:
         """Serve a model no longer; answers when no request here holds it."""
         if (model := self._state.models.pop(name, None)) is None:
             return
-        give_up_at = time.monotonic() + self._state.config.drain_timeout
-        while model.num_held and time.monotonic() < give_up_at:
-            await asyncio.sleep(UNLOAD_POLL_S)
+        await model.wait_unheld(self._state.config.drain_timeout)
         await self._close(model.clients)
 
     async def _close(self, clients: list[EngineClient]) -> None:
@@ -225,7 +219,7 @@ async def run(launch: WorkerLaunch) -> None:
     for name, value in knobs.items():
         knobs[name] = tuple(value) if isinstance(value, list) else value
     config = ServerConfig(**knobs)
-    state = SharedState(config, Board(launch.num_processes, launch.number, launch.board))
+    state = ServerState(config=config, board=Board(launch.num_processes, launch.number, launch.board))
     metrics = ServerMetrics(config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)

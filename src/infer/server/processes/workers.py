@@ -1,5 +1,7 @@
 """The API processes beside process 0, from its side: started, told about engines and models, asked, ended.
 
+A server of one process has none of them to tell or to ask.
+
     process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
        │ ▲            channel: see worker.py                    │
        │ └── /health, /metrics, /admin/... asked at another ────┘
@@ -23,7 +25,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -33,7 +35,6 @@ from infer.client.spawn import spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineLost, EngineStopped
-from infer.server.fleet.fleet import with_server_defaults
 from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
@@ -79,11 +80,14 @@ class Workers:
         self._processes: list[_Process] = []
         self._engines = itertools.count()
         self._is_closing = False
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self, app: ASGIApp, listener: socket.socket, models: Mapping[str, EngineConfig]) -> None:
-        """Start the processes; requests they hand on are answered by `app`."""
-        knobs = [with_server_defaults(model).knobs() for model in models.values()]
+    @cached_property
+    def lost(self) -> asyncio.Future[str]:
+        """Why this server cannot go on: a process of it has ended, or (says its fleet) every engine."""
+        return asyncio.get_running_loop().create_future()
+
+    async def start(self, app: ASGIApp, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
+        """Start the processes, which will serve models with these knobs; `app` answers what they hand on."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
             fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
@@ -93,7 +97,7 @@ class Workers:
                 "number": number,
                 "num_processes": self.num_processes,
                 "knobs": asdict(self._config),
-                "models": knobs,
+                "models": list(knobs),
                 "log_level": log_level(),
                 **fds,
             }

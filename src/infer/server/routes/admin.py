@@ -101,6 +101,6 @@ async def reset_prefix_cache(body: ResetBody, http: Request) -> dict[str, Any]:
 @router.post("/drain")
 async def drain(body: DrainBody, http: Request) -> dict[str, Any]:
     """Take no new requests; those inside go on. Poll until `num_active` is 0."""
-    state = _fleet(http).state
-    state.is_draining = body.drain
-    return {"is_draining": state.is_draining, "num_active": state.total_active}
+    board = _fleet(http).state.board
+    board.is_draining = body.drain
+    return {"is_draining": board.is_draining, "num_active": board.num_active}

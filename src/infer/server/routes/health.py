@@ -21,9 +21,9 @@ router = APIRouter(tags=["watching"])
 
 def why_unwell(state: ServerState) -> str | None:
     """The reason why this server should get no traffic; None if it should."""
-    if state.is_starting:
+    if state.board.is_starting:
         return "starting: a model is being loaded"
-    if state.is_draining:
+    if state.board.is_draining:
         return "draining: no new requests are taken"
     for model in state.models.values():
         for number, client in enumerate(model.clients):
