@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from infer.client.client import EngineClient, failure_of
 from infer.config.settings import CacheConfig
-from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, Histogram
+from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineStats, Histogram
 from infer.tools.nvml import GpuReading, read_gpu
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -45,8 +45,27 @@ REQUEST_S = (
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-
-NUMBERS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+# What is counted and measured here, for each request: a row makes the count, its help and its page.
+COUNTED = {
+    "prompt_tokens": "prompt tokens of requests that began to answer",
+    "prompt_tokens_cached": "of these, found in the prefix cache",
+    "generation_tokens": "tokens made",
+}
+MEASURED = {
+    "time_to_first_token_seconds": ("from arrival to the first token", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("from one token to the next", TOKEN_S),
+    "request_time_per_output_token_seconds": ("mean of a request, after its first", TOKEN_S),
+    "e2e_request_latency_seconds": ("from arrival to the last token", REQUEST_S),
+    "request_queue_time_seconds": ("waiting for the first step", REQUEST_S),
+    "request_prefill_time_seconds": ("from the first step to the first token", REQUEST_S),
+    "request_decode_time_seconds": ("from the first token to the last", REQUEST_S),
+    "request_inference_time_seconds": ("from the first step to the last token", REQUEST_S),
+    "request_prompt_tokens": ("prompt length", TOKENS),
+    "request_generation_tokens": ("output length, all choices together", TOKENS),
+    "request_max_num_generation_tokens": ("its longest choice", TOKENS),
+    "request_params_n": ("outputs asked for", CHOICES),
+    "request_params_max_tokens": ("max_tokens, where it was given", TOKENS),
+}
 
 
 class EngineMeter:
@@ -55,61 +74,33 @@ class EngineMeter:
     def __init__(self, model: str, engine: str, client: EngineClient) -> None:
         self.labels = (model, engine)
         self.client = client
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
+        self.counts: Counter[str] = Counter()  # by the names of COUNTED
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
         self.finished: Counter[str] = Counter()  # by reason
         self.is_down = False  # when last looked at
         self.cache: CacheConfig | None = None  # how its cache was asked for
-        self.first_token_s = Histogram(FIRST_TOKEN_S)
-        self.inter_token_s = Histogram(TOKEN_S)
-        self.per_token_s = Histogram(TOKEN_S)
-        self.request_s = Histogram(REQUEST_S)
-        self.queue_s = Histogram(REQUEST_S)
-        self.prefill_s = Histogram(REQUEST_S)
-        self.decode_s = Histogram(REQUEST_S)
-        self.inference_s = Histogram(REQUEST_S)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.output_tokens = Histogram(TOKENS)
-        self.longest_output = Histogram(TOKENS)
-        self.max_tokens = Histogram(TOKENS)
-        self.choices = Histogram(CHOICES)
+
+    def observe(self, name: str, value: float) -> None:
+        """Count a value of one of MEASURED."""
+        self.histograms[name].observe(value)
 
     def snapshot(self) -> dict[str, Any]:
         """What was counted here, as plain data for another process."""
-        histograms = {name: (found.counts, found.total) for name, found in self._histograms().items()}
-        numbers = {name: getattr(self, name) for name in NUMBERS}
         return {
             "labels": self.labels,
-            "numbers": numbers,
+            "counts": dict(self.counts),
             "finished": dict(self.finished),
-            "histograms": histograms,
+            "histograms": {name: (mine.counts, mine.total) for name, mine in self.histograms.items()},
         }
 
     def add(self, snapshot: Mapping[str, Any]) -> None:
         """Add what another process counted for the same engine."""
-        for name, value in snapshot["numbers"].items():
-            setattr(self, name, getattr(self, name) + value)
+        self.counts.update(snapshot["counts"])
         self.finished.update(snapshot["finished"])
-        mine = self._histograms()
         for name, (counts, total) in snapshot["histograms"].items():
-            mine[name].counts = [a + b for a, b in zip(mine[name].counts, counts, strict=True)]
-            mine[name].total += total
-
-    def _histograms(self) -> dict[str, Histogram]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Histogram)}
-
-    @property
-    def step_tokens(self) -> Histogram:
-        """The sizes of the engine's steps, which the engine counts."""
-        stats = self.client.stats()
-        return _filled(STEP_TOKENS, stats.step_sizes, float(stats.num_step_tokens))
-
-    @property
-    def grammar_seconds(self) -> Histogram:
-        """How long constraints took to compile, which the engine counts."""
-        stats = self.client.stats()
-        return _filled(GRAMMAR_SECONDS, stats.grammar_times, stats.grammar_s)
+            mine = self.histograms[name]
+            mine.counts = [a + b for a, b in zip(mine.counts, counts, strict=True)]
+            mine.total += total
 
     @property
     def cache_labels(self) -> dict[str, str]:
@@ -135,41 +126,30 @@ def _cache_use(client: EngineClient) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
-Reading = Callable[[EngineMeter], float]
-
-GAUGES: tuple[tuple[str, str, Reading], ...] = (
-    ("num_requests_running", "sequences being computed", lambda m: m.client.stats().num_running),
-    ("num_requests_waiting", "sequences waiting for room", lambda m: m.client.stats().num_waiting),
-    ("kv_cache_usage_perc", "share of KV-cache blocks in use, 0 to 1", lambda m: _cache_use(m.client)),
-    ("engine_up", "1 if the engine is alive and makes progress", lambda m: failure_of(m.client) is None),
-)
-COUNTERS: tuple[tuple[str, str, Reading], ...] = (
-    ("prefix_cache_queries", "prompt tokens looked up", lambda m: m.client.stats().num_queried_tokens),
-    ("prefix_cache_hits", "of these, found", lambda m: m.client.stats().num_hit_tokens),
-    ("num_preemptions", "sequences that gave back blocks", lambda m: m.client.stats().num_preemptions),
-    ("prompt_tokens", "prompt tokens of requests that began to answer", lambda m: m.num_prompt_tokens),
-    ("prompt_tokens_cached", "of these, found in the prefix cache", lambda m: m.num_cached_tokens),
-    ("generation_tokens", "tokens made", lambda m: m.num_output_tokens),
-    ("engine_restarts", "times the engine was started again", lambda m: m.client.stats().num_restarts),
-    ("grammar_failures", "constraints not compiled", lambda m: m.client.stats().num_grammar_failures),
-)
-HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
-    ("time_to_first_token_seconds", "from arrival to the first token", lambda m: m.first_token_s),
-    ("inter_token_latency_seconds", "from one token to the next", lambda m: m.inter_token_s),
-    ("request_time_per_output_token_seconds", "mean of a request, after its first", lambda m: m.per_token_s),
-    ("e2e_request_latency_seconds", "from arrival to the last token", lambda m: m.request_s),
-    ("request_queue_time_seconds", "waiting for the first step", lambda m: m.queue_s),
-    ("request_prefill_time_seconds", "from the first step to the first token", lambda m: m.prefill_s),
-    ("request_decode_time_seconds", "from the first token to the last", lambda m: m.decode_s),
-    ("request_inference_time_seconds", "from the first step to the last token", lambda m: m.inference_s),
-    ("request_prompt_tokens", "prompt length", lambda m: m.prompt_tokens),
-    ("request_generation_tokens", "output length, all choices together", lambda m: m.output_tokens),
-    ("request_max_num_generation_tokens", "its longest choice", lambda m: m.longest_output),
-    ("request_params_n", "outputs asked for", lambda m: m.choices),
-    ("request_params_max_tokens", "max_tokens, where it was given", lambda m: m.max_tokens),
-    ("iteration_tokens_total", "tokens the model saw in a step", lambda m: m.step_tokens),
-    ("grammar_compile_seconds", "to compile the constraint of a request", lambda m: m.grammar_seconds),
-)
+# What an engine says of itself, read at a scrape.
+GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
+    "num_requests_running": ("sequences being computed", lambda c: c.stats().num_running),
+    "num_requests_waiting": ("sequences waiting for room", lambda c: c.stats().num_waiting),
+    "kv_cache_usage_perc": ("share of KV-cache blocks in use, 0 to 1", _cache_use),
+    "engine_up": ("1 if the engine is alive and makes progress", lambda c: failure_of(c) is None),
+}
+COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "prefix_cache_queries": ("prompt tokens looked up", lambda s: s.num_queried_tokens),
+    "prefix_cache_hits": ("of these, found", lambda s: s.num_hit_tokens),
+    "num_preemptions": ("sequences that gave back blocks", lambda s: s.num_preemptions),
+    "engine_restarts": ("times the engine was started again", lambda s: s.num_restarts),
+    "grammar_failures": ("constraints not compiled", lambda s: s.num_grammar_failures),
+}
+HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
+    "iteration_tokens_total": (
+        "tokens the model saw in a step",
+        lambda s: _filled(STEP_TOKENS, s.step_sizes, s.num_step_tokens),
+    ),
+    "grammar_compile_seconds": (
+        "to compile the constraint of a request",
+        lambda s: _filled(GRAMMAR_SECONDS, s.grammar_times, s.grammar_s),
+    ),
+}
 GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = (
     ("gpu_memory_used_bytes", "of the engine's GPU, by all processes", lambda r: r.memory_used),
     ("gpu_memory_total_bytes", "of the engine's GPU", lambda r: r.memory_total),
@@ -179,6 +159,7 @@ GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = 
     ("gpu_temperature_celsius", "of the chip", lambda r: r.temperature_celsius),
 )
 LABELS = ("model_name", "engine")
+Rows = Iterable[tuple[tuple[str, ...], float]]  # labels and a value
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -255,24 +236,31 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, as prometheus-client wants it."""
-        for name, help_text, reading in GAUGES:
-            gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=LABELS)
-            for meter in self.meters:
-                gauge.add_metric(meter.labels, reading(meter))
-            yield gauge
-        for name, help_text, reading in COUNTERS:
-            counter = CounterMetricFamily(self._prefix + name, help_text, labels=LABELS)
-            for meter in self.meters:
-                counter.add_metric(meter.labels, reading(meter))
-            yield counter
-        for name, help_text, find in HISTOGRAMS:
-            family = HistogramMetricFamily(self._prefix + name, help_text, labels=LABELS)
-            for meter in self.meters:
-                histogram = find(meter)
-                family.add_metric(meter.labels, histogram.cumulative(), histogram.total)
-            yield family
+        meters = [(meter, meter.client.stats()) for meter in self.meters]
+        for name, (text, gauge) in GAUGES.items():
+            yield self._gauge(name, text, [(meter.labels, gauge(meter.client)) for meter, _ in meters])
+        for name, (text, counter) in COUNTERS.items():
+            yield self._counter(name, text, [(meter.labels, counter(stats)) for meter, stats in meters])
+        for name, text in COUNTED.items():
+            yield self._counter(name, text, [(meter.labels, meter.counts[name]) for meter, _ in meters])
+        for name, (text, _) in MEASURED.items():
+            yield self._histogram(name, text, [(meter.labels, meter.histograms[name]) for meter, _ in meters])
+        for name, (text, find) in HISTOGRAMS.items():
+            yield self._histogram(name, text, [(meter.labels, find(stats)) for meter, stats in meters])
         yield from self._collect_gpus()
         yield from self._collect_requests()
+
+    def _gauge(self, name: str, text: str, rows: Rows, labels: Sequence[str] = LABELS) -> Metric:
+        return _filled_family(GaugeMetricFamily(self._prefix + name, text, labels=labels), rows)
+
+    def _counter(self, name: str, text: str, rows: Rows, labels: Sequence[str] = LABELS) -> Metric:
+        return _filled_family(CounterMetricFamily(self._prefix + name, text, labels=labels), rows)
+
+    def _histogram(self, name: str, text: str, rows: Iterable[tuple[tuple[str, str], Histogram]]) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
+        for labels, histogram in rows:
+            family.add_metric(labels, histogram.cumulative(), histogram.total)
+        return family
 
     def _collect_gpus(self) -> Iterator[Metric]:
         """Yield what the GPUs of engines say of themselves: nothing on a CPU, or where NVML is not there."""
@@ -281,48 +269,33 @@ class ServerMetrics(Collector):
             name = meter.client.stats().gpu
             if name and (reading := read_gpu(name)) is not None:
                 readings[(*meter.labels, name)] = reading
-        for name, help_text, value in GPU_GAUGES if readings else ():
-            gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=(*LABELS, "gpu"))
-            for labels, reading in readings.items():
-                if (number := value(reading)) is not None:
-                    gauge.add_metric(labels, number)
-            yield gauge
+        for name, text, value in GPU_GAUGES if readings else ():
+            found = [(labels, value(reading)) for labels, reading in readings.items()]
+            rows = [(labels, number) for labels, number in found if number is not None]
+            yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
     def _collect_requests(self) -> Iterator[Metric]:
-        finished = CounterMetricFamily(
-            self._prefix + "request_success", "requests that ended", labels=(*LABELS, "finished_reason")
-        )
+        ends = [
+            ((*meter.labels, reason), meter.finished[reason])
+            for meter in self.meters
+            for reason in FINISH_REASONS  # also those that never happened: a rate needs a start
+        ]
+        yield self._counter("request_success", "requests that ended", ends, (*LABELS, "finished_reason"))
         cache = Metric(self._prefix + "cache_config_info", "the KV cache, in labels", "gauge")
         for meter in self.meters:
-            for reason in FINISH_REASONS:  # also those that never happened: a rate needs a start
-                finished.add_metric((*meter.labels, reason), meter.finished[reason])
             labels = dict(zip(LABELS, meter.labels, strict=True)) | meter.cache_labels
             cache.add_sample(cache.name, labels, 1.0)
-        yield finished
         yield cache
-        http = CounterMetricFamily(
-            self._prefix + "http_requests", "HTTP requests", labels=("method", "route", "status")
-        )
-        for row, count in self._http.items():
-            http.add_metric(row, count)
-        yield http
-        errors = CounterMetricFamily(
-            self._prefix + "http_errors", "errors told, in streams too", labels=("code",)
-        )
-        for code, count in self._errors.items():
-            errors.add_metric((code,), count)
-        yield errors
-        yield _single(CounterMetricFamily, self._prefix + "http_clients_gone", "left early", self._num_gone)
-        yield _single(
-            GaugeMetricFamily, self._prefix + "http_requests_active", "being served", self.num_active
-        )
-        yield _single(GaugeMetricFamily, self._prefix + "startup_time_seconds", "until ready", self.startup_s)
+        route = ("method", "route", "status")
+        yield self._counter("http_requests", "HTTP requests", self._http.items(), route)
+        errors = [((code,), count) for code, count in self._errors.items()]
+        yield self._counter("http_errors", "errors told, in streams too", errors, ("code",))
+        yield self._counter("http_clients_gone", "left early", [((), self._num_gone)], ())
+        yield self._gauge("http_requests_active", "being served", [((), self.num_active)], ())
+        yield self._gauge("startup_time_seconds", "until ready", [((), self.startup_s)], ())
 
 
-def _single(
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help_text: str, value: float
-) -> Metric:
-    metric = family(name, help_text, labels=())
-    labels: Sequence[str] = ()
-    metric.add_metric(labels, value)
-    return metric
+def _filled_family(family: CounterMetricFamily | GaugeMetricFamily, rows: Rows) -> Metric:
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family

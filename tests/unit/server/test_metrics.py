@@ -86,7 +86,7 @@ def read_two(client: MeteredClient, end: str) -> None:
     async def read() -> None:
         async with aclosing(client.generate(request(max_tokens=50))) as outputs:
             async for _ in outputs:
-                if client.meter.num_output_tokens == 2:
+                if client.meter.counts["generation_tokens"] == 2:
                     break
             if end == "time is up":
                 with pytest.raises(TimeoutError):

@@ -208,9 +208,9 @@ def test_a_question_to_a_process_that_is_gone_is_an_error() -> None:
 def observe(metrics: ServerMetrics, values: list[float]) -> None:
     meter = metrics.meters[0]
     for value in values:
-        meter.first_token_s.observe(value)
-        meter.output_tokens.observe(100 * value)
-        meter.num_output_tokens += 7
+        meter.observe("time_to_first_token_seconds", value)
+        meter.observe("request_generation_tokens", 100 * value)
+        meter.counts["generation_tokens"] += 7
         meter.finished["length"] += 1
         metrics.count_http("POST", "/x", 200 if value < 1 else 503, is_gone=value > 2, error_code="c")
         metrics.num_active += 1
@@ -235,10 +235,10 @@ def test_counts_are_summed_under_the_labels_that_process_0_chose() -> None:
     old = FakeClient()
     zero.add("m", old)
     label = zero.add("m", FakeClient()).labels[1]
-    other.add("m", FakeClient(), label).num_output_tokens += 1000
+    other.add("m", FakeClient(), label).counts["generation_tokens"] += 1000
     zero.remove(old)
     (meter,) = zero.sum_with([other.snapshot()]).meters
-    assert (meter.labels, meter.num_output_tokens) == (("m", "1"), 1000)
+    assert (meter.labels, meter.counts["generation_tokens"]) == (("m", "1"), 1000)
 
 
 def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:

@@ -110,10 +110,10 @@ class _RequestTimes:
                 self._begin(now, output)
             before = self._last_at.get(output.index)
             if before is not None:
-                self._meter.inter_token_s.observe(now - before)
+                self._meter.observe("inter_token_latency_seconds", now - before)
             self._last_at[output.index] = now
             self._num_tokens[output.index] += count
-            self._meter.num_output_tokens += count
+            self._meter.counts["generation_tokens"] += count
         if output.embedding:
             self._mark_stages(now, output)
             self._count_prompt(output)
@@ -130,7 +130,7 @@ class _RequestTimes:
         self._first_at = now
         self._queue_s = output.queue_s
         self._mark_stages(now, output)
-        self._meter.first_token_s.observe(now - self._record.arrived_at)
+        self._meter.observe("time_to_first_token_seconds", now - self._record.arrived_at)
         self._count_prompt(output)
 
     def _mark_stages(self, now: float, output: StepOutput) -> None:
@@ -141,9 +141,9 @@ class _RequestTimes:
         self._record.mark("from_engine", now)
 
     def _count_prompt(self, output: StepOutput) -> None:
-        self._meter.num_prompt_tokens += len(self._request.prompt)
-        self._meter.num_cached_tokens += output.num_cached
-        self._meter.queue_s.observe(output.queue_s)
+        self._meter.counts["prompt_tokens"] += len(self._request.prompt)
+        self._meter.counts["prompt_tokens_cached"] += output.num_cached
+        self._meter.observe("request_queue_time_seconds", output.queue_s)
 
     def _reason_of_end(self) -> str:
         if self.has_failed:
@@ -163,16 +163,18 @@ class _RequestTimes:
             return
         last_at = max(self._last_at.values())
         prefill_s = max(self._first_at - self._submitted_at - self._queue_s, 0.0)
-        meter.request_s.observe(last_at - record.arrived_at)
-        meter.prefill_s.observe(prefill_s)
-        meter.decode_s.observe(last_at - self._first_at)
-        meter.inference_s.observe(prefill_s + last_at - self._first_at)
+        meter.observe("e2e_request_latency_seconds", last_at - record.arrived_at)
+        meter.observe("request_prefill_time_seconds", prefill_s)
+        meter.observe("request_decode_time_seconds", last_at - self._first_at)
+        meter.observe("request_inference_time_seconds", prefill_s + last_at - self._first_at)
         per_sequence = num_tokens / len(self._last_at)
         if per_sequence > 1:
-            meter.per_token_s.observe((last_at - self._first_at) / (per_sequence - 1))
-        meter.prompt_tokens.observe(len(self._request.prompt))
-        meter.output_tokens.observe(num_tokens)
-        meter.longest_output.observe(max(self._num_tokens.values()))
-        meter.choices.observe(params.n)
+            meter.observe(
+                "request_time_per_output_token_seconds", (last_at - self._first_at) / (per_sequence - 1)
+            )
+        meter.observe("request_prompt_tokens", len(self._request.prompt))
+        meter.observe("request_generation_tokens", num_tokens)
+        meter.observe("request_max_num_generation_tokens", max(self._num_tokens.values()))
+        meter.observe("request_params_n", params.n)
         if params.max_tokens is not None:
-            meter.max_tokens.observe(params.max_tokens)
+            meter.observe("request_params_max_tokens", params.max_tokens)
