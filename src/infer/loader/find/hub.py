@@ -73,66 +73,48 @@ def _progress_bars(show: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
+_HTTP_LIBRARIES = ("httpx", "httpcore", "requests", "urllib3")
+_NOT_CACHED = "{what} is not in the local hub cache and {reason}, or give a local directory"
+_SENTENCES = {  # by the name of a class that an exception is of, the first that fits
+    "GatedRepoError": "{repo} is gated: accept its licence on the hub's page of the model, then log in with "
+    "`hf auth login` or set HF_TOKEN",
+    "RepositoryNotFoundError": "the hub knows no public model {repo!r}; check the spelling (org/name), or "
+    "log in with `hf auth login` if it is private; there is no local directory of that name either",
+    "RevisionNotFoundError": "{repo} has no revision {revision!r}; give a branch, tag or commit that exists",
+    "LocalEntryNotFoundError": _NOT_CACHED,  # and the network is not there or not allowed
+    "EntryNotFoundError": "{what} has no file {file!r}; look at the file list on the hub",
+    "HFValidationError": "{repo!r} is not a hub id of the form org/name: {error}",
+    "OfflineModeIsEnabled": _NOT_CACHED,
+    "HfHubHTTPError": "the hub refused to give {what}: {first_line}; try again later",
+    "OSError": "cannot fetch {what}: {error}; check the network and the cache directory (HF_HOME)",
+}
+_DISK_FULL = "the disk is full while fetching {what}; free some space or set HF_HOME to another disk"
+_NO_NETWORK = "cannot fetch {what}: {error}; check the network and proxy"
+
+
 @contextmanager
 def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iterator[None]:
     """Turn what the hub library raises into one `ModelSourceError`."""
-    from huggingface_hub import errors
-
-    what = f"{repo} at revision {revision}" if revision else repo
     quiet = logging.getLogger("huggingface_hub")
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # its warnings repeat what the message says
     try:
         yield
-    except errors.GatedRepoError:
-        raise ModelSourceError(
-            f"{repo} is gated: accept its licence on the hub's page of the model, then log in with "
-            f"`hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelSourceError(
-            f"the hub knows no public model {repo!r}; check the spelling (org/name), or log in with "
-            f"`hf auth login` if it is private; there is no local directory of that name either"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelSourceError(
-            f"{repo} has no revision {revision!r}; give a branch, tag or commit that exists"
-        ) from None
-    except errors.LocalEntryNotFoundError:  # nothing cached, and the network not there or not allowed
-        raise _not_cached(what) from None
-    except errors.EntryNotFoundError:
-        raise ModelSourceError(f"{what} has no file {file!r}; look at the file list on the hub") from None
-    except errors.HFValidationError as error:
-        raise ModelSourceError(f"{repo!r} is not a hub id of the form org/name: {error}") from None
-    except errors.OfflineModeIsEnabled:
-        raise _not_cached(what) from None
-    except errors.HfHubHTTPError as error:
-        raise ModelSourceError(
-            f"the hub refused to give {what}: {str(error).splitlines()[0]}; try again later"
-        ) from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ModelSourceError(
-                f"the disk is full while fetching {what}; free some space or set HF_HOME to another disk"
-            ) from None
-        raise ModelSourceError(
-            f"cannot fetch {what}: {error}; check the network and the cache directory (HF_HOME)"
-        ) from None
     except Exception as error:
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
+        names = {kind.__name__ for kind in type(error).__mro__}
+        sentence = next((said for name, said in _SENTENCES.items() if name in names), None)
+        if sentence is None and type(error).__module__.startswith(_HTTP_LIBRARIES):
+            sentence = _NO_NETWORK
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            sentence = _DISK_FULL
+        if sentence is None:
             raise
-        raise ModelSourceError(f"cannot fetch {what}: {error}; check the network and proxy") from None
+        facts = {"repo": repo, "revision": revision, "file": file, "error": error}
+        facts["what"] = f"{repo} at revision {revision}" if revision else repo
+        facts["first_line"] = str(error).partition("\n")[0]
+        facts["reason"] = "the hub cannot be reached; check the network and proxy"
+        if is_offline():
+            facts["reason"] = "HF_HUB_OFFLINE is set; unset it once to download the model"
+        raise ModelSourceError(sentence.format(**facts)) from None
     finally:
         quiet.setLevel(level)
-
-
-def _not_cached(what: str) -> ModelSourceError:
-    if is_offline():
-        return ModelSourceError(
-            f"{what} is not in the local hub cache and HF_HUB_OFFLINE is set; "
-            f"unset it once to download the model, or give a local directory"
-        )
-    return ModelSourceError(
-        f"{what} is not in the local hub cache and the hub cannot be reached; "
-        f"check the network and proxy, or give a local directory"
-    )
