@@ -24,7 +24,6 @@ import os
 import signal
 import socket
 import ssl
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -202,7 +201,7 @@ def bind(config: ServerConfig) -> socket.socket:
     if config.uds is not None:
         where, advice = config.uds, "choose another --uds"
     try:
-        return _bind_unix(config.uds) if config.uds is not None else _bind_tcp(config.host, config.port)
+        return _listen(config)
     except OSError as error:
         reason = error.strerror or str(error)
         if config.uds is not None and error.errno == errno.EADDRINUSE:
@@ -217,29 +216,20 @@ def warn_if_open(config: ServerConfig) -> None:
         logger.warning("server open to the network without a key host=%s (see --api-key)", config.host)
 
 
-def _bind_tcp(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def _listen(config: ServerConfig) -> socket.socket:
+    """A socket that listens; at a path, for this user only, and in the place of a dead server's file."""
+    path, family = config.uds, socket.AF_UNIX
+    address: Any = path
+    if path is None:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if path is not None and Path(path).is_socket() and not _is_answered(path):
+            os.unlink(path)
         listener.bind(address)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """A socket that only this user may connect to; the file of a dead server is replaced."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
-                os.unlink(path)
-        listener.bind(path)
-        os.chmod(path, 0o600)
+        if path is not None:
+            os.chmod(path, 0o600)
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()

@@ -177,11 +177,10 @@ class ApiError:
 
     async def send(self, send: Send) -> None:
         """Answer from bare ASGI: middleware stands outside of the framework's exception handlers."""
-        status, body = self.rendered()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        response = self.response()
+        start = {"type": "http.response.start", "status": response.status_code}
+        await send({**start, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
 
     async def send_unread(self, scope: Scope, send: Send) -> None:
         """Answer a request whose body has not been read; if it has a body, its connection ends here.
