@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -35,8 +35,9 @@ from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
-from infer.models.weight_map import Shard, Target, WeightMap, find_target, names_an_expert
-from infer.quant.projection import IN, OUT, Axis, Leaf, QuantizedRows
+from infer.models.weight_map import Shard, WeightMap, find_target, names_an_expert
+from infer.quant.coded import CodedRows
+from infer.quant.projection import IN, OUT, Axis, Leaf
 
 MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
@@ -75,18 +76,16 @@ class Move:
 
     def run(self, model: Model) -> None:
         """Bring the tensor into its place."""
-        module, (leaf, part, expert) = model.get_submodule(self.place.module), self._where
+        module = model.get_submodule(self.place.module)
+        leaf, part, expert = self.place.leaf, self.place.part, self.place.expert
         if isinstance(module, Embedding) and module.table is not None:
             module.table.load("weight", self.source, part=None, expert=None, transposed=False)
         elif isinstance(module, Projected) and leaf != "bias":
             module.stored.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
         else:
             whole = getattr(module, leaf)
-            self.source.copy_to(whole if part is None else whole[_rows(module, part)])
-
-    @property
-    def _where(self) -> tuple[str, str | None, int | None]:
-        return self.place.leaf, self.place.part, self.place.expert
+            assert part is None or isinstance(module, Projected), f"{module} has no parts"
+            self.source.copy_to(whole if part is None else whole[module.part_rows(part)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,32 +113,16 @@ class ShardedTensor:
         self.source.copy_to(whole)
         out.copy_(whole[self.kept])
 
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of the part, as the source gives them: integers stay integers where groups stay whole."""
-        kept, columns = self.kept
-        start, stop, _ = kept.indices(self.source.shape[0])
-        first = 0
-        for chunk in self.source.chunks(num_rows, bits):
-            rows = slice(max(start - first, 0), max(stop - first, 0))
-            if isinstance(chunk, QuantizedRows):
-                first += len(chunk.integers)
-                part: torch.Tensor | QuantizedRows = chunk.cut(rows, columns)
-            else:
-                first += len(chunk)
-                part = chunk[rows, columns].contiguous()
-            if first > start and rows.stop > rows.start:
-                yield part
-
-    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of the part as numbers: a cut may leave no group whole."""
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of the part, as the source gives them."""
         kept, columns = self.kept
         start, stop, _ = kept.indices(self.source.shape[0])
         for part, rows in self.source.rows(num_rows, device):
             first, last = max(part.start, start), min(part.stop, stop)
             if first < last:
-                numbers = rows if isinstance(rows, torch.Tensor) else rows.numbers()
                 inside = slice(first - part.start, last - part.start)
-                yield slice(first - start, last - start), numbers[inside, columns]
+                cut = rows.cut(inside, columns) if isinstance(rows, CodedRows) else rows[inside, columns]
+                yield slice(first - start, last - start), cut
 
     def transpose(self) -> ShardedTensor | None:
         """Return this shard of the transposed matrix; None where the matrix is not stored transposed."""
@@ -154,26 +137,10 @@ def shard(tensor: StoredTensor, leaf: Leaf, how: Shard, ranks: Ranks) -> StoredT
     return ShardedTensor(tensor, leaf.shard(_SIDES[how], tensor.shape, ranks.rank, ranks.count))
 
 
-@dataclass(slots=True)
-class _Complaints:
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        sections = {
-            "missing": self.missing,
-            "not part of this model": self.unexpected,
-            "of the wrong shape": self.misshapen,
-            "in a format that cannot be read": self.unreadable,
-        }
-        return "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in sections.items() if names)
-
-
-def _some(names: list[str]) -> str:
+def _complaint(names: list[str], what: str) -> str:
+    """What is wrong with some tensors, the first few of them by name."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + rest
+    return f"{len(names)} {what}: {', '.join(names[:MAX_NAMED])}{rest}"
 
 
 def plan_moves(
@@ -190,22 +157,23 @@ def plan_moves(
     """
     modules = dict(model.named_modules())
     layouts = {module: leaves_of(modules[module]) for module in modules}
-    complaints = _Complaints()
+    unexpected, misshapen, unreadable = list[str](), list[str](), list[str]()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
     for tensor_name, tensor in tensors.items():
         try:
             target, leaf = find_target(tensor_name, weight_map)
         except CheckpointError:
-            complaints.unexpected.append(tensor_name)
+            unexpected.append(tensor_name)
             continue
-        if target.ignored or _is_tied_copy(model, target, leaf):
+        is_tied_copy = model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
+        if target.ignored or is_tied_copy:
             continue
         layout, module = layouts.get(target.module, {}).get(leaf), modules.get(target.module)
         if layout is None and module is not None and leaf == "bias" and _is_zero(tensor):
             continue  # quantizers write one for every matrix
         if layout is None or module is None or not _has_expert(module, target.expert):
-            complaints.unexpected.append(tensor_name)
+            unexpected.append(tensor_name)
             continue
         place = Place(target.module, leaf, target.part, target.expert)
         places = _places(module, place)
@@ -224,14 +192,19 @@ def plan_moves(
         sources = [shard(piece, layout, target.shard, ranks) for piece in pieces]
         shape = _shape(module, leaf, layout, place)
         if not _is_readable(tensor, layout):
-            complaints.unreadable.append(f"{tensor_name} ({tensor.type_name})")
+            unreadable.append(f"{tensor_name} ({tensor.type_name})")
         elif sources[0].shape != shape:
             shape = (len(places), *shape) if is_stack else shape
-            complaints.misshapen.append(f"{tensor_name} is {list(tensor.shape)}, not {list(shape)}")
+            misshapen.append(f"{tensor_name} is {list(tensor.shape)}, not {list(shape)}")
         else:
             moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
-    complaints.missing = _missing(model, modules, layouts, taken, weight_map)
-    if text := complaints.text():
+    complaints = {
+        "missing": _missing(model, modules, layouts, taken, weight_map),
+        "not part of this model": unexpected,
+        "of the wrong shape": misshapen,
+        "in a format that cannot be read": unreadable,
+    }
+    if text := "; ".join(_complaint(names, what) for what, names in complaints.items() if names):
         raise CheckpointError(f"the weights of {name} do not fit its config: {text}")
     return moves
 
@@ -270,10 +243,6 @@ def _is_zero(tensor: StoredTensor) -> bool:
     return not bool(numbers.any())
 
 
-def _is_tied_copy(model: Model, target: Target, leaf: str) -> bool:
-    return model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
-
-
 def _has_expert(module: nn.Module, expert: int | None) -> bool:
     return expert is None or (isinstance(module, ExpertLinear) and expert < module.num_experts)
 
@@ -291,11 +260,6 @@ def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> st
     if isinstance(module, ExpertLinear):  # the only ones that checkpoints spell in parts and as a whole
         names = [None, place.part] if place.part else [None, *module.parts]
     return next((taken[other] for part in names if (other := replace(place, part=part)) in taken), None)
-
-
-def _rows(module: nn.Module, part: str) -> slice:
-    assert isinstance(module, Projected), f"{module} has no parts"
-    return module.part_rows(part)
 
 
 def _missing(

@@ -94,10 +94,6 @@ class RandomMatrix:
             numbers = torch.empty((part.stop - first, self.shape[1]), dtype=self.dtype, device=device)
             yield part, numbers.normal_(0.0, WIDTH, generator=self.generator)
 
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor]:
-        """The rows in float32."""
-        yield from (rows.float() for _, rows in self.rows(num_rows, self.generator.device))
-
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`."""
         out.normal_(0.0, WIDTH, generator=self.generator)

@@ -11,6 +11,7 @@ Shapes:  R rows, K columns, G groups of a row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,10 @@ class CodedRows(NamedTuple):
             numbers -= self.by_column(self.zeros).float()
         elif self.zeros:
             numbers -= self.zeros
+        if isinstance(self.groups, int) and numbers.shape[1] % self.groups == 0:  # need not be repeated
+            grouped = numbers.contiguous().view(*self.scales.shape, self.groups).mul_(self.scales[:, :, None])
+            grouped = grouped if self.minima is None else grouped.add_(self.minima[:, :, None])
+            return grouped.view(numbers.shape)
         numbers.mul_(self.by_column(self.scales))
         return numbers if self.minima is None else numbers.add_(self.by_column(self.minima))
 
@@ -49,13 +54,18 @@ class CodedRows(NamedTuple):
         size = self.codes.shape[1]
         if self.codes.is_floating_point() or not is_grouped(self.groups, size):
             return None
+        zeros = self.zeros
         if bits == 4:
             if self.bits > 4:
                 return None
-            codes, parts = self.codes.view(torch.int8), [self.scales, self.scales * -self.zeros]
+            minima = self.scales * -zeros if self.minima is None else self.minima
+            codes, parts = self.codes.view(torch.int8), [self.scales, minima]
+        elif self.minima is not None:
+            return None
+        elif isinstance(zeros, int) and (self.bits < 8 or self.codes.dtype is torch.int8 and not zeros):
+            codes, parts = self.codes.view(torch.int8) - zeros, [self.scales]
         else:
             shifted = self.codes.short()
-            zeros = self.zeros
             shifted = shifted - (self.by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
             if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
                 return None
@@ -65,10 +75,28 @@ class CodedRows(NamedTuple):
             return None
         assert isinstance(self.groups, int)
         repeats, num_groups = -(-min(self.groups, size) // _GROUP), -(-size // _GROUP)
-        scales, *minima = (
+        scales, *rest = (
             half.repeat_interleave(repeats, dim=1)[:, :num_groups].contiguous() for half in halves
         )
-        return QuantizedRows(codes.contiguous(), scales, minima[0] if minima else None)
+        return QuantizedRows(codes.contiguous(), scales, rest[0] if rest else None)
+
+    def cut(self, rows: slice, columns: slice) -> CodedRows:
+        """Some of the rows and columns; a group that begins before the first column becomes several."""
+        first, last, _ = columns.indices(self.codes.shape[1])
+        groups, repeats, inside = self.groups, 1, slice(None)
+        if isinstance(groups, torch.Tensor):
+            groups = groups[columns]
+        elif groups < self.codes.shape[1]:
+            step = math.gcd(groups, first)
+            groups, repeats, inside = step, groups // step, slice(first // step, -(-last // step))
+
+        def share(parts: torch.Tensor) -> torch.Tensor:
+            return parts.repeat_interleave(repeats, dim=1)[rows, inside]
+
+        zeros = share(self.zeros) if isinstance(self.zeros, torch.Tensor) else self.zeros
+        minima = None if self.minima is None else share(self.minima)
+        codes = self.codes[rows, columns].contiguous()
+        return CodedRows(codes, self.bits, share(self.scales), zeros, groups, minima)
 
     def by_column(self, parts: torch.Tensor) -> torch.Tensor:
         """The part of each column's group, [R, K]."""

@@ -26,8 +26,9 @@ from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library, why_not
 from infer.kernels.runtime.dispatch import device_kind
 from infer.kernels.runtime.torch_threads import one_thread
+from infer.quant.coded import CodedRows
 from infer.quant.memory import WeightMemory
-from infer.quant.projection import IN, OUT, Leaf, Projection, QuantizedRows, Source, WeightSpec
+from infer.quant.projection import IN, OUT, Leaf, Projection, Source, WeightSpec
 
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
@@ -135,13 +136,13 @@ class Packed(Projection):
                 source.copy_to(whole)
                 matrix.fill(whole.T.contiguous(), first)
                 return
-            for rows in by_rows.chunks(max(1, _CHUNK_NUMBERS // matrix.size), matrix.bits):
-                if isinstance(rows, QuantizedRows):
-                    matrix.fill_integers(*rows, first)
-                    first += len(rows.integers)
+            for place, rows in by_rows.rows(max(1, _CHUNK_NUMBERS // matrix.size), torch.device("cpu")):
+                integers = rows.integers(matrix.bits) if isinstance(rows, CodedRows) else None
+                if integers is not None:
+                    matrix.fill_integers(*integers, first + place.start)
                 else:
-                    matrix.fill(rows, first)
-                    first += len(rows)
+                    numbers = rows.numbers() if isinstance(rows, CodedRows) else rows.float()
+                    matrix.fill(numbers.contiguous(), first + place.start)
 
     def use_digits(self, digits: int) -> None:
         """Round activations to so many digits from now on, those of experts too."""

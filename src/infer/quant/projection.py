@@ -53,18 +53,6 @@ class QuantizedRows(NamedTuple):
     scales: torch.Tensor  # float16, [rows, K / 32]
     minima: torch.Tensor | None  # the same, in 4 bits
 
-    def cut(self, rows: slice, columns: slice) -> QuantizedRows | torch.Tensor:
-        """Some of the rows and columns; plain numbers, if a group of 32 is cut in two."""
-        first, last, _ = columns.indices(self.integers.shape[1])
-        if first % 32 == 0 and last % 32 == 0:
-            groups = slice(first // 32, last // 32)
-            minima = None if self.minima is None else self.minima[rows, groups]
-            return QuantizedRows(self.integers[rows, columns], self.scales[rows, groups], minima)
-        numbers = self.integers[rows].float() * self.scales[rows].float().repeat_interleave(32, dim=1)
-        if self.minima is not None:
-            numbers += self.minima[rows].float().repeat_interleave(32, dim=1)
-        return numbers[:, columns].contiguous()
-
 
 class Source(Protocol):
     """What a projection needs of a tensor on disk (loader/formats/checkpoint.py)."""
@@ -76,10 +64,6 @@ class Source(Protocol):
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
-        ...
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
         ...
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:

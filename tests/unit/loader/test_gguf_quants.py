@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.formats.gguf import BLOCK, GGMLType
-from infer.loader.formats.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
+from infer.loader.formats.gguf import BLOCK, GGMLType, GGUFFile, GGUFTensor
+from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize
+from infer.loader.formats.gguf_tensors import PackedTensor
+from infer.quant.coded import CodedRows
 from infer.quant.projection import QuantizedRows
 
 # Where a block holds float16 scales: random bytes there would often be NaN or infinite.
@@ -70,6 +74,11 @@ def test_what_was_packed_comes_back_close(name: str) -> None:
     packed = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
     error = np.abs(dequantize(torch.from_numpy(packed), GGMLType[name]).numpy() - weights).max()
     assert error < {"4": 0.4, "5": 0.2, "8": 0.03, "1": 0.02}[name[1] if name != "BF16" else "1"]
+
+
+def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> QuantizedRows | None:
+    rows = coded_rows(packed, kind)
+    return rows.integers(bits) if isinstance(rows, CodedRows) else None
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -144,18 +153,27 @@ def test_a_minimum_that_float16_does_not_have_is_left_to_be_packed() -> None:
     assert integer_groups(packed, GGMLType.Q4_0, 8) is not None
 
 
+def stored(packed: torch.Tensor, kind: GGMLType) -> PackedTensor:
+    """The tensor of a file that holds these rows and nothing else."""
+    mapped = mmap.mmap(-1, packed.numel())
+    mapped.write(packed.numpy().tobytes())
+    shape = (len(packed), packed.shape[1] // BLOCK[kind][1] * BLOCK[kind][0])
+    tensor = GGUFTensor("w", shape, kind, 0, packed.numel())
+    return PackedTensor(GGUFFile(Path("w.gguf"), {}, {"w": tensor}, mapped), tensor)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filling_in_steps_equals_unpacking_at_once(dtype: torch.dtype) -> None:
     packed = torch.from_numpy(random_blocks(GGMLType.Q4_K, rows=900, blocks=8))  # several chunks
     out = torch.full((900, 8 * 256), float("nan"), dtype=dtype)
-    dequantize_into(out, packed, GGMLType.Q4_K)
+    stored(packed, GGMLType.Q4_K).copy_to(out)
     assert torch.equal(out, dequantize(packed, GGMLType.Q4_K).to(dtype))
 
 
 def test_a_transposed_view_can_be_filled() -> None:
     packed = torch.from_numpy(random_blocks(GGMLType.Q8_0, rows=6, blocks=2))
     out = torch.empty(64, 6)
-    dequantize_into(out.T, packed, GGMLType.Q8_0)
+    stored(packed, GGMLType.Q8_0).copy_to(out.T)
     assert torch.equal(out, dequantize(packed, GGMLType.Q8_0).T)
 
 

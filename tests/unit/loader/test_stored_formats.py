@@ -7,7 +7,7 @@ description says, and what a matrix stands for is computed in float64 from the c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.placement import ShardedTensor
 from infer.loader.quantization import form_of_config
+from infer.quant.coded import CodedRows
 from infer.quant.projection import QuantizedRows
 from scripts.unpickle import main as unpickle
 
@@ -186,7 +187,7 @@ def test_gptq_with_columns_that_name_their_groups(bits: int, tmp_path: Path) -> 
     assert torch.equal(numbers(tensor).double(), meant(codes, scales, np.maximum(zeros, 1), order))
     assert tensor.layout.group_size == 0 and not tensor.is_four_bit
     assert "int" in tensor.type_name and tensor.type_name.endswith("-actorder")
-    assert all(isinstance(rows, torch.Tensor) for rows in tensor.chunks(32, 4))
+    assert all(isinstance(rows, torch.Tensor) for rows in as_kept(tensor, 4))
 
 
 def test_gptq_without_g_idx(tmp_path: Path) -> None:
@@ -429,10 +430,17 @@ def test_squeezellm(bits: int, sparse: bool, tmp_path: Path) -> None:
 # -- integers for the kernels of a CPU -----------------------------------------------------------------
 
 
+def as_kept(tensor: QuantizedTensor | ShardedTensor, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+    """The rows as a CPU's kernels take them: integers where they have that form, else numbers."""
+    for _, rows in tensor.rows(32, torch.device("cpu")):
+        integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
+        yield integers or (rows.numbers() if isinstance(rows, CodedRows) else rows)
+
+
 def from_integers(tensor: QuantizedTensor, bits: int) -> torch.Tensor:
     """What the integers that are handed out stand for; all of them must be integers."""
     rows = []
-    for chunk in tensor.chunks(32, bits):
+    for chunk in as_kept(tensor, bits):
         assert isinstance(chunk, QuantizedRows), "not kept as integers"
         scales = chunk.scales.double().repeat_interleave(32, 1)[:, : tensor.shape[1]]
         part = chunk.integers.double() * scales
@@ -477,7 +485,7 @@ def test_what_has_no_such_form_is_handed_out_as_numbers(tmp_path: Path) -> None:
     eight_bits = gptq(8)[:2]  # code minus zero has nine
     for leaves, expected in (groups_of_16, eight_bits, nf4(nested=True)):
         tensor = opened(tmp_path, leaves, {"sym": False})
-        chunks = list(tensor.chunks(32, 8))
+        chunks = list(as_kept(tensor, 8))
         assert not tensor.is_four_bit and all(isinstance(rows, torch.Tensor) for rows in chunks)
         assert torch.equal(torch.cat(chunks).double(), expected.double())  # type: ignore[arg-type]
 
@@ -486,7 +494,7 @@ def test_a_scale_that_a_float16_cannot_hold_is_not_rounded_to_nothing(tmp_path: 
     leaves, _ = compressed(4, symmetric=True)
     leaves["weight_scale"] = torch.full((N, 3), 1e-9)
     tensor = opened(tmp_path, leaves)
-    assert all(isinstance(rows, torch.Tensor) and bool(rows.any()) for rows in tensor.chunks(32, 4))
+    assert all(isinstance(rows, torch.Tensor) and bool(rows.any()) for rows in as_kept(tensor, 4))
 
 
 def test_a_rank_has_its_share_of_the_numbers_and_of_the_integers(tmp_path: Path) -> None:
@@ -497,7 +505,7 @@ def test_a_rank_has_its_share_of_the_numbers_and_of_the_integers(tmp_path: Path)
         out = torch.empty(part.shape)
         part.copy_to(out)
         assert torch.equal(out.double(), expected[kept])
-        chunks = list(part.chunks(32, 4))
+        chunks = list(as_kept(part, 4))
         assert chunks and all(isinstance(chunk, QuantizedRows) for chunk in chunks)
         integers = torch.cat([chunk.integers for chunk in chunks if isinstance(chunk, QuantizedRows)])
         assert torch.equal(integers, torch.from_numpy(draw(4)[0])[kept].to(torch.int8))

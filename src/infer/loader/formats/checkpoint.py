@@ -19,10 +19,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -30,11 +31,11 @@ from infer.errors import CheckpointError, closest
 from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.hf_config import read_json
 from infer.quant.coded import CodedRows
-from infer.quant.projection import QuantizedRows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 64 << 20
+CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: they stay in the CPU's cache between the passes over them
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {  # which mean something to a quantization scheme alone
@@ -46,63 +47,68 @@ DTYPES = FLOATS | CODES
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in (CODES | FLOATS).items()}
 
 
-class StoredTensor(Protocol):
+class StoredTensor(ABC):
     """A tensor on disk that knows how to get into a tensor in memory."""
 
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape as the checkpoint's own names mean it."""
-        ...
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """The tensor's size on disk."""
-        ...
 
     @property
+    @abstractmethod
     def type_name(self) -> str:
         """What its numbers are, as the file spells it."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype | None:
         """PyTorch's type of its numbers; None: it has none for them."""
-        ...
+        return None
 
     @property
     def is_readable(self) -> bool:
         """Whether its numbers are weights by themselves, which `copy_to` converts to any float."""
-        ...
+        return True
 
     @property
     def is_four_bit(self) -> bool:
-        """Whether `chunks` has its own integers for 4 bits."""
-        ...
+        """Whether 4 bits of a CPU's kernels keep all of it."""
+        return False
 
     @property
     def coded_form(self) -> CodedForm | None:
         """In which a GPU keeps its codes; None: it has none, or they fit no coding."""
-        ...
+        return None
 
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
-        ...
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
-        ...
-
+    @abstractmethod
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows of a matrix in order on a device, about so many at a time: as stored, codes as codes."""
-        ...
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, which has this tensor's shape, converting to its dtype and device.
+
+        Of a matrix a few rows are unpacked at a time, so nothing of its size is ever allocated.
+        """
+        if (by_rows := self.transpose()) is not None:
+            by_rows.copy_to(out.T)
+            return
+        for part, rows in self.rows(max(1, CHUNK_WEIGHTS // max(1, out.shape[1])), out.device):
+            out[part].copy_(rows.numbers() if isinstance(rows, CodedRows) else rows)
 
     def transpose(self) -> StoredTensor | None:
         """The transposed matrix, if that is how this one is stored."""
-        ...
+        return None
 
+    @abstractmethod
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack of them, [n, rows, columns]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -139,12 +145,12 @@ def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SafeTensor:
+class SafeTensor(StoredTensor):
     """One tensor of a safetensors file."""
 
     file: _File
-    type_name: str
-    shape: tuple[int, ...]
+    type_name: str = field()  # the base class has a property of this name, which is no default
+    shape: tuple[int, ...] = field()
     start: int  # from the beginning of the file
     stop: int
 
@@ -163,30 +169,12 @@ class SafeTensor:
         """Integers and 8-bit floats need a quantization scheme to mean anything."""
         return self.type_name in FLOATS
 
-    @property
-    def is_four_bit(self) -> bool:
-        """The format has no such type."""
-        return False
-
-    @property
-    def coded_form(self) -> None:
-        """Plain numbers have none."""
-        return None
-
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out` from the mapped file."""
         assert tuple(out.shape) == self.shape, (out.shape, self.shape)
         if self.num_bytes == 0:
             return
         out.copy_(self._view())
-        self.file.forget(self.start, self.stop)
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix, converted to float32."""
-        if self.num_bytes == 0:
-            return
-        for rows in torch.split(self._view(), num_rows):
-            yield rows.float()
         self.file.forget(self.start, self.stop)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -196,10 +184,6 @@ class SafeTensor:
             part = slice(first, min(first + num_rows, self.shape[0]))
             yield part, numbers[part].to(device)
         self.file.forget(self.start, self.stop)
-
-    def transpose(self) -> StoredTensor | None:
-        """Tensors are stored as their names mean them."""
-        return None
 
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack: a part of the same bytes."""

@@ -41,10 +41,8 @@ from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats import gguf_grids
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
-from infer.quant.coded import CodedRows, as_halves
-from infer.quant.projection import QuantizedRows
+from infer.quant.coded import CodedRows
 
-_CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
 _GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
 
 _T = TypeVar("_T")
@@ -52,65 +50,30 @@ _Scaled = tuple[torch.Tensor, torch.Tensor]  # integers, scales
 _Shifted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # integers, scales, minima
 
 
-def dequantize_into(out: torch.Tensor, packed: torch.Tensor, kind: GGMLType) -> None:
-    """Unpack rows of bytes into the rows of `out`, converting to its dtype on its device.
-
-    Goes a few rows at a time, so nothing the size of the tensor is ever allocated.
-    """
-    assert out.shape[0] == packed.shape[0], (out.shape, packed.shape)
-    step = max(1, _CHUNK_WEIGHTS // max(1, out[0].numel()))
-    for start in range(0, out.shape[0], step):
-        rows = packed[start : start + step].to(out.device)
-        out[start : start + step].copy_(dequantize(rows, kind).view(-1, *out.shape[1:]))
-
-
 def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
     """Unpack rows of bytes, [rows, bytes], into float32, [rows, weights]."""
-    blocks = packed.reshape(-1, BLOCK[kind][1])
-    if kind in _SCALED:
-        q, scales = _SCALED[kind](blocks)
-        weights = q.float().view(*scales.shape, -1).mul_(scales[:, :, None])
-    elif kind in _SHIFTED:
-        q, scales, minima = _SHIFTED[kind](blocks)
-        weights = q.float().view(*scales.shape, -1).mul_(scales[:, :, None]).add_(minima[:, :, None])
-    elif kind in _DENSE:
-        weights = _DENSE[kind](blocks)
-    else:
-        raise CheckpointError(
-            f"tensors of type {kind.name} are not supported; supported types: {', '.join(SUPPORTED)}"
-        )
-    return weights.view(packed.shape[0], -1)
-
-
-def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> QuantizedRows | None:
-    """Rows of bytes as the integers they are, if these have the form of checkpoint.py's; else None.
-
-    These formats are what kernels/cpu multiplies with, so nothing needs to be unpacked and rounded again.
-    A scale or minimum that is itself a product (Q4_K, IQ, TQ and MXFP4) is rounded to float16, by one part in
-    2000; where one is too large or too small for that, the weights are packed again after all.
-    """
-    unpacked = _integers(packed.reshape(-1, BLOCK[kind][1]), kind, bits)
-    if unpacked is None:
-        return None
-    q, *parts = unpacked
-    halves = as_halves(parts)
-    if halves is None:
-        return None
-    num_rows, repeats = packed.shape[0], q.shape[1] // parts[0].shape[1] // _GROUP
-    scales, *minima = (part.repeat_interleave(repeats, dim=1).view(num_rows, -1) for part in halves)
-    return QuantizedRows(q.view(torch.int8).view(num_rows, -1), scales, minima[0] if minima else None)
+    rows = coded_rows(packed, kind)
+    return rows.numbers() if isinstance(rows, CodedRows) else rows
 
 
 def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor:
-    """Rows of bytes as the codes that they are; float32, where the format is plain numbers."""
-    if kind not in _SCALED and kind not in _SHIFTED:
-        return dequantize(packed, kind)
-    blocks, zeros = packed.reshape(-1, BLOCK[kind][1]), 0
+    """Rows of bytes as the codes that they are; float32, where the format is plain numbers.
+
+    Codes in groups of 32 are what kernels/cpu multiplies with, so these are not unpacked and rounded again.
+    """
+    num_rows, blocks = packed.shape[0], packed.reshape(-1, BLOCK[kind][1])
+    if kind in _DENSE:
+        return _DENSE[kind](blocks).view(num_rows, -1)
+    if kind.name not in SUPPORTED:
+        raise CheckpointError(
+            f"tensors of type {kind.name} are not supported; supported types: {', '.join(SUPPORTED)}"
+        )
     unpacked: _Scaled | _Shifted = _SCALED[kind](blocks) if kind in _SCALED else _SHIFTED[kind](blocks)
     codes, scales, *minima = unpacked
+    zeros = 0
     if kind in FOUR_BITS and kind in _SCALED:  # around zero: -8 .. 7 or less
         codes, zeros = codes.add_(8).view(torch.uint8), 8
-    num_rows, group = packed.shape[0], codes.shape[1] // scales.shape[1]
+    group = codes.shape[1] // scales.shape[1]
     bits = 4 if kind in FOUR_BITS else 5 if codes.dtype is torch.uint8 else 8
     by_row = [part.reshape(num_rows, -1) for part in (scales, *minima)]
     return CodedRows(codes.reshape(num_rows, -1), bits, by_row[0], zeros, group, *by_row[1:])
@@ -125,18 +88,6 @@ def coded_form_of(kind: GGMLType) -> CodedForm | None:
     if kind in _DENSE or kind.name not in SUPPORTED:
         return None
     return CodedForm("int4" if kind in FOUR_BITS else "int8", _GROUP, kind in _SHIFTED)
-
-
-def _integers(blocks: torch.Tensor, kind: GGMLType, bits: int) -> _Scaled | _Shifted | None:
-    """Scaled integers for 8 bits, shifted ones for 4, where the format has them in groups of 32 or more."""
-    if bits == 8:
-        return _SCALED[kind](blocks) if kind in _SCALED and kind not in _SHORT_GROUPS else None
-    if kind not in FOUR_BITS:
-        return None
-    if kind in _SHIFTED:
-        return _SHIFTED[kind](blocks)
-    q, scales = _SCALED[kind](blocks)  # around zero: -8 .. 7 or less
-    return q.add_(8), scales, scales * -8
 
 
 def _f32(blocks: torch.Tensor) -> torch.Tensor:

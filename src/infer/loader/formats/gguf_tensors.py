@@ -25,17 +25,8 @@ from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.formats.gguf_quants import (
-    FOUR_BITS,
-    SUPPORTED,
-    coded_form_of,
-    coded_rows,
-    dequantize,
-    dequantize_into,
-    integer_groups,
-)
+from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, coded_form_of, coded_rows, dequantize
 from infer.quant.coded import CodedRows
-from infer.quant.projection import QuantizedRows
 
 # fmt: off
 _DENSE = {
@@ -91,7 +82,7 @@ NAMES: dict[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
+class PackedTensor(StoredTensor):
     """One tensor of a GGUF file, with what must be undone to it."""
 
     file: GGUFFile
@@ -118,11 +109,6 @@ class PackedTensor:
         return self.stored.kind.name
 
     @property
-    def dtype(self) -> None:
-        """PyTorch has no type for blocks."""
-        return None
-
-    @property
     def is_readable(self) -> bool:
         """Whether the block format is one we unpack."""
         return self.type_name in SUPPORTED
@@ -139,28 +125,13 @@ class PackedTensor:
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""
-        packed = self._packed_rows()
-        if out.dim() == 1:
-            weights = dequantize(packed.to(out.device), self.stored.kind)[0]
-            if self.num_heads:
-                weights = _restore_order(weights, self.num_heads)
-            out.copy_(weights - self.offset if self.offset else weights)
+        if out.dim() > 1:
+            StoredTensor.copy_to(self, out)
             return
+        weights = dequantize(self._packed_rows().to(out.device), self.stored.kind)[0]
         if self.num_heads:
-            packed = _restore_order(packed, self.num_heads)
-        dequantize_into(out.T if self.transposed else out, packed, self.stored.kind)
-        self._forget()
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix: their integers if the format is groups of 32 and they fit, else float32."""
-        assert not self.transposed and not self.offset, self.stored.name
-        packed = self._packed_rows()
-        if self.num_heads:
-            packed = _restore_order(packed, self.num_heads)
-        for rows in torch.split(packed, num_rows):
-            groups = integer_groups(rows, self.stored.kind, bits)
-            yield dequantize(rows, self.stored.kind) if groups is None else groups
-        self._forget()
+            weights = _restore_order(weights, self.num_heads)
+        out.copy_(weights - self.offset if self.offset else weights)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows of a matrix: codes, or float32 where the file has plain numbers."""

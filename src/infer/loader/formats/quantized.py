@@ -32,12 +32,10 @@ from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.coded import CodedRows, is_grouped
-from infer.quant.projection import QuantizedRows
 from infer.quant.registry import SCHEMES
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
-_CHUNK_WEIGHTS = 1 << 20
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
 _KV_SCALES = {
@@ -50,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedTensor:
+class QuantizedTensor(StoredTensor):
     """The weight of one matrix, made of its leaves when it is read."""
 
     format: StoredFormat
@@ -75,16 +73,6 @@ class QuantizedTensor:
         return f"{self.format.name}:{self.layout.label}"
 
     @property
-    def dtype(self) -> None:
-        """PyTorch has no type for it."""
-        return None
-
-    @property
-    def is_readable(self) -> bool:
-        """Formats that are not known never become one of these."""
-        return True
-
-    @property
     def is_four_bit(self) -> bool:
         """Whether int4 keeps all of it: even steps, and one scale for 32 neighbours."""
         layout = self.layout
@@ -94,22 +82,6 @@ class QuantizedTensor:
     def coded_form(self) -> CodedForm | None:
         """In which a GPU keeps its codes as they are."""
         return self.layout.coded_form
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Unpack into `out`, on its device."""
-        out = out.T if self.transposed else out
-        for part, rows in self.rows(_CHUNK_WEIGHTS // self.layout.size, out.device):
-            out[part].copy_(rows.numbers() if isinstance(rows, CodedRows) else rows)
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of the matrix: their integers if they fit, else float32."""
-        assert not self.transposed, self.module.name
-        for _, rows in self.rows(num_rows, torch.device("cpu")):
-            integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
-            if integers is None:
-                yield rows.numbers().contiguous() if isinstance(rows, CodedRows) else rows
-            else:
-                yield integers
 
     def transpose(self) -> StoredTensor | None:
         """The rows as they are stored, where they are columns of what the name means."""
