@@ -13,8 +13,9 @@ busy for three quarters of the time, and more threads for less.
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
 (kernels/cpu/program.py), for any number of rows up to the size of the batch or a short prompt's: that is how
-a decode step runs, and the first one of a question. Steps of longer prompts run the model's Python; their
-operations take long enough, and the last layer computes only the tokens that are needed (models/model.py).
+a decode step runs, and the first one of a question. The head of few rows is a list of its own. Steps of long
+prompts run the model's Python; their operations take long enough, and the last layer computes only the tokens
+that are needed (models/model.py).
 
 Whatever way a token takes, its result has the same bits: each operation works row by row.
 
@@ -41,6 +42,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 MAX_PARTS = 64  # segments of a step that are items of their own
+LOGIT_ROWS = 8  # up to which a step waits for Python rather than for the head; their logits keep their memory
 RECORDED_ROWS = 256  # tokens up to which Python takes longer than the last layer's unneeded ones; megabytes
 
 
@@ -176,7 +178,8 @@ class CpuSteps:
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(state.tables), max_split)
         self._program: Program | None = None
-        self._hidden_TD = torch.empty(0)
+        self._head: Program | None = None
+        self._hidden_TD = self._logits_SV = torch.empty(0)
         if record:
             self._record(max_rows)
 
@@ -200,6 +203,15 @@ class CpuSteps:
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """The logits of hidden states; those of a recorded step are overwritten by the next one."""
+        num_rows = hidden_SD.shape[0]
+        is_step = hidden_SD.data_ptr() == self._hidden_TD.data_ptr()
+        if self._head is None or num_rows > LOGIT_ROWS or not is_step:
+            return self._model.logits(hidden_SD)
+        self._head.run(num_rows, 0)
+        return self._logits_SV[:num_rows]
+
     def context(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> CpuStep:
         """The `StepContext` of a plan, or of a part of one; not recorded."""
         inputs = CpuInputs(plan.num_tokens, len(self._state.tables))
@@ -213,6 +225,10 @@ class CpuSteps:
         with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()
+        if self._program is not None:
+            with ProgramRecorder(self._library) as recording:
+                self._logits_SV = self._model.logits(self._hidden_TD[:LOGIT_ROWS])
+            self._head = recording.program()
 
 
 def can_run(model: Model, store: KVStore) -> bool:

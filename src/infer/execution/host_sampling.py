@@ -39,12 +39,18 @@ class PromptTable(NamedTuple):
 
 
 class HostSampler:
-    """Draws the tokens of a step from the hidden states of a model. `send` copies ids to its device."""
+    """Draws the tokens of a step from the hidden states of a model.
+
+    `send` copies ids to its device; `logits` are those of a step's hidden states, by default the model's.
+    """
 
     def __init__(
-        self, model: Model, send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
+        self,
+        model: Model,
+        send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
+        logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._model, self._send = model, send
+        self._model, self._send, self._logits = model, send, logits
 
     def sample(
         self,
@@ -70,7 +76,8 @@ class HostSampler:
             return StepResult(ids, logprobs, prompt_logprobs)
         # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
         all_sample = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
-        logits_SV = self._model.logits(hidden_TD if all_sample else hidden_TD[places])
+        logits_of = self._logits or self._model.logits
+        logits_SV = logits_of(hidden_TD if all_sample else hidden_TD[places])
         with threads_for(len(rows)):
             samples = sample(logits_SV, rows)
         first = 0

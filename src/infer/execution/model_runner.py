@@ -55,7 +55,6 @@ class ModelRunner(SyncRunner):
         self.vocab_size = model.config.vocab_size
         self._store = store
         self._state = state
-        self._sampler = HostSampler(model)
         self._smaller = SmallerSteps(self.run)
         self.arena: object = None  # what holds the memory of its steps, if anything does
         self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
@@ -66,6 +65,7 @@ class ModelRunner(SyncRunner):
             assert c is not None and can_run(model, store), "resolve.py has asked whether the C kernel can"
             records = record_cpu_step and not self._is_split
             self._cpu = CpuSteps(c, model, store, state, max_batch_size, record=records)
+        self._sampler = HostSampler(model, logits=self._cpu and self._cpu.logits)
 
     @property
     def attention(self) -> tuple[str, str]:

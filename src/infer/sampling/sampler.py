@@ -23,7 +23,14 @@ from typing import NamedTuple
 import torch
 
 from infer.kernels.sampling.adjust_logits import unpack_mask
-from infer.kernels.sampling.gumbel import argmax_rows, draw, draw_rows, gumbel_noise, noise_keys
+from infer.kernels.sampling.gumbel import (
+    argmax_rows,
+    draw,
+    draw_rows,
+    gumbel_noise,
+    noise_keys,
+    where_finite,
+)
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs, SamplingParams
@@ -58,15 +65,14 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
     assert logits_SV.shape[0] == len(rows), f"{logits_SV.shape[0]} rows of logits for {len(rows)} rows"
     raw = logits_SV.float()
     adjusted = _adjust(raw, rows)
-    ids_S = argmax_rows(adjusted)
-    peak_S1 = adjusted.gather(1, ids_S.unsqueeze(1))  # NaN if any logit of the row is
+    best_S = ids_S = argmax_rows(adjusted)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if drawn and len(drawn) == len(rows):
         ids_S = _draw_rows(adjusted, ids_S, rows)
     elif drawn:
-        ids_S[drawn] = _draw_rows(adjusted[drawn], ids_S[drawn], [rows[i] for i in drawn])
-    # One device-to-host copy brings the ids and the verdict on their rows.
-    ids = torch.where(peak_S1.squeeze(1).isfinite(), ids_S, NO_TOKEN).tolist()
+        ids_S = best_S.clone()
+        ids_S[drawn] = _draw_rows(adjusted[drawn], best_S[drawn], [rows[i] for i in drawn])
+    ids = where_finite(adjusted, best_S, ids_S, NO_TOKEN)
     asked = [
         row.num_logprobs if token_id != NO_TOKEN else None for row, token_id in zip(rows, ids, strict=True)
     ]

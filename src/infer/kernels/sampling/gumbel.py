@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from infer.kernels.cpu import operations
@@ -110,6 +111,21 @@ def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
     if on_cpu(x_SK) and x_SK.dtype is torch.float32:
         return torch.from_numpy(x_SK.numpy().argmax(axis=1))
     return torch.argmax(x_SK, dim=-1)
+
+
+def where_finite(x_SK: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, other: int) -> list[int]:
+    """The id of each row whose largest value, at `best_S`, is finite; `other` for those in which it is not.
+
+    The largest is NaN if any is. From a device one copy brings both; for a few rows on the CPU, NumPy takes a
+    quarter of the time that PyTorch's operations need to begin.
+    """
+    if on_cpu(x_SK):
+        peak_S = x_SK.numpy()[np.arange(len(ids_S)), best_S.numpy()]
+        ids: list[int] = np.where(np.isfinite(peak_S), ids_S.numpy(), other).tolist()
+        return ids
+    peak_S = x_SK.gather(1, best_S.unsqueeze(1)).squeeze(1)
+    found: list[int] = torch.where(peak_S.isfinite(), ids_S, other).tolist()
+    return found
 
 
 def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
