@@ -28,7 +28,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.auth import HEALTH_PATH, route_path
+from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ANTHROPIC_PREFIX, ApiError
 from infer.server.state import RAW_SEND, RequestRecord, recording
@@ -62,7 +62,7 @@ class AccessLog:
             with recording(record):
                 await self._app(scope, receive, send)
             return
-        if any(name == TRACE_HEADER and value != b"0" for name, value in scope["headers"]):
+        if header_of(scope, TRACE_HEADER) not in (None, b"0"):
             record.marks = []
         self._metrics.num_active += 1
         try:
@@ -145,13 +145,8 @@ class AccessLog:
 
 
 def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text: str = value.decode("latin-1")
-            if PLAIN_ID.fullmatch(text):
-                return text
-            break
-    return f"req-{secrets.token_hex(12)}"
+    given = (header_of(scope, b"x-request-id") or b"").decode("latin-1")
+    return given if PLAIN_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
 
 
 def route_of(scope: Scope) -> str:

@@ -34,6 +34,11 @@ def route_path(scope: Scope) -> str:
     return below if path == root_path or below.startswith("/") else path
 
 
+def header_of(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a request's header, the first of that name; None: there is none."""
+    return next((bytes(value) for key, value in scope["headers"] if key == name), None)
+
+
 def is_open(path: str, *, has_page: bool) -> bool:
     """Whether a path answers without a key."""
     return path == HEALTH_PATH or (has_page and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX)))
@@ -99,11 +104,8 @@ class Auth:
 
 def _key_of(scope: Scope) -> bytes:
     """The key in the authorization header, else in that of Anthropic's clients; empty without either."""
-    other = b""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = bytes(value).partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else b""
-        if name == b"x-api-key":
-            other = bytes(value).strip()
-    return other
+    given = header_of(scope, b"authorization")
+    if given is None:
+        return (header_of(scope, b"x-api-key") or b"").strip()
+    scheme, _, key = given.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

@@ -13,6 +13,7 @@ import ipaddress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config.settings import ServerConfig
+from infer.server.middleware.auth import header_of
 from infer.server.protocol.errors import ApiError
 
 
@@ -55,10 +56,8 @@ class HostCheck:
 
 def _host_of(scope: Scope) -> str | None:
     """The Host header without its port; None where there is none, which no browser leaves out."""
-    for name, value in scope["headers"]:
-        if name == b"host":
-            text: str = value.decode("latin-1").strip()
-            if text.startswith("["):
-                return text.partition("]")[0] + "]"
-            return text.partition(":")[0]
-    return None
+    given = header_of(scope, b"host")
+    if given is None:
+        return None
+    text = given.decode("latin-1").strip()
+    return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]

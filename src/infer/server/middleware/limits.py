@@ -16,7 +16,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config.knobs import parse_bytes
-from infer.server.middleware.auth import is_admin, is_open, route_path
+from infer.server.middleware.auth import header_of, is_admin, is_open, route_path
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState, mark
 
@@ -44,7 +44,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            if _declared_length(scope) > self._max_bytes:
+            declared = header_of(scope, b"content-length") or b""
+            if declared.isdigit() and int(declared) > self._max_bytes:
                 raise BodyTooLarge
             async with asyncio.timeout(self._timeout_s):
                 body = await self._read(receive)
@@ -84,13 +85,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replaying
-
-
-def _declared_length(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value) if value.isdigit() else 0
-    return 0
 
 
 class Gate:
