@@ -21,7 +21,8 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Protocol
 
 from infer.client.subscribers import OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import IDLE_S, Engine
@@ -30,8 +31,6 @@ from infer.errors import EngineError, EngineLost, EngineStopped
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class EngineClient(Protocol):
@@ -124,8 +123,21 @@ class InProcessClient:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self._call(self._engine.reset_prefix_cache)
+        """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""
+        done: Future[int] = Future()
+
+        def reset() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                if self._stopped is not None:
+                    raise self._stopped
+                done.set_result(self._engine.reset_prefix_cache())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._post(reset)
+        return await asyncio.wrap_future(done)
 
     async def close(self) -> None:
         """Stop the thread after the step in flight; open requests get `EngineStopped`."""
@@ -135,22 +147,6 @@ class InProcessClient:
         await asyncio.to_thread(self._thread.join)
 
     # -- the event loop's side --------------------------------------------------------------------
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the engine thread between two steps and return its result."""
-        self._loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                if self._stopped is not None:
-                    raise self._stopped
-                self._answer(done, work())
-            except BaseException as error:
-                self._answer(done, error)
-
-        self._post(run)
-        return await done
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -216,11 +212,6 @@ class InProcessClient:
             command()
         return True
 
-    def _answer(self, done: asyncio.Future[Any], result: object) -> None:
-        """Settle a future of the event loop with a result, or with an exception."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, done, result)
-
     def _add(self, request: Request, queue: OutputQueue) -> None:
         error = self._stopped or self._subscribers.add(request, queue)
         if error is not None:
@@ -242,12 +233,3 @@ class InProcessClient:
 def _put_all(messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
     for queue, message in messages:
         queue.put_nowait(message)
-
-
-def _settle(done: asyncio.Future[Any], result: object) -> None:
-    if done.done():  # cancelled meanwhile
-        return
-    if isinstance(result, BaseException):
-        done.set_exception(result)
-    else:
-        done.set_result(result)

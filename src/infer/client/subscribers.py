@@ -130,7 +130,8 @@ class Subscribers(Generic[Subscriber]):
         try:
             self._engine.add(request)
         except Exception as error:
-            _log_if_unexpected(request.request_id, error)
+            if not isinstance(error, InferError):  # a bug
+                logger.error("request failed request_id=%s", request.request_id, exc_info=error)
             return error
         self._by_id[request.request_id] = subscriber
         return None
@@ -163,9 +164,3 @@ class Subscribers(Generic[Subscriber]):
             if not self._engine.is_serving(output.request_id):
                 by_id.pop(output.request_id, None)
         return addressed
-
-
-def _log_if_unexpected(request_id: str, error: Exception) -> None:
-    """Log the traceback of a bug with the id of its request; errors of errors.py are expected."""
-    if not isinstance(error, InferError):
-        logger.error("request failed request_id=%s", request_id, exc_info=error)
