@@ -396,12 +396,13 @@ def make_projections(
             stored=next(iter(leaves.get(name, {}).values()), {}),
         )
         projection = scheme.make(spec)
-        if is_tied and not _can_look_up(projection):
+        if is_tied and type(projection).lookup is Projection.lookup:  # it cannot look up rows
             continue
         layer.use(projection)
         if is_tied:
             model.embedding.table = projection
-            model.embedding.weight = _shell(model.embedding.weight)
+            shell = torch.empty(model.embedding.weight.shape, device="meta")  # without any memory
+            model.embedding.weight = nn.Parameter(shell, requires_grad=False)
     if form in PACKED and not on_gpu and not model.config.tie_embeddings:
         table = leaves.get("embedding", {}).get((None, None), {}).get("weight")
         is_bfloat16 = torch.bfloat16 in (stored, None if table is None else table.dtype)
@@ -410,19 +411,9 @@ def make_projections(
         model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
 
 
-def _can_look_up(projection: Projection) -> bool:
-    return type(projection).lookup is not Projection.lookup
-
-
-def _shell(weight: torch.Tensor) -> nn.Parameter:
-    """A parameter of the same shape without any memory."""
-    return nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
-
-
 def kept_bytes(model: Model) -> int:
     """The bytes of all weights of a model, shared ones once; of projections, as they are kept."""
-    others = sum(parameter.numel() * parameter.element_size() for parameter in _others(model))
-    return others + sum(layer.stored.num_bytes() for layer in _layers(model))
+    return sum(kept_schemes(model, torch.float32).values())
 
 
 def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:

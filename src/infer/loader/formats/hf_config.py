@@ -14,9 +14,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infer.errors import CheckpointError
+
+T = TypeVar("T")
 
 MAX_CONFIG_BYTES = 16 << 20
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -32,21 +34,15 @@ class GenerationDefaults:
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a file that must hold one JSON object of at most `max_bytes`."""
-    value = _read_value(path, max_bytes)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return _read(path, max_bytes, dict, "object")
 
 
 def read_json_list(path: Path, max_bytes: int) -> list[Any]:
     """Read a file that must hold one JSON list of at most `max_bytes`."""
-    value = _read_value(path, max_bytes)
-    if not isinstance(value, list):
-        raise CheckpointError(f"{path} must hold a JSON list, got {type(value).__name__}")
-    return value
+    return _read(path, max_bytes, list, "list")
 
 
-def _read_value(path: Path, max_bytes: int) -> Any:
+def _read(path: Path, max_bytes: int, kind: type[T], name: str) -> T:
     try:
         with open(path, "rb") as handle:
             text = handle.read(max_bytes + 1)
@@ -55,9 +51,12 @@ def _read_value(path: Path, max_bytes: int) -> Any:
     if len(text) > max_bytes:
         raise CheckpointError(f"{path} is larger than the {max_bytes} bytes allowed for it")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, endless integers
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{path} must hold a JSON {name}, got {type(value).__name__}")
+    return value
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

@@ -69,9 +69,7 @@ def _measure_gptq(module: StoredModule) -> Layout:
             f"checkpoint_format is {version!r}; supported: gptq, gptq_v2, and gptq_p in 2, 4 or 8 bits"
         )
     group_size = module.group_size(size, num_groups, "g_idx")
-    has_minima = module.settings.has_minima(bits)
-    coded = stored_form(_codes(bits), group_size, size, has_minima=has_minima)
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
+    return _integers(num_rows, size, bits, group_size, has_minima=module.settings.has_minima(bits))
 
 
 def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -104,9 +102,7 @@ def _measure_awq(module: StoredModule) -> Layout:
     num_words = module.words(num_rows, 4, "rows")
     module.check("qweight", (size, num_words))
     module.check("qzeros", (num_groups, num_words))
-    group_size = module.group_size(size, num_groups, "")
-    coded = stored_form("int4", group_size, size)
-    return Layout(num_rows, size, 4, group_size, _label("int4", group_size, size), coded_form=coded)
+    return _integers(num_rows, size, 4, module.group_size(size, num_groups, ""))
 
 
 def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -148,8 +144,7 @@ def _measure_packed(module: StoredModule) -> Layout:
     module.check("weight_zero_point", *sorted(counts))
     group_size = module.group_size(size, scales[1], "weight_g_idx")
     has_minima = bits == 8 and "weight_zero_point" in module.leaves
-    coded = stored_form(_codes(bits), group_size, size, has_minima=has_minima)
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
+    return _integers(num_rows, size, bits, group_size, has_minima=has_minima)
 
 
 def _word_counts(size: int, bits: int) -> tuple[int, int]:
@@ -405,8 +400,10 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
     return rows
 
 
-def _codes(bits: int) -> str:
-    return "int4" if bits <= 4 else "int8"
+def _integers(num_rows: int, size: int, bits: int, group_size: int, *, has_minima: bool = False) -> Layout:
+    """The layout of integers of so many bits, which share a scale in groups."""
+    coded = stored_form("int4" if bits <= 4 else "int8", group_size, size, has_minima=has_minima)
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
 
 
 def _label(kind: str, group_size: int, size: int) -> str:
