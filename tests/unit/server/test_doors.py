@@ -15,6 +15,7 @@ from infer.server.protocol.messages import CountTokensRequest, MessagesRequest, 
 from infer.server.protocol.responses import ResponsesRequest, responses_to_chat
 from infer.server.protocol.schemas import ChatRequest
 from infer.server.protocol.structured import read_structured
+from infer.server.protocol.turns import count_blocks
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
@@ -503,7 +504,7 @@ def test_any_value_in_any_place_is_taken_or_refused(body_type: Any, to_chat: Any
             except (ValidationError, RequestError):  # FastAPI's to answer
                 continue
             try:
-                assert body.size >= 0
+                assert count_blocks(body.input if "input" in full else body.messages) >= 0
                 made_chat = to_chat(body)
                 read_structured(made_chat)
                 read_choice(made_chat.tool_choice, read_tools(made_chat.tools))

@@ -23,7 +23,7 @@ from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.stream import Generation, Piece
 from infer.server.routes.messages import MessageWriter, message_body, stop_fields
-from infer.server.routes.responses import ResponseView, ResponseWriter
+from infer.server.routes.responses import ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -107,7 +107,7 @@ def read(frames: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def response_writer() -> ResponseWriter:
-    return ResponseWriter(GENERATION, ResponseView(GENERATION, ResponsesRequest(input="hi")))
+    return ResponseWriter(GENERATION, ResponsesRequest(input="hi"))
 
 
 @settings(deadline=None)
@@ -115,7 +115,7 @@ def response_writer() -> ResponseWriter:
 def test_a_stream_of_blocks_adds_up_to_the_message(
     pieces: list[list[AnswerEvent]], finish_reason: str
 ) -> None:
-    events = stream(MessageWriter(GENERATION), pieces, finish_reason)
+    events = stream(MessageWriter(GENERATION, cast(Any, None)), pieces, finish_reason)
     parts = parts_of(pieces)
     whole = message_body(GENERATION, parts, stop_fields(GENERATION, parts, finish_reason, None))
     Message.model_validate(whole, strict=True)
@@ -152,8 +152,10 @@ def test_a_stream_of_items_adds_up_to_the_response(
     pieces: list[list[AnswerEvent]], finish_reason: str
 ) -> None:
     events = stream(response_writer(), pieces, finish_reason)
-    parts = parts_of(pieces)
-    whole = ResponseView(GENERATION, ResponsesRequest(input="hi")).ended(parts, finish_reason)
+    other = response_writer()
+    parts = other.parts = parts_of(pieces)
+    other.finish_reason = finish_reason
+    whole = other.body()
     Response.model_validate(whole, strict=True)
 
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))

@@ -10,7 +10,6 @@ From there on a message is a chat: the same checks, the same template, the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError
@@ -113,15 +112,6 @@ BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they 
 REFUSED_BLOCKS = dict.fromkeys(("image", "document", "search_result", "container_upload"), _TEXT_ONLY)
 TOOL_CHOICES = dict.fromkeys(("auto", "any", "tool", "none"), ToolChoice)
 EFFORTS = {"max": "xhigh"}  # by other names in a chat
-# Fields of a chat, as this API calls them: for errors of what the two share.
-SPELLINGS = {
-    "max_reasoning_tokens": "thinking.budget_tokens",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-}
 THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
@@ -153,6 +143,14 @@ class CountTokensRequest(Body):
         "prompt": "plain prompts go to /v1/completions, this route takes messages",
         "stop": "this route takes stop_sequences",
     }
+    spellings = {
+        "max_reasoning_tokens": "thinking.budget_tokens",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "output_config.effort",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     model: Name | None = None
     messages: list[dict[str, Any]]
@@ -162,11 +160,6 @@ class CountTokensRequest(Body):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
-
-    @property
-    def size(self) -> int:
-        """About how many blocks there are to translate."""
-        return len(self.messages) + sum(len(_blocks(message)) for message in self.messages)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -214,11 +207,6 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
         fields["stop"] = body.stop_sequences
     body.note_ignored(turns.ignored)
     return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
-
-
-def _blocks(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _say(turns: Turns, role: str, content: str | list[Any], path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
-from infer.frontend.outputs import CompletionOutput, TextDelta
+from infer.frontend.outputs import CompletionOutput, RequestOutput, TextDelta
 from infer.server.protocol.stream import FrameWriter, Generation, Piece
 
 Kind = Literal["reasoning", "text", "call"]
@@ -69,10 +69,10 @@ def place(event: AnswerEvent, parts: list[Part]) -> tuple[Part, str]:
 
 
 class PartWriter(FrameWriter):
-    """A stream of named events that opens, fills and closes the parts of one answer."""
+    """An answer of parts; in a stream, named events open, fill and close them."""
 
     def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+        super().__init__(generation)
         self.parts: list[Part] = []
         self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
@@ -97,6 +97,17 @@ class PartWriter(FrameWriter):
     @abstractmethod
     def finish(self) -> list[bytes]:
         """The frames behind the last part."""
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """The answer, of its parts and the reason why it ended."""
+
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        output = answers[0].outputs[0]
+        self.parts = gather(output)
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        return self.body()
 
     def frames(self, piece: Piece) -> list[bytes]:
         """What a piece adds to the answer."""

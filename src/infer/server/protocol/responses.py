@@ -131,15 +131,6 @@ REFUSED_ITEMS = {"item_reference": _NOT_KEPT, "compaction": _NOT_KEPT}
 REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
 ROLES = ("user", "assistant", "system", "developer")
 
-# Fields of a chat, as this API calls them: for errors of what the two share.
-SPELLINGS = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-
 
 class ResponseStreamOptions(Body):
     """What a stream carries beside its events."""
@@ -169,6 +160,13 @@ class ResponsesRequest(Body):
         "prompt": "plain prompts go to /v1/completions, this route takes input",
         "response_format": "this route takes text.format",
     }
+    spellings = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
 
     model: Name | None = None
     input: str | list[dict[str, Any]]
@@ -186,13 +184,6 @@ class ResponsesRequest(Body):
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-
-    @property
-    def size(self) -> int:
-        """About how many items and parts there are to translate."""
-        items = () if isinstance(self.input, str) else self.input
-        contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
-        return len(items) + sum(len(content) for content in contents if isinstance(content, list))
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:

@@ -133,6 +133,7 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
+    spellings: ClassVar[Mapping[str, str]] = {}  # fields of a chat, as this body calls them
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 

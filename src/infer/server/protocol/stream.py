@@ -237,7 +237,14 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 
 
 class FrameWriter(ABC):
-    """The form of a stream: how pieces, the end and a failure look to the client."""
+    """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed, of routes that have such."""
+        raise NotImplementedError
 
     @abstractmethod
     def frames(self, piece: Piece) -> list[bytes]:
@@ -247,9 +254,9 @@ class FrameWriter(ABC):
     def end(self) -> list[bytes]:
         """The frames behind the last piece."""
 
-    @abstractmethod
     def error(self, error: BaseException) -> bytes:
         """The last frame of a stream that fails."""
+        return named_event("error", to_api_error(error).encode())
 
     def is_slow(self, piece: Piece) -> bool:
         """Whether the frames of a piece take so long that a thread should write them."""
@@ -257,55 +264,35 @@ class FrameWriter(ABC):
 
 
 class ChunkWriter(FrameWriter):
-    """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE].
+    """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
 
-    `opening` and `closing` stand around the text of a piece inside its choice.
-    """
+    kind: str  # of a chunk
+    opening: bytes  # before and behind the text of a piece, inside its choice
+    closing: bytes
 
-    def __init__(
-        self,
-        generation: Generation,
-        body: SamplingBody,
-        *,
-        kind: str,
-        num_choices: int,
-        opening: bytes,
-        closing: bytes,
-    ) -> None:
-        job, options = generation.job, body.stream_options
-        constant = {"id": job.job_id, "object": kind, "created": job.created, "model": job.model_name}
-        self._before = b"data: " + orjson.dumps(constant)[:-1] + b',"choices":['
+    def __init__(self, generation: Generation, body: SamplingBody, *, num_choices: int) -> None:
+        super().__init__(generation)
+        options = body.stream_options
+        self._before = b"data: " + orjson.dumps(job_fields(generation.job, self.kind))[:-1] + b',"choices":['
         self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]
-        self._opening, self._closing = opening, closing
-        self._openings = [head + opening for head in self._heads]
-        self._plain = closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
-        self._generation = generation
+        self._openings = [head + self.opening for head in self._heads]
+        self._plain = self.closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._ends_with_usage = options is not None and bool(options.include_usage)
         self.has_usage = options is not None and bool(options.continuous_usage_stats)
 
-    def usage(self, num_output: int | None = None) -> Mapping[str, Any]:
-        """The usage so far, for a frame."""
-        return self._generation.usage(num_output)
+    def last_usage(self) -> Mapping[str, Any]:
+        """The usage at the end."""
+        return self.generation.usage()
 
     def end(self) -> list[bytes]:
         """The frame of usage where it was asked for, and [DONE]."""
         if not self._ends_with_usage:
             return [DONE]
-        return [self._before + b"]" + _usage_field(self.usage()) + b"}\n\n", DONE]
+        return [self._before + b'],"usage":' + orjson.dumps(self.last_usage()) + b"}\n\n", DONE]
 
     def error(self, error: BaseException) -> bytes:
         """The error as a frame, and [DONE]."""
         return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
-
-    def role(self, index: int) -> bytes:
-        """The first frame of a chat choice: the role of its author."""
-        # as OpenAI does: null where the answer may be a tool call and nothing else
-        content = b"null" if self._generation.job.has_tools else b'""'
-        delta = (
-            b'"delta":{"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null}]'
-        )
-        usage = self.usage(0) if self.has_usage else None
-        return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
 
     def token(self, index: int, delta: TextDelta, logprobs: Mapping[str, Any] | None) -> bytes:
         """The frame of one token; most hold nothing but its text, and are put together from three parts."""
@@ -322,7 +309,7 @@ class ChunkWriter(FrameWriter):
         stop_reason: str | int | None = None,
     ) -> bytes:
         """A frame with all fields of a choice."""
-        inner = self._opening + orjson.dumps(text) + self._closing
+        inner = self.opening + orjson.dumps(text) + self.closing
         return self.frame(index, inner, logprobs, finish_reason, stop_reason)
 
     def frame(
@@ -332,29 +319,24 @@ class ChunkWriter(FrameWriter):
         logprobs: Mapping[str, Any] | None = None,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
+        num_output: int | None = None,
     ) -> bytes:
-        """A frame whose choice holds `inner`: a field with its name, without braces."""
-        end = b""
+        """A frame whose choice holds `inner`: a field with its name, without braces.
+
+        `num_output` tokens are counted as made; by default, all so far.
+        """
+        reasons = {"logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
-            end = b',"stop_reason":' + orjson.dumps(stop_reason)
-        return b"".join(
-            (
-                self._heads[index],
-                inner,
-                b',"logprobs":',
-                orjson.dumps(logprobs),
-                b',"finish_reason":',
-                orjson.dumps(finish_reason),
-                end,
-                b"}]",
-                _usage_field(self._generation.usage() if self.has_usage else None),
-                b"}\n\n",
-            )
-        )
+            reasons["stop_reason"] = stop_reason
+        usage = b""
+        if self.has_usage:
+            usage = b',"usage":' + orjson.dumps(self.generation.usage(num_output))
+        return self._heads[index] + inner + b"," + orjson.dumps(reasons)[1:] + b"]" + usage + b"}\n\n"
 
 
-def _usage_field(usage: Mapping[str, Any] | None) -> bytes:
-    return b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+def job_fields(job: Job, kind: str) -> dict[str, Any]:
+    """The fields with which every body and every chunk of OpenAI's first two routes begins."""
+    return {"id": job.job_id, "object": kind, "created": job.created, "model": job.model_name}
 
 
 def named_event(name: str, data: bytes) -> bytes:
@@ -367,26 +349,24 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, writer: FrameWriter, *, headers: Mapping[str, str]) -> None:
+    def __init__(self, writer: FrameWriter, headers: Mapping[str, str]) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        limit_s = generation.job.time_limit_s
+        limit_s = writer.generation.job.time_limit_s
         self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
-        self._generation = generation
+        self._generation = writer.generation
         self._writer = writer
         self._first: list[bytes] = []
         self._has_ended = False
 
     @classmethod
-    async def start(
-        cls, http: Request, generation: Generation, writer: FrameWriter, *, headers: Mapping[str, str]
-    ) -> EventStream:
+    async def start(cls, http: Request, writer: FrameWriter, headers: Mapping[str, str]) -> EventStream:
         """Wait for the first frames, so that an error before them is an HTTP error; returns the response."""
-        stream = cls(generation, writer, headers=headers)
+        stream = cls(writer, headers)
         try:
             stream._first = await unless_disconnected(http.receive, stream._read_frames())
         except BaseException:
-            await generation.aclose()
+            await writer.generation.aclose()
             raise
         return stream
 

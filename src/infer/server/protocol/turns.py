@@ -13,7 +13,7 @@ Blocks and items are bodies of their own (schemas.py): every field of each is ac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,14 @@ def spell_path(path: Path) -> str:
     """("messages", 0, "content") -> messages[0].content."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return "".join(steps).removeprefix(".")
+
+
+def count_blocks(turns: str | Sequence[Mapping[str, Any]]) -> int:
+    """About how many blocks or items there are to translate."""
+    if isinstance(turns, str):
+        return 1
+    inner = (value for turn in turns for value in turn.values() if isinstance(value, list))
+    return len(turns) + sum(map(len, inner))
 
 
 @contextmanager

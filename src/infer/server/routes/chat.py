@@ -21,17 +21,11 @@ from fastapi import Request, Response
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
-from infer.server.protocol.logprobs import chat_logprobs, count_logprobs
+from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import ChatRequest
-from infer.server.protocol.stream import ChunkWriter, EventStream, Generation, Piece, unless_disconnected
+from infer.server.protocol.stream import ChunkWriter, Generation, Piece, job_fields
 from infer.server.protocol.translate import open_chat
-from infer.server.routes.json_route import (
-    ignored_headers,
-    in_thread_if_large,
-    json_response,
-    make_router,
-    server_state,
-)
+from infer.server.routes.json_route import answer, make_router, server_state
 
 router = make_router()
 
@@ -39,36 +33,22 @@ router = make_router()
 @router.post("/v1/chat/completions", response_model=None)
 async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
-    generation = Generation(await open_chat(body, server_state(http)))
-    if body.stream:
-        return await EventStream.start(
-            http, generation, ChatWriter(generation, body), headers=ignored_headers(body)
-        )
-    answers = await unless_disconnected(http.receive, generation.collect())
-    content = await in_thread_if_large(
-        count_logprobs(answers), chat_body, generation, answers, shows_reasoning(body)
-    )
-    return json_response(content, body)
+    return await answer(http, body, open_chat(body, server_state(http)), ChatWriter)
 
 
 class ChatWriter(ChunkWriter):
-    """OpenAI's chat stream: a role for each choice, one frame per token, usage on request, then [DONE]."""
+    """OpenAI's chat: in a stream, a role for each choice, a frame per token, usage if asked for, [DONE]."""
+
+    kind, opening, closing = "chat.completion.chunk", b'"delta":{"content":', b"}"
 
     def __init__(self, generation: Generation, body: ChatRequest) -> None:
         num_choices = generation.job.params.n
-        super().__init__(
-            generation,
-            body,
-            kind="chat.completion.chunk",
-            num_choices=num_choices,
-            opening=b'"delta":{"content":',
-            closing=b"}",
-        )
+        super().__init__(generation, body, num_choices=num_choices)
         self._tokenizer = generation.job.model.encoder.tokenizer
         self._has_logprobs = bool(body.logprobs)
         self._num_roles = num_choices  # roles that have not been sent
         self._has_form = generation.job.form is not None
-        self._shows_reasoning = shows_reasoning(body)
+        self._shows_reasoning = body.include_reasoning is not False  # what the model writes for itself
 
     def frames(self, piece: Piece) -> list[bytes]:
         """The frame of one token; before the first of all, the role of every choice."""
@@ -80,7 +60,11 @@ class ChatWriter(ChunkWriter):
             frames = [self.token(delta.index, delta, logprobs)]
         if not self._num_roles:
             return frames
-        roles, self._num_roles = [self.role(index) for index in range(self._num_roles)], 0
+        # as OpenAI does: null where the answer may be a tool call and nothing else
+        content = b"null" if self.generation.job.has_tools else b'""'
+        role = b'"delta":{"role":"assistant","content":' + content + b"}"
+        roles = [self.frame(index, role, num_output=0) for index in range(self._num_roles)]
+        self._num_roles = 0
         return [*roles, *frames]
 
     def _event_frames(self, piece: Piece, logprobs: Mapping[str, Any] | None) -> list[bytes]:
@@ -100,10 +84,35 @@ class ChatWriter(ChunkWriter):
             frames.append(self.frame(index, b'"delta":{}', None, delta.finish_reason, delta.stop_reason))
         return frames
 
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = [self._choice(output) for output in answers[0].outputs]
+        fields = job_fields(self.generation.job, "chat.completion")
+        return fields | {"choices": choices, "usage": self.generation.usage()}
 
-def shows_reasoning(body: ChatRequest) -> bool:
-    """Whether the client wants to see what the model writes for itself."""
-    return body.include_reasoning is not False
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        if self._has_form:
+            if not output.text and (output.tool_calls or output.reasoning):
+                message["content"] = None
+            if output.reasoning and self._shows_reasoning:
+                message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+            if output.tool_calls:
+                message["tool_calls"] = [
+                    {
+                        "id": call.call_id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in output.tool_calls
+                ]
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": None if output.logprobs is None else chat_logprobs(self._tokenizer, output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
 
 
 def event_delta(event: AnswerEvent) -> dict[str, Any]:
@@ -118,44 +127,3 @@ def event_delta(event: AnswerEvent) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case CallDelta(index, arguments):
             return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
-
-
-def chat_body(
-    generation: Generation, answers: Sequence[RequestOutput], with_reasoning: bool
-) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
-    job = generation.job
-    return {
-        "id": job.job_id,
-        "object": "chat.completion",
-        "created": job.created,
-        "model": job.model_name,
-        "choices": [_choice(generation, output, with_reasoning) for output in answers[0].outputs],
-        "usage": generation.usage(),
-    }
-
-
-def _choice(generation: Generation, output: CompletionOutput, with_reasoning: bool) -> dict[str, Any]:
-    tokenizer, form = generation.job.model.encoder.tokenizer, generation.job.form
-    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-    if form is not None:
-        if not output.text and (output.tool_calls or output.reasoning):
-            message["content"] = None
-        if output.reasoning and with_reasoning:
-            message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
-        if output.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in output.tool_calls
-            ]
-    return {
-        "index": output.index,
-        "message": message,
-        "logprobs": None if output.logprobs is None else chat_logprobs(tokenizer, output.logprobs),
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-    }

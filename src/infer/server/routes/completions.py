@@ -18,26 +18,11 @@ from fastapi import Request, Response
 from infer.errors import RequestError
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
-from infer.server.protocol.errors import to_api_error
-from infer.server.protocol.logprobs import CompletionLogprobs, count_logprobs, join
+from infer.server.protocol.logprobs import CompletionLogprobs, join
 from infer.server.protocol.schemas import CompletionRequest
-from infer.server.protocol.stream import (
-    ChunkWriter,
-    EventStream,
-    FrameWriter,
-    Generation,
-    Piece,
-    named_event,
-    unless_disconnected,
-)
+from infer.server.protocol.stream import ChunkWriter, FrameWriter, Generation, Piece, job_fields, named_event
 from infer.server.protocol.translate import Job, open_completion
-from infer.server.routes.json_route import (
-    ignored_headers,
-    in_thread_if_large,
-    json_response,
-    make_router,
-    server_state,
-)
+from infer.server.routes.json_route import answer, make_router, server_state
 from infer.tokenizer.detokenizer import Detokenizer
 
 router = make_router()
@@ -46,14 +31,7 @@ router = make_router()
 @router.post("/v1/completions", response_model=None)
 async def create_completion(body: CompletionRequest, http: Request) -> Response:
     """Continue one prompt or several."""
-    generation = Generation(await open_completion(body, server_state(http)))
-    view = CompletionView(generation.job, body)
-    if body.stream:
-        writer = CompletionWriter(generation, view, body)
-        return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
-    answers = await unless_disconnected(http.receive, generation.collect())
-    content = await in_thread_if_large(count_logprobs(answers), view.whole, answers, generation)
-    return json_response(content, body)
+    return await answer(http, body, open_completion(body, server_state(http)), CompletionWriter)
 
 
 @router.post("/v1/completions/stream", response_model=None)
@@ -69,9 +47,7 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
             param="stream_options.continuous_usage_stats",
         )
     body.stream = True
-    generation = Generation(await open_completion(body, server_state(http)))
-    writer = EventWriter(generation, CompletionView(generation.job, body))
-    return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
+    return await answer(http, body, open_completion(body, server_state(http)), EventWriter)
 
 
 class CompletionView:
@@ -119,23 +95,8 @@ class CompletionView:
         """The logprobs of some tokens of an output."""
         return None if self._logprobs is None else self._logprobs[choice].take(ids, rows)
 
-    def whole(self, answers: Sequence[RequestOutput], generation: Generation) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        choices = [
-            self._whole_choice(prompt, answer, output)
-            for prompt, answer in enumerate(answers)
-            for output in answer.outputs
-        ]
-        return {
-            "id": self.job.job_id,
-            "object": "text_completion",
-            "created": self.job.created,
-            "model": self.job.model_name,
-            "choices": choices,
-            "usage": generation.usage() if self.shows_output else generation.usage(0),
-        }
-
-    def _whole_choice(self, prompt: int, answer: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+    def whole(self, prompt: int, answer: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
         choice = self.choice(prompt, output.index)
         text, logprobs = "", None
         if self.echoes:
@@ -155,23 +116,27 @@ class CompletionView:
 
 
 class CompletionWriter(ChunkWriter):
-    """OpenAI's stream: one data frame per token, behind an echoed prompt on request, then [DONE]."""
+    """OpenAI's form: in a stream, a data frame per token, behind an echoed prompt on request, then [DONE]."""
 
-    def __init__(self, generation: Generation, view: CompletionView, body: CompletionRequest) -> None:
-        super().__init__(
-            generation,
-            body,
-            kind="text_completion",
-            num_choices=view.num_choices,
-            opening=b'"text":',
-            closing=b"",
-        )
-        self._view = view
+    kind, opening, closing = "text_completion", b'"text":', b""
+
+    def __init__(self, generation: Generation, body: CompletionRequest) -> None:
+        view = self._view = CompletionView(generation.job, body)
+        super().__init__(generation, body, num_choices=view.num_choices)
         self._not_echoed = set(range(view.num_choices)) if view.echoes else set()
 
-    def usage(self, num_output: int | None = None) -> Mapping[str, Any]:
-        """The usage so far; a sample that is not shown is not counted at the end."""
-        return super().usage(num_output if self._view.shows_output else 0)
+    def last_usage(self) -> Mapping[str, Any]:
+        """The usage at the end, where a sample that is not shown is not counted."""
+        return self.generation.usage(None if self._view.shows_output else 0)
+
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = [
+            self._view.whole(prompt, answer, output)
+            for prompt, answer in enumerate(answers)
+            for output in answer.outputs
+        ]
+        return job_fields(self.generation.job, self.kind) | {"choices": choices, "usage": self.last_usage()}
 
     def is_slow(self, piece: Piece) -> bool:
         """The first piece of a choice whose prompt is echoed: the prompt may be long."""
@@ -197,9 +162,9 @@ class CompletionWriter(ChunkWriter):
 class EventWriter(FrameWriter):
     """Named events: one for each token, then one for the end of all choices."""
 
-    def __init__(self, generation: Generation, view: CompletionView) -> None:
-        self._generation = generation
-        self._view = view
+    def __init__(self, generation: Generation, body: CompletionRequest) -> None:
+        super().__init__(generation)
+        self._view = CompletionView(generation.job, body)
         self._ends: dict[int, dict[str, Any]] = {}
 
     def frames(self, piece: Piece) -> list[bytes]:
@@ -222,14 +187,10 @@ class EventWriter(FrameWriter):
         """The `done` event."""
         ends = self._ends
         content = {
-            "id": self._view.job.job_id,
-            "model": self._view.job.model_name,
+            "id": self.generation.job.job_id,
+            "model": self.generation.job.model_name,
             "finish_reason": ends[0]["finish_reason"],
             "choices": [ends[choice] for choice in sorted(ends)],
-            "usage": self._generation.usage(),
+            "usage": self.generation.usage(),
         }
         return [named_event("done", orjson.dumps(content))]
-
-    def error(self, error: BaseException) -> bytes:
-        """The `error` event."""
-        return named_event("error", to_api_error(error).encode())

@@ -11,7 +11,7 @@ measured fields counts together: unknown fields, and a field that is given twice
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -21,26 +21,33 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
-from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, Body
+from infer.server.protocol.logprobs import count_logprobs
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
+from infer.server.protocol.schemas import (
+    MAX_CONSTRAINT_BYTES,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+)
+from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
+from infer.server.protocol.structured import CONSTRAINTS
+from infer.server.protocol.translate import Job, open_chat
+from infer.server.protocol.turns import count_blocks, spelled
 from infer.server.state import ServerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Asking = TypeVar("Asking", CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
+Agent = TypeVar("Agent", CountTokensRequest, MessagesRequest, ResponsesRequest)
 
 LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
 
 MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
-    "guided_choice": MAX_CONSTRAINT_BYTES,
-    "guided_grammar": MAX_CONSTRAINT_BYTES,
-    "guided_json": MAX_CONSTRAINT_BYTES,
-    "guided_regex": MAX_CONSTRAINT_BYTES,
-    "output_config": MAX_CONSTRAINT_BYTES,
-    "output_format": MAX_CONSTRAINT_BYTES,
-    "response_format": MAX_CONSTRAINT_BYTES,
-    "structured_outputs": MAX_CONSTRAINT_BYTES,
-    "text": MAX_CONSTRAINT_BYTES,
+    **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
+    **dict.fromkeys(("output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES),
     "tools": 4 * MAX_CONSTRAINT_BYTES,
 }
 LARGE_FIELDS = ("input", "instructions", "messages", "prompt", "system", "tokens")  # may fill the body
@@ -124,6 +131,29 @@ def server_state(http: Request) -> ServerState:
     state = http.app.state.server
     assert isinstance(state, ServerState)
     return state
+
+
+async def answer(
+    http: Request, body: Asking, job: Awaitable[Job], form: Callable[[Generation, Asking], FrameWriter]
+) -> Response:
+    """Answer a body that asks for text: generate what its job says, and stream it or send it whole."""
+    with spelled(body.spellings):
+        writer = form(Generation(await job), body)
+        if body.stream:
+            return await EventStream.start(http, writer, ignored_headers(body))
+        answers = await unless_disconnected(http.receive, writer.generation.collect())
+    content = await in_thread_if_large(count_logprobs(answers), writer.whole, answers)
+    return json_response(content, body)
+
+
+async def open_agent(
+    http: Request, body: Agent, turns: str | list[dict[str, Any]], to_chat: Callable[[Agent], ChatRequest]
+) -> Job:
+    """The job of a body of another API, which is the chat that `to_chat` makes of its turns and the rest."""
+    chat = await in_thread_if_large(10 * count_blocks(turns), to_chat, body)
+    job = await open_chat(chat, server_state(http), is_agent=True)
+    body.note_ignored(body.spellings.get(name, name) for name in chat.ignored_fields)
+    return job
 
 
 def json_response(content: Mapping[str, Any], body: Body | None = None) -> Response:

@@ -22,19 +22,12 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from infer.dialects.events import is_complete
-from infer.server.protocol.errors import to_api_error
-from infer.server.protocol.messages import SPELLINGS, CountTokensRequest, MessagesRequest, messages_to_chat
-from infer.server.protocol.parts import Part, PartWriter, gather, reasoning_tokens
-from infer.server.protocol.stream import EventStream, Generation, named_event, unless_disconnected
-from infer.server.protocol.translate import Job, open_chat
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest, messages_to_chat
+from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
+from infer.server.protocol.stream import Generation, named_event
+from infer.server.protocol.translate import Job
 from infer.server.protocol.turns import spelled
-from infer.server.routes.json_route import (
-    ignored_headers,
-    in_thread_if_large,
-    json_response,
-    make_router,
-    server_state,
-)
+from infer.server.routes.json_route import answer, json_response, make_router, open_agent
 
 
 class MessageError(BaseModel):
@@ -66,36 +59,20 @@ DELTAS = {
 @router.post("/v1/messages", response_model=None)
 async def create_message(body: MessagesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    with spelled(SPELLINGS):
-        generation = Generation(fit(await open_message(body, http)))
-        if body.stream:
-            writer = MessageWriter(generation)
-            return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
-        answers = await unless_disconnected(http.receive, generation.collect())
-    output = answers[0].outputs[0]
-    parts = gather(output)
-    reason = stop_fields(generation, parts, output.finish_reason, output.stop_reason)
-    return json_response(message_body(generation, parts, reason), body)
+    return await answer(http, body, open_message(body, http), MessageWriter)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
     """The length of a conversation's prompt."""
-    with spelled(SPELLINGS):
-        job = await open_message(body, http)
+    with spelled(body.spellings):
+        job = await open_agent(http, body, body.messages, messages_to_chat)
     return json_response({"input_tokens": len(job.requests[0].prompt)}, body)
 
 
-async def open_message(body: CountTokensRequest, http: Request) -> Job:
-    """The job of a message, which is that of a chat."""
-    chat = await in_thread_if_large(10 * body.size, messages_to_chat, body)
-    job = await open_chat(chat, server_state(http), is_agent=True)
-    body.note_ignored(SPELLINGS.get(name, name) for name in chat.ignored_fields)
-    return job
-
-
-def fit(job: Job) -> Job:
-    """The job, with an answer that may fill the context where it asks for more than that."""
+async def open_message(body: MessagesRequest, http: Request) -> Job:
+    """The job of a chat, with an answer that may fill the context where it asks for more than that."""
+    job = await open_agent(http, body, body.messages, messages_to_chat)
     request, max_tokens = job.requests[0], job.params.max_tokens
     room = job.model.encoder.context_len - len(request.prompt)
     if max_tokens is None or not 0 < room < max_tokens:
@@ -104,7 +81,10 @@ def fit(job: Job) -> Job:
 
 
 class MessageWriter(PartWriter):
-    """Anthropic's stream: blocks that are opened, filled and closed between the start and the end."""
+    """Anthropic's form: in a stream, blocks are opened, filled and closed between the start and the end."""
+
+    def __init__(self, generation: Generation, body: MessagesRequest) -> None:
+        super().__init__(generation)
 
     def begin(self) -> list[bytes]:
         """The message without content, and the ping that Anthropic sends behind it."""
@@ -129,13 +109,15 @@ class MessageWriter(PartWriter):
 
     def finish(self) -> list[bytes]:
         """Why the answer ended, and what it cost."""
-        reason = stop_fields(self.generation, self.parts, self.finish_reason, self.stop_reason)
-        ended = _event("message_delta", delta=reason, usage=usage(self.generation))
+        ended = _event("message_delta", delta=self._reason(), usage=usage(self.generation))
         return [ended, _event("message_stop")]
 
-    def error(self, error: BaseException) -> bytes:
-        """The `error` event."""
-        return named_event("error", to_api_error(error).encode())
+    def body(self) -> dict[str, Any]:
+        """The whole message."""
+        return message_body(self.generation, self.parts, self._reason())
+
+    def _reason(self) -> dict[str, Any]:
+        return stop_fields(self.generation, self.parts, self.finish_reason, self.stop_reason)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -193,7 +175,7 @@ def stop_fields(
     """Why an answer ended, in Anthropic's words."""
     sequence = stop_reason if isinstance(stop_reason, str) else None
     if finish_reason == "length":
-        is_full = generation.job.params.max_tokens is None  # `fit` has lifted the limit
+        is_full = generation.job.params.max_tokens is None  # `open_message` has lifted the limit
         reason = "model_context_window_exceeded" if is_full else "max_tokens"
     elif (calls := [part for part in parts if part.kind == "call"]) and is_complete(calls[-1].text):
         reason = "tool_use"

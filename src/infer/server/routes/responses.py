@@ -14,25 +14,16 @@ Every event has a number of its own, from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
 
 from infer.server.protocol.errors import to_api_error
-from infer.server.protocol.parts import Part, PartWriter, gather, reasoning_tokens
-from infer.server.protocol.responses import SPELLINGS, ResponsesRequest, responses_to_chat
-from infer.server.protocol.stream import EventStream, Generation, named_event, unless_disconnected
-from infer.server.protocol.translate import open_chat
-from infer.server.protocol.turns import spelled
-from infer.server.routes.json_route import (
-    ignored_headers,
-    in_thread_if_large,
-    json_response,
-    make_router,
-    server_state,
-)
+from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
+from infer.server.protocol.responses import ResponsesRequest, responses_to_chat
+from infer.server.protocol.stream import Generation, named_event
+from infer.server.routes.json_route import answer, make_router, open_agent
 
 router = make_router()
 
@@ -43,24 +34,15 @@ PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    with spelled(SPELLINGS):
-        chat = await in_thread_if_large(10 * body.size, responses_to_chat, body)
-        generation = Generation(await open_chat(chat, server_state(http), is_agent=True))
-        body.note_ignored(SPELLINGS.get(name, name) for name in chat.ignored_fields)
-        view = ResponseView(generation, body)
-        if body.stream:
-            writer = ResponseWriter(generation, view)
-            return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
-        answers = await unless_disconnected(http.receive, generation.collect())
-    output = answers[0].outputs[0]
-    return json_response(view.ended(gather(output), output.finish_reason), body)
+    return await answer(http, body, open_agent(http, body, body.input, responses_to_chat), ResponseWriter)
 
 
-class ResponseView:
-    """How a response looks to the client, at its start, at its end and between."""
+class ResponseWriter(PartWriter):
+    """OpenAI's response; in a stream, its items are added, filled and done."""
 
     def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
-        job, self._generation = generation.job, generation
+        super().__init__(generation)
+        job, self._num_sent = generation.job, 0
         self._key = job.job_id.rpartition("-")[2]
         text = {"format": {"type": "text"}} if body.text is None or body.text.format is None else body.text
         self._constant: dict[str, Any] = {
@@ -87,87 +69,17 @@ class ResponseView:
             "user": body.user,
         }
 
-    def begun(self) -> dict[str, Any]:
-        """The response before its first item."""
-        return self._at("in_progress", [])
-
-    def ended(self, parts: Sequence[Part], finish_reason: str | None) -> dict[str, Any]:
-        """The whole response; incomplete if its limit was reached, inside its last item."""
-        is_cut = finish_reason == "length"
-        last = len(parts) - 1
-        items = [
-            self.item(part, "incomplete" if is_cut and part.index == last else "completed") for part in parts
-        ]
-        response = self._at("incomplete" if is_cut else "completed", items)
-        response["usage"] = self._usage()
-        if is_cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return response
-
-    def failed(self, parts: Sequence[Part], message: str) -> dict[str, Any]:
-        """The response with what there was of it when it failed."""
-        response = self._at("failed", [self.item(part, "incomplete") for part in parts])
-        return response | {"error": {"code": "server_error", "message": message}}
-
-    def item(self, part: Part, status: str) -> dict[str, Any]:
-        """A part of the answer as an item; one that is in progress is empty."""
-        made: dict[str, Any] = {"id": self.item_id(part), "status": status}
-        is_open = status == "in_progress"
-        match part.kind:
-            case "call":
-                text = "" if is_open else part.text
-                call = {"type": "function_call", "call_id": part.call_id, "name": part.name}
-                return made | call | {"arguments": text}
-            case "text":
-                made |= {"type": "message", "role": "assistant"}
-            case "reasoning":
-                made |= {"type": "reasoning", "summary": []}
-        return made | {"content": [] if is_open else [self.content(part.kind, part.text)]}
-
-    def item_id(self, part: Part) -> str:
-        """The id of a part's item."""
-        return f"{PREFIXES[part.kind]}_{self._key}_{part.index}"
-
-    def content(self, kind: str, text: str) -> dict[str, Any]:
-        """The text of an item."""
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def _at(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        moment = {"status": status, "output": items, "usage": None, "error": None, "incomplete_details": None}
-        return self._constant | moment
-
-    def _usage(self) -> dict[str, Any]:
-        counts = self._generation.usage()
-        return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(counts)},
-            "total_tokens": counts["total_tokens"],
-        }
-
-
-class ResponseWriter(PartWriter):
-    """OpenAI's stream of a response: items that are added, filled and done."""
-
-    def __init__(self, generation: Generation, view: ResponseView) -> None:
-        super().__init__(generation)
-        self._view = view
-        self._num_sent = 0
-
     def begin(self) -> list[bytes]:
         """The response without an item, twice: it was created, and it is worked at."""
-        begun = self._view.begun()
+        begun = self._at("in_progress", [])
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
     def open(self, part: Part) -> list[bytes]:
         """An empty item, with an empty text in it."""
-        item = self._view.item(part, "in_progress")
+        item = self._item(part, "in_progress")
         frames = [self._event("output_item.added", output_index=part.index, item=item)]
         if part.kind != "call":
-            content = self._view.content(part.kind, "")
+            content = self._content(part.kind, "")
             frames.append(self._event("content_part.added", **self._place(part), part=content))
         return frames
 
@@ -182,23 +94,37 @@ class ResponseWriter(PartWriter):
         if part.kind == "call":
             frames = [self._event(name, **place, name=part.name, arguments=part.text)]
         else:
-            content = self._view.content(part.kind, part.text)
+            content = self._content(part.kind, part.text)
             frames = [
                 self._event(name, **place, text=part.text, **_logprobs(part)),
                 self._event("content_part.done", **place, part=content),
             ]
-        item = self._view.item(part, status)
+        item = self._item(part, status)
         return [*frames, self._event("output_item.done", output_index=part.index, item=item)]
 
     def finish(self) -> list[bytes]:
         """The whole response."""
-        response = self._view.ended(self.parts, self.finish_reason)
+        response = self.body()
         return [self._event(response["status"], response=response)]
+
+    def body(self) -> dict[str, Any]:
+        """The whole response; incomplete if its limit was reached, inside its last item."""
+        is_cut = self.finish_reason == "length"
+        items = [self._item(part, "completed") for part in self.parts]
+        if is_cut:
+            items[-1]["status"] = "incomplete"
+        response = self._at("incomplete" if is_cut else "completed", items)
+        response["usage"] = self._usage()
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
 
     def error(self, error: BaseException) -> bytes:
         """The response that has failed, and the event by which OpenAI's package raises."""
         told = to_api_error(error)
-        failed = self._event("failed", response=self._view.failed(self.parts, told.message))
+        response = self._at("failed", [self._item(part, "incomplete") for part in self.parts])
+        response["error"] = {"code": "server_error", "message": told.message}
+        failed = self._event("failed", response=response)
         fields = {"code": "server_error", "message": told.message, "param": told.param}
         number = {"type": "error", "sequence_number": self._num_sent}
         return failed + named_event("error", orjson.dumps(number | fields | orjson.loads(told.encode())))
@@ -211,8 +137,47 @@ class ResponseWriter(PartWriter):
 
     def _place(self, part: Part) -> dict[str, Any]:
         """Which item an event is about, and which text of it."""
-        place = {"item_id": self._view.item_id(part), "output_index": part.index}
+        place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind == "call" else place | {"content_index": 0}
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        """A part of the answer as an item; one that is in progress is empty."""
+        made: dict[str, Any] = {"id": self._item_id(part), "status": status}
+        is_open = status == "in_progress"
+        match part.kind:
+            case "call":
+                text = "" if is_open else part.text
+                call = {"type": "function_call", "call_id": part.call_id, "name": part.name}
+                return made | call | {"arguments": text}
+            case "text":
+                made |= {"type": "message", "role": "assistant"}
+            case "reasoning":
+                made |= {"type": "reasoning", "summary": []}
+        return made | {"content": [] if is_open else [self._content(part.kind, part.text)]}
+
+    def _item_id(self, part: Part) -> str:
+        """The id of a part's item."""
+        return f"{PREFIXES[part.kind]}_{self._key}_{part.index}"
+
+    def _content(self, kind: str, text: str) -> dict[str, Any]:
+        """The text of an item."""
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _at(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        moment = {"status": status, "output": items, "usage": None, "error": None, "incomplete_details": None}
+        return self._constant | moment
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self.generation.usage()
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(counts)},
+            "total_tokens": counts["total_tokens"],
+        }
 
 
 def _logprobs(part: Part) -> dict[str, Any]:
