@@ -84,8 +84,10 @@ class Move:
             module.stored.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
         else:
             whole = getattr(module, leaf)
-            assert part is None or isinstance(module, Projected), f"{module} has no parts"
-            self.source.copy_to(whole if part is None else whole[module.part_rows(part)])
+            if part is not None:
+                assert isinstance(module, Projected), f"{module} has no parts"
+                whole = whole[module.part_rows(part)]
+            self.source.copy_to(whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ class ChunkWriter(FrameWriter):
 
         `num_output` tokens are counted as made; by default, all so far.
         """
-        reasons = {"logprobs": logprobs, "finish_reason": finish_reason}
+        reasons: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             reasons["stop_reason"] = stop_reason
         usage = b""
