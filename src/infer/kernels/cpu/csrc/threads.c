@@ -12,17 +12,22 @@
  * must not depend on which thread computes what; they do not, since chunks never share an output.
  *
  * On cores that other programs keep busy, workers are put aside with a chunk in hand again and again, for a
- * whole time slice: milliseconds of waiting for microseconds of work. Or they are given the
- * caller's own core, and then the two take turns at the work of one. So help is taken while it is worth
- * it. Workers 0 .. `helpers` - 1 may take chunks, and
+ * whole time slice: milliseconds of waiting for microseconds of work. So help is taken while it is worth it.
+ * Workers 0 .. `helpers` - 1 may take chunks, and there is a balance of what they have brought lately:
  *
- *     a chunk that comes late, or a worker     costs one helper, for as long a time of work as 32 times
- *     that wakes up on the caller's core       what was lost by it
- *     when that time is over                   one helper more; again after the same time, until all are back
+ *     the time that the caller would have needed     is added, up to a time slice
+ *     for their chunks
+ *     the time that it waited for a late one         is taken off, and where more is taken than there is, it
+ *                                                    costs one helper, for as long a time of work as 32 times
+ *                                                    what is missing
+ *     when that time is over                         one helper more; again after the same time, until all
+ *                                                    are back
  *
- * Whatever else runs on the machine, waiting thus costs about a thirtieth of the time, or more where a single
- * wait is so long that the pause after it is cut short; and threads that had no room are tried again after
- * two seconds at the latest. The clock decides which thread computes, never what comes out.
+ * Whatever else runs on the machine, waiting thus costs about a thirtieth of the time more than it brings, or more
+ * where a single wait is so long that the pause after it is cut short; and threads that had no room are tried again
+ * after two seconds at the latest. A worker that wakes up on the caller's own core, where the two would take turns
+ * at the work of one, moves to another; where there is none it is in the way, and that counts as a loss. The clock
+ * decides which thread computes, never what comes out.
  *
  * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
  * does a caller that waits longer for a chunk. */
@@ -42,6 +47,7 @@
 #define LOST_BY_WAKING 20000ll     /* nanoseconds: two changes of threads on the caller's core */
 #define PAUSE_PER_LOSS 32          /* time of work with one helper less, per time lost */
 #define LONGEST_PAUSE 2000000000ll /* nanoseconds */
+#define MOST_BALANCE 4000000ll     /* nanoseconds: what one wait may cost that is forgiven */
 
 typedef struct {
     pthread_t thread;
@@ -63,7 +69,11 @@ static pthread_cond_t all_done = PTHREAD_COND_INITIALIZER;
 static worker workers[MAX_WORKERS];
 static int num_workers;
 static uint64_t op_number;
+#if defined(__linux__)
+static cpu_set_t allowed_cores; /* of the caller, when the workers were started */
+#endif
 static int64_t pause_length, pause_left; /* nanoseconds of work until one helper more is tried */
+static int64_t balance;                  /* nanoseconds that helpers have brought and not cost */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -85,6 +95,18 @@ static int this_core(void) {
     return sched_getcpu();
 #else
     return -1;
+#endif
+}
+
+/* Leave this core to the caller, for any other that the process may use; 0 where there is none. */
+static int leave_core(int core) {
+#if defined(__linux__)
+    cpu_set_t others = allowed_cores;
+    if (core >= CPU_SETSIZE) return 0;
+    CPU_CLR(core, &others);
+    return CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0;
+#else
+    return (void)core, 0;
 #endif
 }
 
@@ -133,7 +155,9 @@ static void *work(void *argument) {
     while (!atomic_load_explicit(&stopping, memory_order_acquire)) {
         int core = this_core();
         int is_in_the_way = core >= 0 && core == atomic_load_explicit(&caller_core, memory_order_relaxed);
-        if (is_in_the_way && has_work(self)) {
+        if (is_in_the_way && has_work(self) && leave_core(core)) {
+            idle = 0;
+        } else if (is_in_the_way && has_work(self)) {
             atomic_store(&has_worker_on_its_core, 1);
             sleep_until_called(self, 1);
             idle = 0;
@@ -171,9 +195,9 @@ static void wait_for(int64_t count) {
     pthread_mutex_unlock(&sleep_lock);
 }
 
-/* Do an operation together; returns the nanoseconds that were lost by it. */
+/* Do an operation together; returns the nanoseconds that were lost by it, beyond the balance. */
 static int64_t run_shared(const operation *op, int64_t count) {
-    int64_t start = now(), waited = 0;
+    int64_t start = now(), waited = 0, own = 0;
     atomic_store_explicit(&chunks_done, 0, memory_order_relaxed);
     atomic_store_explicit(&current, op, memory_order_release);
     atomic_store_explicit(&caller_core, this_core(), memory_order_relaxed);
@@ -182,15 +206,19 @@ static int64_t run_shared(const operation *op, int64_t count) {
      * seen this ticket or is seen asleep. */
     atomic_store(&ticket, op_number << 40 | (uint64_t)count << 20);
     call_helpers();
-    while (do_one_chunk()) {
-    }
+    while (do_one_chunk()) own++;
+    int64_t end = now();
     if (atomic_load_explicit(&chunks_done, memory_order_acquire) < count) {
-        int64_t end = now();
         wait_for(count);
         waited = now() - end;
         if (waited <= LATE + end - start) waited = 0; /* some chunk has to be the last */
     }
-    return atomic_exchange(&has_worker_on_its_core, 0) && !waited ? LOST_BY_WAKING : waited;
+    if (atomic_exchange(&has_worker_on_its_core, 0) && !waited) waited = LOST_BY_WAKING;
+    balance += own ? (end - start) / own * (count - own) - waited : -waited;
+    if (balance > MOST_BALANCE) balance = MOST_BALANCE;
+    int64_t missing = balance < 0 ? -balance : 0;
+    balance += missing;
+    return missing;
 }
 
 /* After an operation of so many nanoseconds, of which `lost` were lost: how many may help with the next. */
@@ -275,6 +303,9 @@ int64_t infer_set_threads(int64_t num_threads) {
     }
     if (num_threads - 1 != num_workers) {
         join_workers();
+#if defined(__linux__)
+        if (sched_getaffinity(0, sizeof allowed_cores, &allowed_cores)) CPU_ZERO(&allowed_cores);
+#endif
         while (num_workers < num_threads - 1 && num_workers < MAX_WORKERS) {
             if (start_worker(&workers[num_workers])) break; /* fewer will do */
             num_workers++;
