@@ -23,6 +23,8 @@ A server's rate holds its prompts: `loop_per_s` and `loop_per_cpu_s`, beside it,
 above would make of the same work, so the difference is what HTTP, scheduling and waiting cost. Where no
 llama-server is found, only our engine is measured so.
 
+With several numbers of threads, the long prompt and the servers are measured with the largest.
+
 Each is given by the clock and per second of processor time (of all threads of the process together).
 On a machine that others use as well only the second one compares; read the first with the load.
 """
@@ -438,11 +440,12 @@ def main() -> None:
             )
         for _, threads, (engine, path) in itertools.product(range(args.rounds), args.threads, files.items()):
             python = args.peer_python if engine.startswith("llama") else sys.executable
-            if (found := run_elsewhere(python, engine, path, threads, args.long)) is None:
+            is_whole = threads == max(args.threads)  # servers and long prompts are measured with all of them
+            if (found := run_elsewhere(python, engine, path, threads, args.long * is_whole)) is None:
                 continue
             port = _free_port()
             command = server_command(engine, path, threads, port, args.llama_server)
-            if args.http and command is not None:
+            if args.http and is_whole and command is not None:
                 found["figures"] |= http_figures(command, port)
             results[threads].setdefault(engine, []).append(found.pop("figures"))
             facts_of[engine] = found | {"matrix_bytes": matrix_bytes(engine, path)}
