@@ -101,6 +101,25 @@ def test_a_worker_on_the_caller_s_core_takes_nothing() -> None:
         assert all(two.run() == {"caller"} for _ in range(40))
 
 
+def test_a_worker_on_the_caller_s_core_moves_to_another() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    library, core = c_library("native"), min(cores)
+    library.set_threads(1)
+    others = set(os.listdir("/proc/self/task"))
+    library.set_threads(2)
+    (worker,) = map(int, set(os.listdir("/proc/self/task")) - others)
+    try:
+        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(worker, {core})
+        Crew(library).run_until_helped()
+        assert os.sched_getaffinity(worker) == cores - {core}
+    finally:
+        os.sched_setaffinity(0, cores)
+        library.set_threads(1)
+
+
 def processor_ticks(threads: set[str]) -> int:
     """Hundredths of a second that these threads of this process have computed."""
     stats = (Path("/proc/self/task") / thread / "stat" for thread in threads)
