@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shutil
 import subprocess
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from infer.kernels.attention.decode_cuda import Defines
+from tests.support.made_once import made_once
 
 HERE = Path(__file__).parent
-BUILDS = HERE.parents[2] / ".pytest_cache" / "emulated"  # shared by the processes of a run, and by later runs
 # A multiplication and an addition stay two roundings, also on processors that always have one for both.
 FLAGS = ("-std=c++17", "-w", "-fPIC", "-ffp-contract=off")
 
@@ -23,15 +22,10 @@ def compile_library(emulator: str, source: Path, defines: Defines, *flags: str) 
     """By the system's C++ compiler, once for each text; its `emulate` is a launch."""
     compiler = find_compiler()
     files = sorted([*HERE.glob("*.[ch]pp"), source, *source.parent.glob("*.cuh")])
-    spelled = repr((compiler, os.stat(compiler).st_mtime_ns, emulator, defines, FLAGS, flags))
-    key = hashlib.sha256(b"\0".join([spelled.encode(), *(file.read_bytes() for file in files)])).hexdigest()
-    library = BUILDS / f"{key}.so"
-    if not library.exists():
-        BUILDS.mkdir(parents=True, exist_ok=True)
-        made = library.with_suffix(f".{os.getpid()}.so")
-        build_library(compiler, made, emulator, source, defines, *flags)
-        made.with_suffix(".o").unlink()
-        made.replace(library)
+    built_from = (compiler, os.stat(compiler).st_mtime_ns, emulator, defines, FLAGS, flags)
+    library = made_once(
+        lambda path: build_library(compiler, path, emulator, source, defines, *flags), built_from, *files
+    )
     return ctypes.CDLL(str(library))
 
 
@@ -51,6 +45,7 @@ def build_library(
     values = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL_SOURCE", f'"{source}"'))]
     _run(compiler, *FLAGS, *flags, *values, "-c", str(HERE / emulator), "-o", made)
     _run(compiler, "-shared", made, "-o", str(library))
+    Path(made).unlink()
 
 
 def build_program(compiler: str, program: Path, source: str, *flags: str) -> None:
@@ -59,5 +54,5 @@ def build_program(compiler: str, program: Path, source: str, *flags: str) -> Non
 
 
 def _run(*command: str) -> None:
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

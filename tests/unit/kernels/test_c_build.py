@@ -15,12 +15,22 @@ import torch
 from infer.kernels.cpu import build, library
 from infer.kernels.cpu.build import SOURCES, CBuildError, build_library
 from infer.kernels.cpu.program import ProgramArena
+from tests.unit.kernels.c_builds import sanitized_library
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 QUICK = ("-O0",)
 
 
+@pytest.fixture
+def small_source(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that is compiled in no time."""
+    sources = tmp_path_factory.mktemp("csrc")
+    (sources / "answer.c").write_text("int answer(void) { return 42; }\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
+
+
 @needs_compiler
+@pytest.mark.usefixtures("small_source")
 def test_is_compiled_once(tmp_path: Path) -> None:
     path = build_library(extra_flags=QUICK, directory=tmp_path)
     before = path.stat().st_mtime_ns
@@ -29,11 +39,12 @@ def test_is_compiled_once(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("small_source")
 def test_two_that_start_together_both_get_a_whole_library(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda _: build_library(extra_flags=QUICK, directory=tmp_path), range(2)))
     assert made[0] == made[1] and list(tmp_path.iterdir()) == [made[0]]
-    ctypes.CDLL(str(made[0]))
+    assert ctypes.CDLL(str(made[0])).answer() == 42
 
 
 @needs_compiler
@@ -146,7 +157,7 @@ print("clean")
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("-DINFER_PORTABLE",), marks=pytest.mark.slow)], ids=["native", "portable"]
 )
-def test_sanitizers_find_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
     """Odd shapes under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own."""
     compiler = build.find_compiler()
     assert compiler is not None
@@ -154,8 +165,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None
     runtime = answer.stdout.strip()
     if "/" not in runtime:
         pytest.skip("the compiler has no AddressSanitizer")
-    sanitize = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *flags)
-    path = build_library(extra_flags=sanitize, directory=tmp_path)
+    path = sanitized_library(*flags)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(path)],
         env={

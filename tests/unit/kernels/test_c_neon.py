@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from infer.kernels.cpu import build
+from tests.unit.kernels.c_builds import ARM_COMPILER, arm_library, compile_c
 
-COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 DISASSEMBLER = shutil.which("aarch64-linux-gnu-objdump")
 ANALYZERS = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(24, 15, -1)))
 MAX_STACK_ACCESSES = 14  # of vector registers in a loop over groups, that a processor hides
@@ -39,19 +39,21 @@ MEASURED = {
 ALLOWED = 1.1  # times as many
 
 pytestmark = pytest.mark.skipif(
-    COMPILER is None or DISASSEMBLER is None,
+    ARM_COMPILER is None or DISASSEMBLER is None,
     reason="no cross compiler for ARM; on Debian: apt-get install gcc-aarch64-linux-gnu",
 )
 
 
-@pytest.fixture(scope="module", params=["-mcpu=neoverse-n1", "-mcpu=neoverse-v1"])
-def loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+@pytest.fixture(scope="module", params=["neoverse-n1", "neoverse-v1"])
+def loops(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """The instructions of the loop over groups, by kernel; nothing else multiplies bytes."""
-    compiled = tmp_path_factory.mktemp("neon") / "linear.o"
-    flags = [flag for flag in build._FLAGS if flag != "-shared"]
-    source = str(build.SOURCES / "linear.c")
-    command = [str(COMPILER), *flags, request.param, "-c", source, "-o", str(compiled)]
-    subprocess.run(command, check=True, timeout=build.TIMEOUT)
+    if request.param == "neoverse-n1":
+        compiled = arm_library("neon-dotprod")
+    else:
+        flags = [flag for flag in build._FLAGS if flag != "-shared"]
+        compiled = compile_c(
+            str(ARM_COMPILER), (*flags, f"-mcpu={request.param}", "-c"), [build.SOURCES / "linear.c"]
+        )
     return {name: loop_over_groups(code) for name, code in functions(compiled).items() if multiplies(code)}
 
 

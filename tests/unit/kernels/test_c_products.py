@@ -2,31 +2,47 @@
 
 `c_products.c` has the definition, number by number, and is linked with the kernels: for this processor, for
 lesser ones, for ARM under an emulator, for AMX with its instructions in C, and with the sanitizers of each
-compiler that is here. Programs are kept beside the compiled libraries until a source changes.
+compiler that is here. Where other tests need a build too, it is linked with their library.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from infer.kernels.cpu import build
-from tests.unit.kernels.c_builds import IS_X86
+from tests.unit.kernels.c_builds import (
+    ARM,
+    ARM_COMPILER,
+    FLAGS,
+    IS_X86,
+    NATIVE,
+    QUICK,
+    SANITIZE,
+    arm_library,
+    c_library,
+    compile_c,
+    sanitized_library,
+)
 
 HERE = Path(__file__).parent
 PROGRAM, EMULATED_AMX = HERE / "c_products.c", HERE / "emulated_amx.h"
 SOURCES = [build.SOURCES / name for name in ("activations.c", "linear.c", "pack.c")]
-FLAGS = ("-std=gnu11", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas", "-fno-math-errno", f"-I{build.SOURCES}")
-SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FUSING = ("-fexpensive-optimizations",)  # gcc: multiplications and additions fuse at -O1 all the same
+WARNINGS = (
+    "-std=gnu11",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+    "-fno-math-errno",
+    f"-I{build.SOURCES}",
+)
 GCC, CLANG = shutil.which("gcc"), shutil.which("clang") or shutil.which("clang-19")
-ARM_GCC = shutil.which("aarch64-linux-gnu-gcc")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 CPU = build.cpu_flags().split()
 
@@ -39,55 +55,63 @@ class Build(NamedTuple):
     variant: str
     needs: str = ""
     emulates: str = ""  # a processor of ARM
+    library: Callable[[], Path] | None = None  # that has these flags; without one the sources are compiled
 
 
-NATIVE = "-mcpu=native" if not IS_X86 else "-march=native"
 BEST = "avx512-vnni" if "avx512_vnni" in CPU else "avx2" if IS_X86 else ""
+SANITIZED = (*QUICK, *SANITIZE)
+PORTABLE = "-DINFER_PORTABLE"
+
+
+def on_this(name: str, variant: str, needs: str = "") -> Build:
+    return Build(
+        build.find_compiler(), (NATIVE, *FLAGS[name]), variant, needs, "", lambda: c_library(name).path
+    )
+
+
+def on_arm(variant: str) -> Build:
+    processor, flags = ARM[variant]
+    return Build(ARM_COMPILER, flags, variant, "", processor, lambda: arm_library(variant))
+
+
 BUILDS = {
-    "native": Build(GCC, ("-O3", NATIVE), BEST),
-    "portable": Build(GCC, ("-O1", *FUSING, NATIVE, "-DINFER_PORTABLE"), "portable"),
-    "avx2": Build(GCC, ("-O3", "-march=haswell"), "avx2", "avx2"),
+    "native": on_this("native", BEST),
+    "portable": on_this("portable", "portable"),
+    **({"avx2": on_this("avx2", "avx2", "avx2")} if IS_X86 else {}),
     "amx": Build(
         GCC,
         ("-O2", NATIVE, "-D__AMX_INT8__", "-include", str(EMULATED_AMX)),
         "avx512-vnni",
         "avx512_vnni",
     ),
-    "sanitized": Build(GCC, (*SANITIZED, *FUSING, NATIVE), BEST),
-    "sanitized portable": Build(GCC, (*SANITIZED, *FUSING, NATIVE, "-DINFER_PORTABLE"), "portable"),
-    "sanitized avx2": Build(GCC, (*SANITIZED, *FUSING, "-march=haswell"), "avx2", "avx2"),
-    "clang": Build(CLANG, (*SANITIZED, NATIVE), BEST),
-    "clang portable": Build(CLANG, (*SANITIZED, NATIVE, "-DINFER_PORTABLE"), "portable"),
-    "neon": Build(ARM_GCC, ("-O3", "-mcpu=neoverse-n1"), "neon-dotprod", emulates="neoverse-n1"),
-    "sanitized neon": Build(
-        ARM_GCC, (*SANITIZED, *FUSING, "-mcpu=neoverse-n1"), "neon-dotprod", emulates="neoverse-n1"
+    "sanitized": Build(
+        build.find_compiler(), (NATIVE, *SANITIZED), BEST, library=lambda: sanitized_library()
     ),
-    "neon i8mm": Build(ARM_GCC, ("-O3", "-march=armv8.2-a+dotprod+i8mm"), "neon-i8mm", emulates="max"),
-    "neon, no dots": Build(ARM_GCC, ("-O1", *FUSING, "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
+    "sanitized portable": Build(
+        build.find_compiler(),
+        (NATIVE, *SANITIZED, PORTABLE),
+        "portable",
+        library=lambda: sanitized_library(PORTABLE),
+    ),
+    "sanitized avx2": Build(GCC, (*SANITIZED, "-march=haswell"), "avx2", "avx2"),
+    "clang": Build(CLANG, ("-O1", *SANITIZE, NATIVE), BEST),
+    "clang portable": Build(CLANG, ("-O1", *SANITIZE, NATIVE, PORTABLE), "portable"),
+    "neon": on_arm("neon-dotprod"),
+    "sanitized neon": Build(
+        ARM_COMPILER, (*SANITIZED, "-mcpu=neoverse-n1"), "neon-dotprod", emulates="neoverse-n1"
+    ),
+    "neon i8mm": on_arm("neon-i8mm"),
+    "neon, no dots": Build(ARM_COMPILER, (*QUICK, "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
 }
-
-
 SLOW = ("sanitized avx2", "sanitized neon", "clang", "clang portable")  # to compile
 
 
 def program_of(it: Build) -> Path:
     """The compiled program."""
     assert it.compiler is not None
-    digest = hashlib.sha256(repr((it, build.compiler_version(it.compiler), CPU)).encode())
-    for source in (PROGRAM, EMULATED_AMX, *sorted(build.SOURCES.iterdir())):
-        digest.update(source.read_bytes())
-    path = build.cache_directory() / f"products-{digest.hexdigest()[:24]}"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_suffix(f".{os.getpid()}")
-        static = ("-static",) if it.emulates and SANITIZED[1] not in it.flags else ()
-        command = [it.compiler, *FLAGS, *it.flags, *static, str(PROGRAM), *map(str, SOURCES), "-o", str(made)]
-        answer = subprocess.run([*command, "-lm"], capture_output=True, text=True, timeout=build.TIMEOUT)
-        if "libclang_rt" in answer.stderr:
-            pytest.skip("clang has no sanitizers here; on Debian: apt-get install libclang-rt-dev")
-        assert answer.returncode == 0, answer.stderr
-        made.replace(path)
-    return path
+    if it.library is None:
+        return compile_c(it.compiler, (*WARNINGS, *it.flags), [PROGRAM, *SOURCES])
+    return compile_c(it.compiler, (*WARNINGS, *it.flags, "-O1"), [PROGRAM, it.library()])
 
 
 @pytest.mark.parametrize(
@@ -106,9 +130,7 @@ def test_every_product_is_its_definition_to_the_last_bit(name: str) -> None:
     if not it.emulates and IS_X86 and "fma" not in CPU:
         pytest.skip("a processor without fused multiply-add rounds a few numbers differently")
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # which an emulator cannot
-    done = subprocess.run(
-        [*run, str(program_of(it))], capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = subprocess.run([*run, str(program_of(it))], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     variant, num_compared = done.stdout.split()
     assert variant == it.variant or not it.variant

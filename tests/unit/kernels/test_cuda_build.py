@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads
+from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, CudaKernel
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.cuda_build import (
     BuildError,
@@ -150,8 +150,26 @@ def test_an_nvcc_that_does_not_run_says_why(tmp_path: Path, monkeypatch: pytest.
         compile_with_nvcc(SOURCE, options("sm_90", DEFINES))
 
 
+ON_HOPPER = (Heads(32, 8, 128), torch.bfloat16, "sm_90")
+ON_AMPERE = (Heads(4, 2, 64), torch.float16, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        (DECODE, ON_AMPERE),
+        (PROJECTED, ON_HOPPER),
+        pytest.param(DECODE, ON_HOPPER, marks=pytest.mark.slow),
+        pytest.param(PROJECTED, ON_AMPERE, marks=pytest.mark.slow),
+    ],
+    ids=["decode sm_80", "projected sm_90", "decode sm_90", "projected sm_80"],
+)
 @pytest.mark.parametrize("compile_with", [compile_with_nvrtc, compile_with_nvcc])
-def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Sequence[str]], bytes]) -> None:
+def test_a_gpus_compiler_accepts_the_kernels(
+    compile_with: Callable[[Path, Sequence[str]], bytes],
+    kernel: CudaKernel,
+    case: tuple[Heads, torch.dtype, str],
+) -> None:
     """No GPU is needed for that, only the compiler; NVRTC refuses what nvcc takes for code of the host."""
     if compile_with is compile_with_nvcc and shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
@@ -160,16 +178,12 @@ def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Seque
             build.load_nvrtc()
         except BuildError:
             pytest.skip("needs NVRTC")
-    for heads, dtype, arch in (
-        (Heads(32, 8, 128), torch.bfloat16, "sm_90"), (Heads(4, 2, 64), torch.float16, "sm_80")
-    ):  # fmt: skip
-        cached = CachedHeads(dtype, **dataclasses.asdict(heads), block_size=16)
-        defines = cached.defines(DECODE, pdl=arch == "sm_90")
-        cubin = compile_with(SOURCE, options(arch, dict(defines)))
-        assert cubin.startswith(b"\x7fELF") and b"decode_attention" in cubin
-        defines = cached.defines(PROJECTED, has_norm=arch == "sm_90", pdl=arch == "sm_90")
-        cubin = compile_with(PROJECTED.source, options(arch, dict(defines)))
-        assert cubin.startswith(b"\x7fELF") and b"decode_projected" in cubin
+    heads, dtype, arch = case
+    cached = CachedHeads(dtype, **dataclasses.asdict(heads), block_size=16)
+    has_norm = kernel is PROJECTED and arch == "sm_90"
+    defines = cached.defines(kernel, has_norm=has_norm, pdl=arch == "sm_90")
+    cubin = compile_with(kernel.source, options(arch, dict(defines)))
+    assert cubin.startswith(b"\x7fELF") and kernel.name.encode() in cubin
 
 
 def test_the_kernel_is_installed_with_the_package() -> None:

@@ -128,7 +128,8 @@ EMULATED: dict[str, tuple[str, Path, Defines, tuple[str, ...]]] = {
 def test_every_emulator_compiles_for_arm(kernel: str, tmp_path: Path) -> None:
     emulator, source, defines, flags = EMULATED[kernel]
     library = tmp_path / "emulated.so"
-    build_library(compiler_for("aarch64"), library, emulator, source, defines, f"-DKERNEL={kernel}", *flags)
+    how = (f"-DKERNEL={kernel}", *flags, "-O0")  # the quickest way to code
+    build_library(compiler_for("aarch64"), library, emulator, source, defines, *how)
     assert library.stat().st_size > 0
 
 
