@@ -428,6 +428,9 @@ def main() -> None:
     load = [round(load, 1) for load in os.getloadavg()]
     facts_of: dict[str, dict[str, Any]] = {}  # of each engine, whatever the threads
     results: dict[int, dict[str, list[dict[str, Any]]]] = {threads: {} for threads in args.threads}
+    if args.llama_server is not None and args.http:
+        said = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True)
+        facts_of["llama-server"] = {"version": (said.stdout + said.stderr).strip()}
     with tempfile.TemporaryDirectory() as directory:
         files = dict.fromkeys(args.engines, source)
         for engine in [engine for engine in files if engine.startswith("llama")]:
@@ -438,33 +441,32 @@ def main() -> None:
                 capture_output=True,
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             )
-        for _, threads, (engine, path) in itertools.product(range(args.rounds), args.threads, files.items()):
-            python = args.peer_python if engine.startswith("llama") else sys.executable
-            is_whole = threads == max(args.threads)  # servers and long prompts are measured with all of them
-            if (found := run_elsewhere(python, engine, path, threads, args.long * is_whole)) is None:
-                continue
-            port = _free_port()
-            command = server_command(engine, path, threads, port, args.llama_server)
-            if args.http and is_whole and command is not None:
-                found["figures"] |= http_figures(command, port)
-            results[threads].setdefault(engine, []).append(found.pop("figures"))
-            facts_of[engine] = found | {"matrix_bytes": matrix_bytes(engine, path)}
-            print(threads, engine, results[threads][engine][-1], flush=True)
-    if args.llama_server is not None and args.http:
-        said = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True)
-        facts_of["llama-server"] = {"version": (said.stdout + said.stderr).strip()}
-    report = {
-        "machine": facts() | {"architecture": platform.machine()},
-        "model": source.name,
-        "revision": revision_of(source),
-        "rounds": args.rounds,
-        "long": args.long,
-        "load": load,
-        "of": facts_of,
-        "threads": {str(threads): table(found, facts_of) for threads, found in results.items()},
-    }
+        for number in range(1, args.rounds + 1):
+            for threads, (engine, path) in itertools.product(args.threads, files.items()):
+                python = args.peer_python if engine.startswith("llama") else sys.executable
+                is_whole = threads == max(args.threads)  # measures servers and long prompts, too
+                found = run_elsewhere(python, engine, path, threads, args.long * is_whole)
+                if found is None:
+                    continue
+                port = _free_port()
+                command = server_command(engine, path, threads, port, args.llama_server)
+                if args.http and is_whole and command is not None:
+                    found["figures"] |= http_figures(command, port)
+                results[threads].setdefault(engine, []).append(found.pop("figures"))
+                facts_of[engine] = found | {"matrix_bytes": matrix_bytes(engine, path)}
+                print(threads, engine, results[threads][engine][-1], flush=True)
+            report = {
+                "machine": facts() | {"architecture": platform.machine()},
+                "model": source.name,
+                "revision": revision_of(source),
+                "rounds": number,
+                "long": args.long,
+                "load": load,
+                "of": facts_of,
+                "threads": {str(threads): table(found, facts_of) for threads, found in results.items()},
+            }
+            write(report, args.out)  # after every round: a run that is stopped has a report of those before
     print(json.dumps(report, indent=2))
-    write(report, args.out)
 
 
 def table(
