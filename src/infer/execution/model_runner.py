@@ -65,7 +65,8 @@ class ModelRunner(SyncRunner):
             assert c is not None and can_run(model, store), "resolve.py has asked whether the C kernel can"
             records = record_cpu_step and not self._is_split
             self._cpu = CpuSteps(c, model, store, state, max_batch_size, record=records)
-        self._sampler = HostSampler(model, logits=self._cpu and self._cpu.logits)
+        logits = None if self._cpu is None else self._cpu.logits
+        self._sampler = HostSampler(model, logits=logits)
 
     @property
     def attention(self) -> tuple[str, str]:
