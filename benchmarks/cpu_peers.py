@@ -8,7 +8,7 @@
 
 Every engine is a process of its own, and the engines take turns: one round of all of them, then the
 next, so that whatever else the machine does meets them all. The figure is the median of the rounds, and in
-each of them of REPEATS measurements.
+each of them of `--repeats` measurements.
 
     decode 1     tokens per second of one sequence, after a prompt of 16 tokens
     decode 8     of eight sequences together
@@ -48,9 +48,9 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-DECODE_TOKENS, PROMPT, PREFILL, REPEATS = 48, 16, 512, 3
+DECODE_TOKENS, PROMPT, PREFILL = 48, 16, 512
 STREAMS, QUESTION, ANSWER, START_S = (1, 8), 80, 64, 120
 OURS = ("ours int8", "ours int4", "ours fp32", "ours int8 fast", "ours int4 fast")
 PEERS = ("transformers fp32", "llama.cpp Q8_0", "llama.cpp Q4_0")
@@ -68,13 +68,21 @@ def rates(num_tokens: int, seconds: tuple[float, float]) -> dict[str, float]:
     return {"per_s": round(num_tokens / seconds[0], 1), "per_cpu_s": round(num_tokens / seconds[1], 1)}
 
 
-def repeated(measured: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The median of REPEATS measurements, clock by clock."""
-    found = [measured() for _ in range(REPEATS)]
+class Work(NamedTuple):
+    """What is measured of an engine in its process."""
+
+    threads: int
+    long: int  # tokens of the long prompt; 0: none
+    repeats: int
+
+
+def repeated(repeats: int, measured: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The median of some measurements, clock by clock."""
+    found = [measured() for _ in range(repeats)]
     return {clock: statistics.median(one[clock] for one in found) for clock in found[0]}
 
 
-def all_figures(generate: Callable[[int, int, int], None], long: int) -> dict[str, Any]:
+def all_figures(generate: Callable[[int, int, int], None], work: Work) -> dict[str, Any]:
     """The figures of an engine with `generate(rows, prompt length, new tokens)`; it must be warm.
 
     Decoding alone is the difference between making many tokens and making one.
@@ -89,14 +97,14 @@ def all_figures(generate: Callable[[int, int, int], None], long: int) -> dict[st
         return rates(length, timed(lambda: generate(1, length, 1)))
 
     found = {
-        "decode 1": repeated(lambda: decode(1)),
-        "decode 8": repeated(lambda: decode(8)),
-        "prefill": repeated(lambda: prefill(PREFILL)),
+        "decode 1": repeated(work.repeats, lambda: decode(1)),
+        "decode 8": repeated(work.repeats, lambda: decode(8)),
+        "prefill": repeated(work.repeats, lambda: prefill(PREFILL)),
     }
-    return found | ({"long": prefill(long)} if long else {})
+    return found | ({"long": prefill(work.long)} if work.long else {})
 
 
-def measure_ours(path: Path, weights: str, threads: int, long: int) -> dict[str, Any]:
+def measure_ours(path: Path, weights: str, work: Work) -> dict[str, Any]:
     """The engine as `LLM` runs it: scheduler, sampling and all."""
     from infer import LLM, SamplingParams
 
@@ -106,8 +114,8 @@ def measure_ours(path: Path, weights: str, threads: int, long: int) -> dict[str,
         quantization=kept,
         cpu_products=digits or "exact",
         device="cpu",
-        num_threads=threads,
-        max_seq_len=max(1024, long + 16),
+        num_threads=work.threads,
+        max_seq_len=max(1024, work.long + 16),
         use_prefix_caching=False,
     )
 
@@ -116,10 +124,10 @@ def measure_ours(path: Path, weights: str, threads: int, long: int) -> dict[str,
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
 
     generate(8, PROMPT, 4)
-    return all_figures(generate, long)
+    return all_figures(generate, work)
 
 
-def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
+def measure_transformers(path: Path, work: Work) -> dict[str, Any]:
     """Greedy decoding with its own cache, float32; random weights of the right shape cost the same."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -127,7 +135,7 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
     from infer.loader.formats.gguf import read_gguf
     from infer.loader.formats.gguf_config import hf_config_from_gguf
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(work.threads)
     shape = hf_config_from_gguf(read_gguf(path))
     config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape)
     make: Any = AutoModelForCausalLM.from_config
@@ -145,10 +153,10 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
         )
 
     generate(1, PROMPT, 2)
-    return all_figures(generate, 0)
+    return all_figures(generate, work._replace(long=0))
 
 
-def measure_llama(path: Path, threads: int, long: int) -> dict[str, Any]:
+def measure_llama(path: Path, work: Work) -> dict[str, Any]:
     """llama.cpp through its C API: a batch of tokens per call, nothing sampled."""
     import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
@@ -160,7 +168,7 @@ def measure_llama(path: Path, threads: int, long: int) -> dict[str, Any]:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = num_sequences * num_tokens, num_sequences
         params.n_batch = params.n_ubatch = PREFILL
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = work.threads
         return llama_cpp.llama_init_from_model(model, params)
 
     context = new_context(1024, 8)
@@ -191,13 +199,13 @@ def measure_llama(path: Path, threads: int, long: int) -> dict[str, Any]:
 
     prefill(1, PREFILL)
     found = {
-        "decode 1": repeated(lambda: decode(1)),
-        "decode 8": repeated(lambda: decode(8)),
-        "prefill": repeated(lambda: rates(PREFILL, timed(lambda: prefill(1, PREFILL)))),
+        "decode 1": repeated(work.repeats, lambda: decode(1)),
+        "decode 8": repeated(work.repeats, lambda: decode(8)),
+        "prefill": repeated(work.repeats, lambda: rates(PREFILL, timed(lambda: prefill(1, PREFILL)))),
     }
-    if long:
-        context = new_context(long + 64, 1)
-        found["long"] = rates(long, timed(lambda: prefill(1, long)))
+    if work.long:
+        context = new_context(work.long + 64, 1)
+        found["long"] = rates(work.long, timed(lambda: prefill(1, work.long)))
     return found
 
 
@@ -324,27 +332,27 @@ def quantize_for_llama(source: Path, target: Path, name: str) -> None:
     assert llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) == 0
 
 
-def measure(engine: str, path: Path, threads: int, long: int) -> dict[str, Any]:
+def measure(engine: str, path: Path, work: Work) -> dict[str, Any]:
     """One engine in this process: its figures, which version it is, and what it uses of the processor."""
     family, _, kind = engine.partition(" ")
     package = {"ours": "infer", "transformers": "transformers", "llama.cpp": "llama_cpp"}[family]
     if family == "ours":
         from infer.kernels.cpu.library import library
 
-        figures = measure_ours(path, kind, threads, long)
+        figures = measure_ours(path, kind, work)
         built = library()
         uses = "PyTorch" if built is None else built.variant
     elif family == "transformers":
         import torch
 
         figures, uses = (
-            measure_transformers(path, threads),
+            measure_transformers(path, work),
             f"PyTorch, {torch.backends.cpu.get_cpu_capability()}",
         )
     else:
         import llama_cpp
 
-        figures = measure_llama(path, threads, long)
+        figures = measure_llama(path, work)
         uses = llama_cpp.llama_print_system_info().decode().strip(" |")
     version = f"{package} {getattr(sys.modules[package], '__version__', 'of unknown version')}"
     return {"version": version, "instruction_set": uses, "figures": figures}
@@ -366,12 +374,12 @@ def matrix_bytes(engine: str, path: Path) -> int:
     return round(sum(math.prod(each.shape) * of[each.name] / 8 for each in matrices))
 
 
-def run_elsewhere(python: str, engine: str, path: Path, threads: int, long: int) -> dict[str, Any] | None:
+def run_elsewhere(python: str, engine: str, path: Path, work: Work) -> dict[str, Any] | None:
     """One engine in a process of its own; None where it cannot run."""
-    command = [python, __file__, "--measure", engine, "--file", str(path), "--threads", str(threads)]
-    command += ["--long", str(long)]
+    command = [python, __file__, "--measure", engine, "--file", str(path), "--threads", str(work.threads)]
+    command += ["--long", str(work.long), "--repeats", str(work.repeats)]
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(work.threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     if python != sys.executable:  # another environment: only this repository's own modules
@@ -399,6 +407,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a table for each")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
     parser.add_argument("--engines", nargs="+", choices=OURS + PEERS, default=OURS + PEERS)
     parser.add_argument("--long", type=int, default=0, metavar="TOKENS", help="measure such a prompt as well")
@@ -415,7 +424,7 @@ def main() -> None:
 
         args = parse(parser)
     if args.measure:
-        print(json.dumps(measure(args.measure, args.file, args.threads[0], args.long)))
+        print(json.dumps(measure(args.measure, args.file, Work(args.threads[0], args.long, args.repeats))))
         return
     if args.quantize:
         quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
@@ -445,7 +454,8 @@ def main() -> None:
             for threads, (engine, path) in itertools.product(args.threads, files.items()):
                 python = args.peer_python if engine.startswith("llama") else sys.executable
                 is_whole = threads == max(args.threads)  # measures servers and long prompts, too
-                found = run_elsewhere(python, engine, path, threads, args.long * is_whole)
+                work = Work(threads, args.long * is_whole, args.repeats)
+                found = run_elsewhere(python, engine, path, work)
                 if found is None:
                     continue
                 port = _free_port()
@@ -460,6 +470,7 @@ def main() -> None:
                 "model": source.name,
                 "revision": revision_of(source),
                 "rounds": number,
+                "repeats": args.repeats,
                 "long": args.long,
                 "load": load,
                 "of": facts_of,
