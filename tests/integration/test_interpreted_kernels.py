@@ -21,19 +21,36 @@ KERNELS = Path(__file__).parents[1] / "unit" / "kernels"
 FILES = sorted(file.name for file in KERNELS.glob("*interpreted*.py"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("file", FILES)
-def test_every_test_passes_and_none_is_skipped(file: str) -> None:
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run(wanted: str, *files: str) -> None:
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.unit.kernels.interpreter_plugin")
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", wanted]
+    alone = {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS / file)],
-        env=os.environ
-        | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        [*command, *(str(KERNELS / file) for file in files)],
+        env=os.environ | alone,
         cwd=KERNELS.parents[2],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("file", FILES)
+def test_every_test_passes_and_none_is_skipped(file: str) -> None:
+    run("not slow", file)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_every_slow_test_passes() -> None:
+    run("slow", *FILES)
 
 
 def test_the_files_are_found() -> None:

@@ -42,12 +42,15 @@ EPS = 1e-5
 
 @contextmanager
 def nan_in_fresh_memory() -> Iterator[None]:
-    """Make `torch.empty` return NaN, as PyTorch does in its deterministic mode."""
-    torch.use_deterministic_algorithms(True)
+    """Make `torch.empty` return NaN, as PyTorch does in its deterministic mode.
+
+    The public function would import a compiler, which takes four seconds of every process.
+    """
+    torch._C._set_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch._C._set_deterministic_algorithms(False)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
