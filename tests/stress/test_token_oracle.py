@@ -29,6 +29,25 @@ SWAPPING_IS_CHEAP = PreemptionCost(swap_seconds=0.1, recompute_seconds=1.0)
 SQUEEZED = {"kv_cache_backend": "paged", "cache_tokens": 64, "max_batch_size": 8}
 
 rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")
+
+
+def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Each row with every other combination, the next row with the others; what is left is slow."""
+    return pytest.mark.parametrize(
+        f"number, {names}",
+        [
+            pytest.param(
+                number,
+                *values,
+                id=f"row {number + 1}-{name}",
+                marks=[pytest.mark.slow] * ((number + place) % 2),
+            )
+            for place, (name, values) in enumerate(combinations.items())
+            for number in range(len(pairwise_rows()))
+        ],
+    )
+
+
 squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
 
 
@@ -119,7 +138,7 @@ class Traffic:
 @squeezed_or_not
 def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze)
-    traffic = Traffic(world, f"row {number}", num_requests=100)
+    traffic = Traffic(world, f"row {number}", num_requests=60)
 
     traffic.run()
 
@@ -128,14 +147,20 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     world.check_idle()
 
 
-@rows
-@pytest.mark.parametrize("plain_share", [1.0, 0.95], ids=["overlap all the way", "overlap on and off"])
-@pytest.mark.parametrize("steps_ahead", [1, 3])
+@rows_in_turns(
+    "plain_share, steps_ahead",
+    {
+        "one step ahead all the way": (1.0, 1),
+        "one step ahead on and off": (0.95, 1),
+        "three steps ahead all the way": (1.0, 3),
+        "three steps ahead on and off": (0.95, 3),
+    },
+)
 def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: int) -> None:
     """Ids come some steps late in a cache too small: aborts, stops and preemptions hit steps in flight."""
     world = make_world(pairwise_rows()[number] | SQUEEZED, steps_ahead=steps_ahead)
     pace = 0.4 if steps_ahead == 1 else 0.1  # several are under way only while nobody waits
-    traffic = Traffic(world, f"overlap {number}", num_requests=60, plain_share=plain_share, pace=pace)
+    traffic = Traffic(world, f"overlap {number}", num_requests=50, plain_share=plain_share, pace=pace)
 
     traffic.run()
 
@@ -216,9 +241,15 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
     assert once.engine.stats().num_step_tokens == once.runner.num_tokens, "the plans' own tokens"
 
 
-@rows
-@pytest.mark.parametrize("steps_ahead", [0, 3])
-@pytest.mark.parametrize("limit", [SQUEEZED, {"max_batch_size": 2}], ids=["few blocks", "few places"])
+@rows_in_turns(
+    "steps_ahead, limit",
+    {
+        "few blocks": (0, SQUEEZED),
+        "few places": (0, {"max_batch_size": 2}),
+        "few blocks, three steps ahead": (3, SQUEEZED),
+        "few places, three steps ahead": (3, {"max_batch_size": 2}),
+    },
+)
 def test_to_repeat_plans_changes_none_of_them(
     number: int, steps_ahead: int, limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +297,7 @@ NUM_LONG = int(os.environ.get("NUM_LONG_RUNS", "1"))  # of every row: a second a
 @pytest.mark.slow
 @rows
 def test_thousands_of_requests_get_their_own_tokens(number: int) -> None:
-    """Runs three times as long as those above, every second one squeezed, with blocks that lie elsewhere."""
+    """Runs five times as long as those above, every second one squeezed, with blocks that lie elsewhere."""
     for seed in range(number, number + NUM_LONG):
         squeeze = SQUEEZED if seed % 2 else {}
         world = make_world(pairwise_rows()[number] | squeeze, placement_seed=seed)
