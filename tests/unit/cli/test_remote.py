@@ -16,7 +16,7 @@ import pytest
 
 from infer.cli.remote import RemoteDelta, RemoteStream, StreamAhead
 from infer.errors import EngineError, RequestError
-from infer.server.protocol.translate import encode_conversation
+from infer.server.protocol.translate import check_has_template
 
 Infer = Callable[..., Any]
 
@@ -337,7 +337,7 @@ def test_a_model_without_a_chat_template_is_answered_with_a_flag_and_not_with_a_
 ) -> None:
     without_template: Any = SimpleNamespace(has_chat_template=False)
     with pytest.raises(RequestError) as caught:
-        encode_conversation(without_template, [], None, None)
+        check_has_template(without_template)
     refusal = json.dumps({"error": {"message": str(caught.value), "param": caught.value.param}}).encode()
     with server(ONE_MODEL, num_refused=1, refusal=(422, refusal)) as url:
         outcome = infer(command, *(["hi"] if command == "generate" else []), "--url", url, stdin="hi\n")

@@ -17,7 +17,8 @@ shapes are checked here; ranges are checked where values are used (`SamplingPara
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -151,18 +152,7 @@ class Body(BaseModel):
     def _account_for_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
             return handler(data)
-        kept: dict[str, Any] = {}
-        ignored: list[str] = []
-        for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in cls.ignored:
-                ignored.append(name)
-            elif name in cls.neutral:
-                check_neutral(name, value, cls.neutral[name])
-            else:
-                known = [*cls.model_fields, *cls.neutral, *cls.ignored]
-                raise _unknown(name, known, hint=cls.elsewhere.get(name))
+        kept, ignored = account_for(data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere)
         made = handler(kept)
         made._ignored = (*made._ignored, *ignored)
         return made
@@ -176,25 +166,44 @@ class Conversation(Body):
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
         ignored: dict[str, None] = {}  # in the order they were met
         for i, message in enumerate(messages):
-            for name, value in message.items():
-                if name in MESSAGE_KEYS:
-                    continue
-                if name in MESSAGE_NEUTRAL:
-                    check_neutral(f"messages[{i}].{name}", value, MESSAGE_NEUTRAL[name])
-                elif name not in MESSAGE_IGNORED:
-                    raise _unknown(
-                        name, [*MESSAGE_KEYS, *MESSAGE_NEUTRAL, *MESSAGE_IGNORED], f"messages[{i}]."
-                    )
-                elif value:  # a null or an empty list says nothing
-                    ignored[f"messages.{name}"] = None
+            _, names = account_for(
+                message, MESSAGE_KEYS, MESSAGE_NEUTRAL, MESSAGE_IGNORED, where=f"messages[{i}]."
+            )
+            # a null or an empty list says nothing
+            ignored |= {f"messages.{name}": None for name in names if message[name]}
         self.note_ignored(ignored)
         return self
 
 
-def _unknown(name: str, known: list[str], where: str = "", *, hint: str | None = None) -> RequestError:
-    shown = where + name[:80]
-    advice = closest(name[:80], known) if hint is None else f"; {hint}"
-    return RequestError(f"unknown field {shown!r}{advice}", param=shown)
+def account_for(
+    data: Mapping[str, Any],
+    known: Collection[str],
+    neutral: Mapping[str, Neutral] = MappingProxyType({}),
+    ignored: Collection[str] = (),
+    *,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    where: str = "",
+    listed: str = "",
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of an object that are known, and the names of those that are ignored; others are refused.
+
+    `where` is the place of the object in the body, and ends with a dot; `listed` as in `closest`.
+    """
+    kept: dict[str, Any] = {}
+    without_effect: list[str] = []
+    for name, value in data.items():
+        if name in known:
+            kept[name] = value
+        elif name in ignored:
+            without_effect.append(name)
+        elif name in neutral:
+            check_neutral(where + name, value, neutral[name])
+        else:
+            shown, hint = name[:80], elsewhere.get(name)
+            names = [*known, *neutral, *ignored]
+            advice = closest(shown, names, listed=listed) if hint is None else f"; {hint}"
+            raise RequestError(f"unknown field {where + shown!r}{advice}", param=where + shown)
+    return kept, without_effect
 
 
 def check_neutral(name: str, value: Any, neutral: Neutral) -> None:

@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.errors import MalformedRequest, RequestError, closest
+from infer.errors import MalformedRequest, RequestError
 from infer.sampling.structured import Structured
 from infer.server.protocol.errors import show_value
-from infer.server.protocol.schemas import Neutral, SamplingBody, check_neutral
+from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 
 FORMATS = ("text", "json_object", "json_schema")
 FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description")
@@ -74,7 +74,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
     if kind not in FORMATS:
         allowed = ", ".join(map(repr, FORMATS))
         raise RequestError(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
-    _check_keys(param, given, FORMAT_KEYS)
+    account_for(given, FORMAT_KEYS, where=f"{param}.", listed="known")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -85,7 +85,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
             f"{param}.json_schema must be an object, got {show_value(described)}", param=param
         )
     if described is not given:
-        _check_keys(f"{param}.json_schema", described, SCHEMA_KEYS)
+        account_for(described, SCHEMA_KEYS, where=f"{param}.json_schema.", listed="known")
     check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
     return _make("json", described["schema"], param)
 
@@ -100,9 +100,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     if given is None:
         return None
     param = "structured_outputs"
-    for name, neutral in NEUTRAL.items():
-        check_neutral(f"{param}.{name}", given.get(name), neutral)
-    _check_keys(param, given, (*KINDS, *OPTIONS, *NEUTRAL))
+    account_for(given, (*KINDS, *OPTIONS), NEUTRAL, where=f"{param}.", listed="known")
     for name in ("json_object", "disable_any_whitespace"):
         if not isinstance(given.get(name), bool | None):
             raise MalformedRequest(
@@ -160,10 +158,3 @@ def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:
             param=param,
         )
     return {"whitespace": pattern}
-
-
-def _check_keys(param: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            hint = closest(name[:80], known, listed="known")
-            raise RequestError(f"unknown field {name[:80]!r} in {param}{hint}", param=param)

@@ -253,17 +253,6 @@ async def encode_prompts(
     return encoder.encode_all(prompts, param)
 
 
-def encode_conversation(
-    encoder: PromptEncoder,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    template_options: dict[str, Any] | None,
-) -> list[int]:
-    """The ids of a conversation, ready for the assistant's answer."""
-    check_has_template(encoder)
-    return encoder.encode_chat(messages, tools=tools, template_options=template_options)
-
-
 def check_has_template(encoder: PromptEncoder) -> None:
     """Refuse a conversation with a model that has no chat template."""
     if not encoder.has_chat_template:

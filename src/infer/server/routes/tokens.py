@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from infer.errors import MalformedRequest
 from infer.server.protocol.logprobs import spell
 from infer.server.protocol.schemas import DetokenizeRequest, TokenizeRequest
-from infer.server.protocol.translate import encode_conversation, encode_prompts
+from infer.server.protocol.translate import check_has_template, encode_prompts
 from infer.server.routes.json_route import in_thread_if_large, json_response, make_router, server_state
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -30,8 +30,10 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         add_special = body.add_special_tokens is not False
         (ids,) = await encode_prompts(encoder, [body.prompt], "prompt", add_special=add_special)
     else:
+        check_has_template(encoder)
+        options = body.chat_template_kwargs
         ids = await asyncio.to_thread(
-            encode_conversation, encoder, body.messages or [], body.tools, body.chat_template_kwargs
+            encoder.encode_chat, body.messages or [], tools=body.tools, template_options=options
         )
     strings = None
     if body.return_token_strs:
