@@ -20,7 +20,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -50,6 +49,7 @@ from infer.client.messages import (
     to_failure,
 )
 from infer.client.placement import take_place
+from infer.client.spawn import take_orders
 from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import IDLE_S, Engine
@@ -62,11 +62,9 @@ from infer.scheduling.request import StepOutput
 
 logger = logging.getLogger(__name__)
 
-STDIN = 0
 LINGER_MS = 2000  # for the last message to reach the server
 STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
 EXIT_FAILED = 1
-EXIT_ORPHANED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -212,11 +210,8 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Run the engine process from its first line of input to its end; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    launch = msgspec.json.decode(read_line(), type=Launch)
+    launch = take_orders(Launch, on_orphaned=_remove_directory)
     spawn_s = time.perf_counter() - (launch.spawned_at or time.perf_counter())
-    threading.Thread(target=_exit_with_the_server, args=(launch,), name="infer-lifeline", daemon=True).start()
     setup_logging(launch.log_level)
     with zmq.Context() as context, contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(context.socket(zmq.PAIR)) for _ in launch.endpoints]
@@ -245,24 +240,9 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
     return 0
 
 
-def read_line() -> bytes:
-    """The first line of standard input, unbuffered: a daemon thread reads on from there."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        piece = os.read(STDIN, 1)
-        if not piece:
-            os._exit(EXIT_ORPHANED)
-        line += piece
-    return bytes(line)
-
-
-def _exit_with_the_server(launch: Launch) -> None:
-    """Wait for the end of standard input, which comes however the server ends; clean up in its place."""
-    while os.read(STDIN, 4096):
-        pass
-    # the server may have had the time to do it
+def _remove_directory(launch: Launch) -> None:
+    """Remove the directory of the sockets, unless the server has had the time to do it."""
     shutil.rmtree(Path(launch.endpoints[0].removeprefix("ipc://")).parent, ignore_errors=True)
-    os._exit(EXIT_ORPHANED)
 
 
 def import_engine() -> None:

@@ -15,8 +15,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
+
+T = TypeVar("T")
+
+STDIN = 0
+EXIT_ORPHANED = 3
 ENGINE_MODULE = "infer.client.process"
 Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
 
@@ -38,6 +46,40 @@ def spawn(module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True) -
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
     )
+
+
+def give_orders(process: subprocess.Popen[bytes], orders: object) -> None:
+    """Write the first line of a process's standard input; one that is dead already is left alone."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        process.stdin.flush()
+
+
+def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders: None) -> T:
+    """Read, in such a process, the first line of its standard input.
+
+    From here on signals are the server's business, and the process ends when its standard input does, which
+    is when the server ends, however that comes; `on_orphaned` then cleans up in its place.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    line = bytearray()
+    while not line.endswith(b"\n"):  # unbuffered: a daemon thread reads on from there
+        piece = os.read(STDIN, 1)
+        if not piece:
+            os._exit(EXIT_ORPHANED)
+        line += piece
+    orders = msgspec.json.decode(line, type=kind)
+
+    def wait_for_the_end() -> None:
+        while os.read(STDIN, 4096):
+            pass
+        on_orphaned(orders)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=wait_for_the_end, name="infer-lifeline", daemon=True).start()
+    return orders
 
 
 class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):

@@ -28,11 +28,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
-import msgspec
-
 from infer.client.link import EngineLink
 from infer.client.messages import ALONE, Launch, Ready, Replica, Stop, to_error
-from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
+from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn_engine
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
@@ -109,10 +107,7 @@ class EngineProcess(EngineLink):
             spawned_at=perf_counter(),
             replica=options.get("replica", ALONE),
         )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # dead already: its exit says so
-            self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
-            self._process.stdin.flush()
+        give_orders(self._process, launch)
 
     @classmethod
     async def start(

@@ -17,11 +17,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import signal
 import socket
 import sys
-import threading
 from typing import Any
 
 import msgspec
@@ -29,8 +26,8 @@ import msgspec
 from infer.client.client import EngineClient
 from infer.client.link import EngineLink
 from infer.client.messages import Ready
-from infer.client.process import STDIN, read_line
 from infer.client.process_client import ProcessClient
+from infer.client.spawn import take_orders
 from infer.client.supervisor import RestartPolicy
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineStopped
@@ -45,8 +42,6 @@ from infer.server.processes.channel import Channel
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
-
-EXIT_ORPHANED = 3
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,21 +238,12 @@ async def run(launch: WorkerLaunch) -> None:
 
 def main() -> int:
     """Run the process from its first line of input to its end; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the business of process 0
-    launch = msgspec.json.decode(read_line(), type=WorkerLaunch)
-    threading.Thread(target=_exit_with_the_server, name="infer-lifeline", daemon=True).start()
+    launch = take_orders(WorkerLaunch)
     setup_logging(launch.log_level)
     logging.getLogger("infer.client.process_client").setLevel(logging.CRITICAL)  # process 0 says the same
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run(launch))
     return 0
-
-
-def _exit_with_the_server() -> None:
-    while os.read(STDIN, 4096):
-        pass
-    os._exit(EXIT_ORPHANED)
 
 
 if __name__ == "__main__":

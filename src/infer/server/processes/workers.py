@@ -28,10 +28,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import msgspec
 from starlette.types import ASGIApp
 
-from infer.client.spawn import spawn
+from infer.client.spawn import give_orders, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineLost, EngineStopped
@@ -101,10 +100,7 @@ class Workers:
                 "log_level": log_level(),
                 **fds,
             }
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # dead already: the end of its channel says so
-                child.stdin.write(msgspec.json.encode(launch) + b"\n")
-                child.stdin.flush()
+            give_orders(child, launch)
             process = _Process(number, child, Channel(ours, partial(_answer, app)))
             await process.channel.open()
             process.running = asyncio.create_task(self._run(process))
