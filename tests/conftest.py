@@ -22,6 +22,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,7 +44,7 @@ def pytest_runtest_setup() -> None:
     if torch is not None:  # tests that do without it stay quick
         torch.manual_seed(0)
         torch.backends.mkldnn.enabled = True
-    comparison = sys.modules.get("torch.testing._comparison")
+    comparison: Any = sys.modules.get("torch.testing._comparison")
     if (
         comparison is not None
     ):  # the first comparison would import a package for seconds, of which none is here

@@ -208,7 +208,6 @@ def test_a_process_that_dies_ends_the_server_with_a_line(checkpoint: str, tmp_pa
         wait_until(lambda: not any(map(is_alive, children)))
 
 
-@pytest.mark.slow
 def test_processes_end_with_process_0_however_that_ends(checkpoint: str, tmp_path: Path) -> None:
     with start_server(tmp_path, checkpoint, "--num-blocks", "64", "--api-processes", "2") as server:
         children = server.children()

@@ -1,4 +1,4 @@
-"""The Triton kernels keep their contracts under Triton's interpreter: each file of them in its own process.
+"""The Triton kernels keep their contracts under Triton's interpreter: a few files of them in each process.
 
 The interpreter is chosen when a kernel is *imported*, so one process can either interpret kernels or behave
 like a user's. pytest does not collect the files by themselves, as no name begins with `test_`. By hand:
@@ -19,6 +19,7 @@ import pytest
 
 KERNELS = Path(__file__).parents[1] / "unit" / "kernels"
 FILES = sorted(file.name for file in KERNELS.glob("*interpreted*.py"))
+NUM_PROCESSES = 4
 
 
 needs_triton = pytest.mark.skipif(
@@ -42,9 +43,11 @@ def run(wanted: str, *files: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("file", FILES)
-def test_every_test_passes_and_none_is_skipped(file: str) -> None:
-    run("not slow", file)
+@pytest.mark.parametrize(
+    "first", range(NUM_PROCESSES), ids=lambda first: "-".join(FILES[first::NUM_PROCESSES])
+)
+def test_every_test_passes_and_none_is_skipped(first: int) -> None:
+    run("not slow", *FILES[first::NUM_PROCESSES])
 
 
 @needs_triton

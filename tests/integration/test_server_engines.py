@@ -71,7 +71,6 @@ def test_a_stuck_engine_is_unwell_its_waiters_are_told_and_it_is_replaced(server
     assert metrics["infer_num_requests_running"] == metrics["infer_num_requests_waiting"] == 0
 
 
-@pytest.mark.slow
 def test_after_the_last_restart_the_server_ends_and_says_why(server: ServerProcess) -> None:
     """And until then, neither memory nor open files grow from one death to the next."""
     files, sizes = [], []

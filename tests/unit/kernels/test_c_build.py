@@ -154,9 +154,7 @@ print("clean")
 
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's library")
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("-DINFER_PORTABLE",), marks=pytest.mark.slow)], ids=["native", "portable"]
-)
+@pytest.mark.parametrize("flags", [(), ("-DINFER_PORTABLE",)], ids=["native", "portable"])
 def test_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
     """Odd shapes under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own."""
     compiler = build.find_compiler()
