@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Unpack
 
 from infer.client.client import EngineClient, InProcessClient, embed
@@ -45,9 +44,7 @@ class AsyncLLM(TextModel):
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

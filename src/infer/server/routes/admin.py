@@ -12,21 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from infer.config.knobs import parse_knob
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import CheckpointError, ConfigError, RequestError
 from infer.server.fleet.fleet import Fleet
+from infer.server.protocol.schemas import Body
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class LoadBody(_Body):
+class LoadBody(Body):
     """A model to add; `knobs` are those of the engine, by name."""
 
     name: str = Field(min_length=1, max_length=200)
@@ -34,26 +31,26 @@ class LoadBody(_Body):
     knobs: dict[str, Any] = {}
 
 
-class UnloadBody(_Body):
+class UnloadBody(Body):
     """A model to remove."""
 
     name: str
 
 
-class AliasBody(_Body):
+class AliasBody(Body):
     """A second name for a model."""
 
     alias: str = Field(min_length=1, max_length=200)
     name: str
 
 
-class ResetBody(_Body):
+class ResetBody(Body):
     """The model whose prefix caches to empty; without one, all of them."""
 
     model: str | None = None
 
 
-class DrainBody(_Body):
+class DrainBody(Body):
     """Whether to stop taking requests, or to take them again."""
 
     drain: bool = True
