@@ -1,5 +1,8 @@
 """The common part of all JSON routes: strict JSON in, JSON out, and large work in a thread.
 
+    body ──► job (translate.py) ──► Generation ──► FrameWriter ──► a stream, or the whole answer      `answer`
+      └───► chat, of a body of another API (messages.py, responses.py) ──► job                    `open_agent`
+
 FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
 it from `make_router`.
 
