@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,6 @@ from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
 from infer.structured.compiler import Compiler
-from infer.structured.guide import Guide
 from infer.structured.masks import MaskFiller
 from infer.structured.token_bytes import TokenBytes, tokenizer_json
 
@@ -213,26 +211,25 @@ def compare(
     """The figures of each variant in all rounds but the first, and the times of the host's work."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     whole: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    with timed(Guide, "consume") as consumed:
-        for number in range(args.repeats + 1):
-            for name, variant in VARIANTS.items():
-                with timed(MaskFiller, "fill") as fills:
-                    made = run(engine, variant, args.rows, args.tokens, tokenizer.get_vocab_size())
-                whole[name] += [seconds for seconds, (guides, _) in fills if len(guides) == args.rows]
-                figures = {
-                    "output_tokens_per_s": made.tokens_per_s,
-                    "step_ms": made.seconds / made.num_steps * 1e3,
-                    "chars_per_s": num_chars(tokenizer, made.outputs) / made.seconds,
-                }
-                free = found["free"][-1] if name != "free" else figures
-                figures["token_cost_percent"] = (1 - made.tokens_per_s / free["output_tokens_per_s"]) * 100
-                figures["step_cost_percent"] = (figures["step_ms"] / free["step_ms"] - 1) * 100
-                figures["chars_ratio"] = figures["chars_per_s"] / free["chars_per_s"]
-                found[name].append(figures)
-                if not number:
-                    sample = tokenizer.decode(made.outputs[0], skip_special_tokens=False)
-                    print(f"{name:6} {sample[:90]!r}", flush=True)
-    times = {"consume_mean_us": statistics.fmean(seconds for seconds, _ in consumed) * 1e6}
+    for number in range(args.repeats + 1):
+        for name, variant in VARIANTS.items():
+            with timed(MaskFiller, "fill") as fills:
+                made = run(engine, variant, args.rows, args.tokens, tokenizer.get_vocab_size())
+            whole[name] += [seconds for seconds, (guides, _) in fills if len(guides) == args.rows]
+            figures = {
+                "output_tokens_per_s": made.tokens_per_s,
+                "step_ms": made.seconds / made.num_steps * 1e3,
+                "chars_per_s": num_chars(tokenizer, made.outputs) / made.seconds,
+            }
+            free = found["free"][-1] if name != "free" else figures
+            figures["token_cost_percent"] = (1 - made.tokens_per_s / free["output_tokens_per_s"]) * 100
+            figures["step_cost_percent"] = (figures["step_ms"] / free["step_ms"] - 1) * 100
+            figures["chars_ratio"] = figures["chars_per_s"] / free["chars_per_s"]
+            found[name].append(figures)
+            if not number:
+                sample = tokenizer.decode(made.outputs[0], skip_special_tokens=False)
+                print(f"{name:6} {sample[:90]!r}", flush=True)
+    times: dict[str, float] = {}
     for name, prefix in (("masks", "fill"), ("words", "fill_words")):
         for percent in (50, 99):
             times[f"{prefix}_p{percent}_ms"] = percentile(whole[name], percent) * 1e3
@@ -266,7 +263,7 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         "fill": [(MaskFiller, "fill")],
         "sample": [(MaskedStep, "sample"), (LateStep, "sample")],
         "report": [(Engine, "_conclude")],
-        "jump": [(RequestTable, "jump"), (RequestTable, "jump_all")],
+        "jump": [(RequestTable, each) for each in ("may_jump", "jump", "jump_all")],
     }
     with ExitStack() as stack:
         calls = {
@@ -279,7 +276,9 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         for name, lists in calls.items()
     }
     step_us = found.pop("step")
-    return {f"host_{name}_us": us for name, us in (found | {"rest": step_us - sum(found.values())}).items()}
+    return {"consume_mean_us": found["consume"] / args.rows} | {
+        f"host_{name}_us": us for name, us in (found | {"rest": step_us - sum(found.values())}).items()
+    }
 
 
 def num_chars(tokenizer: Tokenizer, outputs: list[list[int]]) -> int:

@@ -105,7 +105,8 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "steps_ahead"),
-    [(name, steps) for name in WORLDS for steps in (0, 1)] + [("roomy", 3), ("squeezed, swapping", 3)],
+    [(name, steps) for name in WORLDS for steps in (0, 1)]
+    + [("roomy", 3), ("squeezed, swapping", 3), ("small steps", 2)],
 )
 def test_every_sequence_gets_what_its_constraint_and_the_model_say(name: str, steps_ahead: int) -> None:
     """What is appended without a step is what steps would have drawn, so both are compared with one loop."""

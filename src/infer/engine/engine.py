@@ -17,16 +17,17 @@ steps are launched ahead of the one that is read:
 
     none          requests are there whose next step depends on ids: about to fork, beams
     1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps;
-                  or what a sequence may say next depends on its text
+                  or what a sequence may say next depends on its text (2, of which one has been read)
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
 
 Integers decide, never a clock: a run that is repeated makes the same plans.
 
 A step with *guided* sequences (structured/) samples late, when the ids before it are known and the masks made
-of them are filled. The model runs meanwhile, and what else the ids mean comes when the sampler is launched:
+of them are filled. The model runs meanwhile. What else the ids mean comes when the model of the next step is
+launched, unless they are followed by so much that must come that it is worth appending:
 
-    CPU      plan 2  begin 2  wait 1  fill masks  sample 2  retire 1  plan 3  begin 3 ...
-    device   step 1          ][ model 2                  ][ sampler 2         ][ model 3
+    CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
+    device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
 
 A request whose constraint must be compiled first waits for that beside the scheduler's queue (`_compiling`).
 It counts as waiting, may be aborted, and takes its place in the queue in the step after.
@@ -78,14 +79,7 @@ class _Flight(NamedTuple):
     sequences: list[Sequence]
     wait: Callable[[], StepResult]
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
-
-
-class _Arrived(NamedTuple):
-    """A step that the device has done."""
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    result: StepResult
+    result: StepResult | None = None  # once it has been read
 
 
 class Engine:
@@ -318,34 +312,31 @@ class Engine:
         The device waits for that. The rest of what they mean is found out while it samples.
         """
         requests, outputs = self._requests, list[StepOutput]()
-        last: _Arrived | None = None
         try:
             outputs += self._retire(all_but=1)
             if self._flights:
-                last = self._read()
-                requests.show_guides(last.sequences, last.result)
+                requests.show_guides(self._flights[0].sequences, self._read())
             masked = requests.masked_of(plan, sequences)
             broken = self._masks.fill(masked.values(), step.masks(len(masked)))
             wait = step.sample(list(masked))
         except DeviceLost:
-            self._unreported += outputs + (self._conclude(*last) if last else [])
+            self._unreported += outputs + self._conclude_read()
             raise
         except Exception as error:
             logger.exception("step %d could not be sampled", plan.step)
-            outputs += self._conclude(*last) if last else []
-            return outputs + self._give_up(plan, sequences, error)
+            return outputs + self._conclude_read() + self._give_up(plan, sequences, error)
         except BaseException as error:
-            self._unreported += outputs + (self._conclude(*last) if last else [])
-            self._unreported += self._give_up(plan, sequences, error)
+            self._unreported += outputs + self._conclude_read() + self._give_up(plan, sequences, error)
             raise
         dropped: set[int] = set()
         self._flights.append(_Flight(plan, sequences, wait, dropped))
         self._masks.look_back()
-        outputs += self._conclude(*last) if last else []
-        for number, guide in masked.items() if broken else ():
-            if guide in broken and sequences[number].finish_reason is None:
-                outputs += requests.fail_guided(sequences[number], guide)
-        outputs += requests.jump(plan, sequences, dropped)
+        if broken or requests.may_jump(masked.values(), len(sequences)):
+            outputs += self._retire(all_but=1)
+            for number, guide in masked.items():
+                if guide in broken and sequences[number].finish_reason is None:
+                    outputs += requests.fail_guided(sequences[number], guide)
+            outputs += requests.jump(plan, sequences, dropped)
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
@@ -364,7 +355,9 @@ class Engine:
         """How many steps may be under way when the next one is planned."""
         if self._requests.waiting_for_ids or self._has_drafts:
             return 0
-        is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting and not self._is_guided
+        if self._is_guided:  # of two, the first has been read
+            return min(self._steps_ahead, 2)
+        is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
@@ -372,28 +365,40 @@ class Engine:
         outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
             try:
-                arrived = self._read()
+                self._read()
             except BaseException:
                 self._unreported += outputs
                 raise
-            outputs += self._conclude(*arrived)
+            outputs += self._conclude(self._flights.popleft())
         return outputs
 
-    def _read(self) -> _Arrived:
-        """Wait for the oldest of the steps under way."""
-        plan, sequences, wait, dropped = self._flights[0]
+    def _conclude_read(self) -> list[StepOutput]:
+        """Report what came of the steps that have been read."""
+        outputs: list[StepOutput] = []
+        while self._flights and self._flights[0].result is not None:
+            outputs += self._conclude(self._flights.popleft())
+        return outputs
+
+    def _read(self) -> StepResult:
+        """Wait for the oldest of the steps under way, unless it has been read."""
+        flight = self._flights[0]
+        if flight.result is not None:
+            return flight.result
         try:
-            result = wait()
+            result = flight.wait()
         except DeviceLost:
             raise
         except Exception as error:
-            raise DeviceLost(f"what step {plan.step} computed cannot be read") from error
-        self._flights.popleft()
-        for number in dropped:
+            raise DeviceLost(f"what step {flight.plan.step} computed cannot be read") from error
+        for number in flight.dropped:
             result.ids[number] = result.logprobs[number] = ()
-        return _Arrived(plan, sequences, result)
+        self._flights[0] = flight._replace(result=result)
+        return result
 
-    def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
+    def _conclude(self, flight: _Flight) -> list[StepOutput]:
+        """Report what came of a step that has been read."""
+        plan, sequences, _, _, result = flight
+        assert result is not None
         if plan.chunks.num_drafts:
             self.scheduler.retract(plan, result.ids)
         self.scheduler.commit(plan)

@@ -245,6 +245,14 @@ class RequestTable:
                 masked[number] = guide
         return masked
 
+    def may_jump(self, guides: Iterable[Guide], num_sequences: int) -> bool:
+        """Whether it may be worth appending what must follow in the sequences of a step under way.
+
+        Every guide that has a mask is asked: what is forced once stays so, appended or drawn.
+        """
+        forced = [guide.forced() for guide in guides]
+        return self._is_worth_it(sum(len(ids) - 1 for ids in forced if ids), num_sequences)
+
     def jump(self, plan: StepPlan, sequences: Seq[Sequence], dropped: set[int]) -> list[StepOutput]:
         """Append what must follow in the sequences of a step under way; the outputs say so.
 

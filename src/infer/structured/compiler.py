@@ -40,11 +40,11 @@ class Grammar:
     The copies share the lexer and its limit of states.
     """
 
-    __slots__ = ("_matcher", "param", "tokenizer", "triggers")
+    __slots__ = ("_matcher", "param", "probes", "tokenizer", "triggers")
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: Structured) -> None:
+    def __init__(self, matcher: LLMatcher, token_bytes: TokenBytes, structured: Structured) -> None:
         self._matcher = matcher
-        self.tokenizer = tokenizer
+        self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
         self.param = structured.param
 
@@ -62,8 +62,8 @@ class Compiler:
     def compile(self, structured: Structured) -> Grammar:
         """A grammar of its own; raises `RequestError` that names what cannot be compiled."""
         try:
-            tokenizer = self.token_bytes.tokenizer()
-            return Grammar(_compile(structured, tokenizer), tokenizer, structured)
+            matcher = _compile(structured, self.token_bytes.tokenizer())
+            return Grammar(matcher, self.token_bytes, structured)
         except RequestError as error:
             raise RequestError(str(error), param=structured.param) from None
 

@@ -48,7 +48,7 @@ class Guide:
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
         self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
-        self.is_wide = False  # its last mask allowed most ids, and the next is probably as soon filled
+        self.is_wide = False  # its last mask allowed any letter, and the next is probably as soon filled
         self.state = REASONING
         if reasoning is None:
             self._begin()
@@ -93,6 +93,15 @@ class Guide:
         self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         self.check()
 
+    def note_mask(self, *, is_wide: bool, has_choice: bool) -> None:
+        """Take note of the mask that was filled last, which is that of the next id.
+
+        `has_choice`: it allows two bytes that differ, so none must come, and the grammar need not be asked.
+        """
+        self.is_wide = is_wide
+        if has_choice and self._due is None:
+            self._due = ()
+
     def check(self) -> None:
         """Find out whether the matcher has reached a limit."""
         if self.matcher is not None and self.matcher.is_error():
@@ -129,7 +138,7 @@ class Guide:
         for count, token_id in enumerate(ids, 1):
             if token_id in stop_ids:
                 return count, False
-            self.consume((token_id,))
+            self._consume(token_id)
             if self.error is not None:
                 return count, False
             if self.state == ENDED and self.grammar is not None:
@@ -139,16 +148,19 @@ class Guide:
     def consume(self, ids: Sequence[int]) -> None:
         """Take note of ids that were appended to the output; `error` says if that was not possible."""
         for token_id in ids:
-            if self._is_early_end:
-                self._due = (self._due or ())[1:]
-                if not self._due:
-                    self._begin()
-            elif self.state == REASONING:
-                self._reason(token_id)
-            elif self.state == FREE:
-                self._watch(token_id)
-            elif self.matcher is not None:
-                self._match(token_id)
+            self._consume(token_id)
+
+    def _consume(self, token_id: int) -> None:
+        if self._is_early_end:
+            self._due = (self._due or ())[1:]
+            if not self._due:
+                self._begin()
+        elif self.matcher is not None:
+            self._match(token_id)
+        elif self.state == REASONING:
+            self._reason(token_id)
+        elif self.state == FREE:
+            self._watch(token_id)
 
     def _reason(self, token_id: int) -> None:
         assert self.reasoning is not None
@@ -194,12 +206,12 @@ class Guide:
             return
 
     def _match(self, token_id: int) -> None:
-        assert self.matcher is not None and self.grammar is not None
-        due = self._due or ()
-        self._due = due[1:] or None if due[:1] == (token_id,) else None  # what is left still comes first
-        is_taken = self.matcher.consume_token(token_id)
-        if not is_taken or self.matcher.is_stopped():
-            self.check()
-        if self.matcher.is_stopped():
+        matcher, due = self.matcher, self._due
+        assert matcher is not None and self.grammar is not None
+        self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
+        if matcher.consume_token(token_id) and not matcher.is_stopped():
+            return
+        self.check()
+        if matcher.is_stopped():
             self.matcher, self._due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED

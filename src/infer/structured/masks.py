@@ -3,9 +3,9 @@
 Threads pay for themselves where masks take long. Those of plain texts are filled sooner than threads wake up
 and fetch the matchers into the caches of their cores (one H200's host, 32 rows, ms: 0.29 in one thread where
 most are in a text, 0.88 where most are not; 0.46 in eight threads). A mask in the middle of a text allows
-most ids and is quick; so is, as a rule, the one after it. What a row took here is kept for those whose last
+any letter and is quick; so is, as a rule, the one after it. What a row took here is kept for those whose last
 mask was *wide* and for the others, and what rows took in threads. The way that should be quicker now is used,
-and now and then the other one. The masks are the same.
+and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MAX_THREADS = 8
-TRY_AGAIN = 64  # fills, before the slower way is timed again
+TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at last
 NEWEST = 0.25  # the weight of the last fill in what a row is expected to take
-NUM_PROBES = 64  # words that are looked at, to tell a mask that allows much from one that allows little
 
 
 def num_threads() -> int:
@@ -41,7 +40,7 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
         # what a row takes in this thread after a mask that was narrow, or wide, and in several; 0: not known
         self._narrow_s = self._wide_s = self._threads_s = 0.0
-        self._num_fills = 0
+        self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
     def fill(self, guides: Collection[Guide], masks_KW: np.ndarray) -> list[Guide]:
@@ -59,8 +58,8 @@ class MaskFiller:
                 (wide if guide.is_wide else narrow).append((guide.matcher, row))
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
         if self._prefers_threads(len(narrow), len(wide)):
-            start = perf_counter()
-            self._threads().unsafe_compute_mask_ptr(narrow + wide, first, num_bytes, len(masks_KW))
+            executor, start = self._threads(), perf_counter()
+            executor.unsafe_compute_mask_ptr(narrow + wide, first, num_bytes, len(masks_KW))
             self._threads_s = _newer(self._threads_s, start, len(narrow) + len(wide))
         else:
             start = perf_counter()
@@ -81,21 +80,27 @@ class MaskFiller:
         return broken
 
     def look_back(self) -> None:
-        """Note which of the last masks were wide; to be called when the step is on its way."""
+        """Tell the guides what the last masks allow; to be called when the step is on its way."""
         guides, masks_KW = self._last
-        words_KP = masks_KW[:, :: -(-masks_KW.shape[1] // NUM_PROBES)]
-        is_wide = np.count_nonzero(words_KP, axis=1) > words_KP.shape[1] // 2
-        for guide, is_one in zip(guides, is_wide.tolist(), strict=True):
-            guide.is_wide = is_one
         self._last = [], masks_KW[:0]
+        probes = next((guide.grammar.probes for guide in guides if guide.grammar is not None), ())
+        if not probes:
+            return
+        ids_P = np.array(probes)
+        bits_KP = masks_KW[:, ids_P // 32] >> (ids_P % 32).astype(np.int32) & 1
+        for guide, count in zip(guides, bits_KP.sum(axis=1).tolist(), strict=True):
+            guide.note_mask(is_wide=count > len(probes) // 2, has_choice=count > 1)
 
     def _prefers_threads(self, num_narrow: int, num_wide: int) -> bool:
         count = num_narrow + num_wide
         if count < 2:
             return False
+        is_quicker = self._threads_s * count < num_narrow * self._narrow_s + num_wide * self._wide_s
         self._num_fills += 1
-        here_s = num_narrow * self._narrow_s + num_wide * self._wide_s
-        return (self._threads_s * count < here_s) != (self._num_fills % TRY_AGAIN == 0)
+        if self._num_fills < self._try_at:
+            return is_quicker
+        self._num_fills, self._try_at = 0, min(2 * self._try_at, TRY_AT_LEAST)
+        return not is_quicker
 
     def _threads(self) -> LLExecutor:
         if self._executor is None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROBES = b'etaoin12 \n",}]'  # letters of texts, and what stands between and in values
+
 
 class TokenBytes:
     """The tokens of one model as bytes, built when first asked for. Safe to share between threads."""
@@ -35,6 +37,7 @@ class TokenBytes:
         self._eos_ids = eos_ids
         self._is_started = False
         self._built: LLTokenizer | None = None
+        self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, those that are tokens of their own
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
@@ -52,6 +55,7 @@ class TokenBytes:
                 return
             try:
                 self._built = self._build(read())
+                self.probes = _probes_of(self._built)
             except Exception as error:  # another library's, of any kind: the model can still be served
                 is_known = isinstance(error, InferError | ValueError)
                 said = f": {error}" if is_known else ""
@@ -71,6 +75,11 @@ class TokenBytes:
         if not self._eos_ids:
             raise ValueError("the model has no end-of-text token, so no output could end")
         return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self._eos_ids))
+
+
+def _probes_of(tokenizer: LLTokenizer) -> tuple[int, ...]:
+    found = [(bytes([byte]), tokenizer.tokenize_bytes(bytes([byte]))) for byte in PROBES]
+    return tuple(ids[0] for byte, ids in found if len(ids) == 1 and tokenizer.decode_bytes(ids) == byte)
 
 
 def tokenizer_json(path: Path, gguf_metadata: Mapping[str, Any] | None) -> str:

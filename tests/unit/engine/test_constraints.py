@@ -267,7 +267,7 @@ def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.Mo
     world.step()
     before = world.engine.stats().num_output_tokens
     guide = world.engine._requests.guides[world.seqs("a")[0].seq_id]
-    monkeypatch.setattr(Guide, "consume", lambda self, ids: setattr(self, "error", "a limit"))
+    monkeypatch.setattr(Guide, "_consume", lambda self, token_id: setattr(self, "error", "a limit"))
     assert guide.error is None and {out.finish_reason for out in world.step()} == {"error"}
     assert world.engine.stats().num_output_tokens == before == 3
 
@@ -295,6 +295,30 @@ def test_an_interrupt_between_the_model_and_the_sampler_leaves_the_books_balance
     world.add("c", [7], structured=DIGITS)
     world.run()
     assert world.finished["c", 0].finish_reason == "stop"
+
+
+def test_the_model_of_the_next_step_is_launched_before_ids_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device has work while the host finds out what else the ids mean."""
+    world = GuidedWorld(num_blocks=100, steps_ahead=2)
+    runner, engine, moves = world.runner, world.engine, list[tuple[str, int]]()
+    begin, conclude, sample = runner.begin, engine._conclude, OracleStep.sample
+    monkeypatch.setattr(
+        runner, "begin", lambda plan, seqs: moves.append(("begin", plan.step)) or begin(plan, seqs)
+    )
+    monkeypatch.setattr(
+        engine, "_conclude", lambda flight: moves.append(("report", flight.plan.step)) or conclude(flight)
+    )
+    monkeypatch.setattr(
+        OracleStep, "sample", lambda self, numbers: moves.append(("sample", 0)) or sample(self, numbers)
+    )
+    world.add("a", [5], structured=Structured.regex("[a-z]{40}"), max_tokens=8)
+    world.run()
+    order = [name for name, _ in moves]
+    assert order[:2] == ["begin", "sample"]
+    assert order[2:14] == ["begin", "sample"] + ["begin", "report", "sample"] * 3 + order[13:14]
+    assert [step for name, step in moves if name == "report"] == sorted({step for _, step in moves if step})
 
 
 def test_a_model_without_a_tokenizer_refuses_the_request() -> None:

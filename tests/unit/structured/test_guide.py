@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -253,3 +254,28 @@ def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     assert not filler._prefers_threads(1, 0), "one mask"
     filler._num_fills = TRY_AGAIN - 1
     assert not filler._prefers_threads(8, 0), "the other way is tried again"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "object"}', "[ab]{2}e[et]+", "(the )?(tea|eat)", "(?s:.{1,9})", "te|tt"]
+)
+def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str) -> None:
+    """Where two bytes may come, none must: what is said without asking is what the grammar would say."""
+    structured = Structured.json_object() if text.startswith("{") else Structured.regex(text)
+    rng, seen = np.random.default_rng(3), Counter[bool]()
+    masks_KW = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    for _ in range(8):
+        guide, filler = Guide(compiled(structured)), MaskFiller()
+        for _ in range(12):
+            filler.fill([guide], masks_KW)
+            filler.look_back()
+            assert guide.matcher is not None
+            assert guide.known == () and (guide._due == () or not guide.is_wide)
+            seen[guide._due is None] += 1
+            forced = tuple(guide.matcher.compute_ff_tokens())
+            assert guide.forced() == forced
+            bits = np.unpackbits(masks_KW.view(np.uint8), bitorder="little").nonzero()[0]
+            guide.consume(forced or [int(rng.choice(bits))])
+            if guide.matcher is None:
+                break
+    assert len(seen) == 2
