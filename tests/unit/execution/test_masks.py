@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from infer.execution.gpu import masks as device_masks
 from infer.execution.gpu.masks import DeviceMasks
@@ -23,7 +22,6 @@ def state() -> SampleState:
 
 def send(masks: DeviceMasks, **lines: int) -> None:
     """Send a step's masks: a line of equal words for each row, named by its number."""
-    masks.mark()
     taken = masks.take(len(lines))
     assert taken.shape == (len(lines), num_mask_words(VOCAB_SIZE)) and taken.dtype == np.int32
     taken[:] = np.array(list(lines.values()), dtype=np.int32)[:, None]
@@ -68,7 +66,6 @@ def test_the_rows_of_the_last_step_are_not_looked_at_again(state: SampleState) -
             change()
             state.mask_row_R[1] = -1 if number == 1 else state.mask_row_R[1]  # as `enter_rows` does
             for word in range(3):
-                masks.mark()
                 masks.take(2)[:] = np.array([[word], [7]])
                 masks.send(rows)
                 assert found(state) == [None, word, None, 7]
@@ -82,26 +79,3 @@ def test_a_row_that_was_entered_anew_gets_its_mask_again(state: SampleState) -> 
     state.mask_row_R[1] = -1  # as `enter_rows` does
     send(masks, row1=4)
     assert found(state) == [None, 4, None, None]
-
-
-def test_lines_that_are_on_their_way_are_not_those_to_be_filled(state: SampleState) -> None:
-    masks = DeviceMasks(state)
-    first = masks.take(2)
-    first[:] = 1
-    second = masks.take(2)
-    second[:] = 2
-    assert torch.equal(torch.from_numpy(first), torch.ones_like(torch.from_numpy(first)))
-
-
-def test_the_steps_of_a_gpu_that_is_not_the_current_one_wait_for_their_masks(state: SampleState) -> None:
-    """With an engine on cuda:1 the current stream of the process may be cuda:0's."""
-    masks, cuda = DeviceMasks(state), mock.MagicMock()
-    masks._is_cuda, masks._device = True, torch.device("cuda", 1)
-    masks._aside, masks._marked, masks._copied = cuda.aside, cuda.marked, [cuda.copied] * 2
-    with mock.patch.object(torch, "cuda", cuda):
-        masks.mark()
-        masks.take(1)[:] = 3
-        masks.send(np.array([1]))
-    cuda.current_stream.assert_called_once_with(torch.device("cuda", 1))
-    cuda.marked.record.assert_called_once_with(cuda.current_stream())
-    cuda.copied.wait.assert_called_once_with(cuda.current_stream())

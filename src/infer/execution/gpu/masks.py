@@ -1,12 +1,11 @@
-"""Token masks on their way from the host to the sampler, beside the forward of the step they belong to.
+"""Token masks on their way from the host to the sampler of the step they belong to.
 
-    steps    ── rows ──●── forward ──────────────────────●── sampler ──
-    host               │   reads the last ids, fills     │
-    aside              └──────────────────────── copy ───┘
+    steps    ── rows ── forward ──────────────────────── sampler, fetches ──
+    host                reads the last ids, fills, launches
 
-The host fills pinned lines, one for each row that has a mask; there are two sets of them, used in turn, and
-neither is written again before it has been copied. The copy runs in a stream of its own, behind the sampler
-of the step before, which reads the same memory, and beside the forward. A step without masks has none of it.
+The host fills lines of pinned memory, one for each row that has a mask; the sampler, which is launched behind
+that, fetches those of its rows (kernels/sampling/sample_state.py). What is sent is which line is whose, when
+that changes. A step without masks has none of it.
 
 A line has 32 ids to a word, the lowest in the lowest bit, 1: allowed.
 
@@ -19,10 +18,8 @@ import numpy as np
 import torch
 
 from infer.execution.gpu.sending import send_into
-from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.sample_state import SampleState
 
-_NUM_SETS = 2
 _NONE = -1  # in place of a line
 
 
@@ -30,22 +27,11 @@ class DeviceMasks:
     """The masks that rows of state are sampled under, as of the last step that was sent any."""
 
     def __init__(self, sampling: SampleState) -> None:
-        num_rows, num_words = sampling.masks_RW.shape
-        self._sampling, self._device = sampling, sampling.masks_RW.device
-        self._is_cuda = is_gpu(self._device)
-        self._sets = [
-            torch.zeros((num_rows, num_words), dtype=torch.int32, pin_memory=self._is_cuda)
-            for _ in range(_NUM_SETS)
-        ]
-        self._arrays = [lines_RW.numpy() for lines_RW in self._sets]
-        self._last = 0  # of the sets, the one that was filled last
+        self._sampling, num_rows = sampling, len(sampling.masks_RW)
+        self._masks_RW: np.ndarray = sampling.masks_RW.numpy()
         self._rows: np.ndarray | None = None  # of the last step, while the device knows their lines
         self._lines_R = np.full(num_rows, _NONE, dtype=np.int32)  # of each row, as the device will know it
         self.has_any = False  # a row may be under a mask
-        if self._is_cuda:
-            self._aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied = [torch.cuda.Event() for _ in self._sets]  # type: ignore[no-untyped-call]
 
     def forget(self, row: int) -> None:
         """Note that a row was entered anew, and has no mask."""
@@ -55,36 +41,15 @@ class DeviceMasks:
         """Let the steps launched from now on sample no row under a mask."""
         self._put_lines(np.full_like(self._lines_R, _NONE))
 
-    def mark(self) -> None:
-        """Note in the stream of the steps that rows are as the next step finds them: its masks may come."""
-        if self._is_cuda:
-            self._steps = torch.cuda.current_stream(self._device)  # not of another GPU that is current
-            self._marked.record(self._steps)
-
     def take(self, count: int) -> np.ndarray:
-        """So many lines of pinned memory, all to be overwritten, for the masks of one step."""
-        self._last = (self._last + 1) % _NUM_SETS
-        if self._is_cuda:
-            self._copied[self._last].synchronize()
-        lines_KW: np.ndarray = self._arrays[self._last][:count]
-        return lines_KW
+        """So many lines, all to be overwritten, for the masks of one step.
+
+        The steps before it must have been read: what samples them fetches the same lines.
+        """
+        return self._masks_RW[:count]
 
     def send(self, rows: np.ndarray) -> None:
-        """Let the marked step sample each of these rows under its line, in order, and no other under any."""
-        if not self._is_cuda:
-            self._put(rows)
-            return
-        copied = self._copied[self._last]
-        self._aside.wait_event(self._marked)
-        with torch.cuda.stream(self._aside):
-            self._put(rows)
-            copied.record(self._aside)
-        copied.wait(self._steps)
-
-    def _put(self, rows: np.ndarray) -> None:
-        if len(rows):
-            masks_KW = self._sampling.masks_RW[: len(rows)]
-            masks_KW.copy_(self._sets[self._last][: len(rows)], non_blocking=True)
+        """Let the step under way sample each of these rows under its line, in order, no other under any."""
         if rows is self._rows:  # all that were under masks last
             return
         lines_R = np.full_like(self._lines_R, _NONE)

@@ -102,7 +102,6 @@ class DeviceRows:
         enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
         self._put_tokens(send(torch.full((3, 2), PADDING, dtype=torch.int64), self.device))
-        self.masks.mark()
         self.masks.send(np.empty(0, dtype=np.int64))
 
     def sampled_on_host(self, rows: np.ndarray) -> None:

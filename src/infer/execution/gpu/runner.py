@@ -367,14 +367,14 @@ class DeviceRunner:
         if decoded is not None and decoded.rows is plan.chunks.rows:  # all that decoded last: a token on
             if plan.table_changes:
                 self._rows.sync_tables(plan)
-            self._await_masks(has_masks)
+            self._clear_masks(has_masks)
             return self._launch_decode(plan, decoded)
         with torch.inference_mode():
             rows = plan.chunks.rows
             if not len(rows):  # beams coming back compute their next tokens together, once all are here
                 return lambda: _nothing_of(plan)
             self._rows.sync(plan, sequences)
-            self._await_masks(has_masks)
+            self._clear_masks(has_masks)
             size = self._size_of(plan)
             if size is None or self._is_ragged(plan, sequences):
                 return self._launch_ragged(plan, sequences)
@@ -385,11 +385,9 @@ class DeviceRunner:
             decoded = DecodedRows(rows, size, self._scratch.ids_S[: len(rows)], has_logprobs)
             return self._launch_decode(plan, decoded)
 
-    def _await_masks(self, has_masks: bool) -> None:
-        """Let masks come from here on, or let no row be sampled under one of an earlier step."""
-        if has_masks:
-            self._rows.masks.mark()
-        elif self._rows.masks.has_any:
+    def _clear_masks(self, has_masks: bool) -> None:
+        """Let no row of a step without masks be sampled under one of an earlier step."""
+        if not has_masks and self._rows.masks.has_any:
             self._rows.masks.clear()
 
     def _launch_smaller(

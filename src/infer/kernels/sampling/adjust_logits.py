@@ -46,7 +46,7 @@ def adjust_row_reference(
         x_V[ids_E.long()] += amounts_E.view(torch.float32)
     mask_row = int(state.mask_row_R[line.row])
     if mask_row >= 0:
-        x_V[~unpack_mask(state.masks_RW[mask_row], len(x_V))] = -torch.inf
+        x_V[~unpack_mask(state.masks_RW[mask_row].to(x_V.device), len(x_V))] = -torch.inf
     if not line.has_uses:
         return x_V
     uses_V = state.uses_RV[line.row].int()
@@ -107,11 +107,13 @@ def _add_biases(x_ptr, first, end, V, num_biased, biases_ptr, out_ptr):
 
 @jit
 def adjust_tile(
-    x_ptr, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, out_ptr,
+    x_ptr, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, words_ptr, out_ptr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of a row from id `first` to `end` to `out_ptr`, as the row's line asks for them.
 
-    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows. A stretch at a time: the
+    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows, on the host: the words of
+    the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time: the
     rows that ask for nothing must not wait for registers that this needs.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
@@ -120,7 +122,12 @@ def adjust_tile(
     repetition = float_field(line_ptr, _REPETITION).to(tl.float32)
     presence = float_field(line_ptr, _PRESENCE).to(tl.float32)
     frequency = float_field(line_ptr, _FREQUENCY).to(tl.float32)
-    mask_ptr = masks_ptr + mask_row.to(tl.int64) * ((V + 31) // 32)
+    if mask_row >= 0:
+        num_words = (V + 31) // 32
+        words = first // 32 + tl.arange(0, WORDS)
+        fetched = tl.load(masks_ptr + mask_row.to(tl.int64) * num_words + words, mask=words < num_words)
+        tl.store(words_ptr + words, fetched, mask=words < num_words)
+        tl.debug_barrier()
     if num_biased > 0:
         _add_biases(x_ptr, first, end, V, num_biased, biases_ptr, out_ptr)
     for start in range(first, end, _STRETCH):
@@ -128,13 +135,14 @@ def adjust_tile(
         inside = ids < V
         x = tl.load(x_ptr + ids, mask=inside & (num_biased == 0), other=0.0).to(tl.float32)
         x = tl.where(num_biased > 0, tl.load(out_ptr + ids, mask=inside & (num_biased > 0), other=0.0), x)
-        bits = tl.load(mask_ptr + ids // 32, mask=inside & (mask_row >= 0), other=-1) >> (ids % 32)
+        bits = tl.load(words_ptr + ids // 32, mask=inside & (mask_row >= 0), other=-1) >> (ids % 32)
         x = tl.where((bits & 1) == 0, float("-inf"), x)
-        uses = tl.load(uses_ptr + ids, mask=inside & has_uses, other=0).to(tl.int32)
-        x = tl.where((uses < 0) & bans, float("-inf"), x)
-        count = uses & _COUNT
-        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), _times(x, repetition))
-        x = tl.where((uses & (_IN_PROMPT | _COUNT)) != 0, repeated, x)
-        x = tl.where(count > 0, x - (presence + _times(frequency, count.to(tl.float32))), x)
+        if has_uses:
+            uses = tl.load(uses_ptr + ids, mask=inside, other=0).to(tl.int32)
+            x = tl.where((uses < 0) & bans, float("-inf"), x)
+            count = uses & _COUNT
+            repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), _times(x, repetition))
+            x = tl.where((uses & (_IN_PROMPT | _COUNT)) != 0, repeated, x)
+            x = tl.where(count > 0, x - (presence + _times(frequency, count.to(tl.float32))), x)
         tl.store(out_ptr + ids, x, mask=inside)
     tl.debug_barrier()

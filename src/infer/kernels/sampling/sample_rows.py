@@ -77,6 +77,7 @@ from infer.kernels.sampling.sample_state import (
     SampleState,
     constant,
     field,
+    num_mask_words,
 )
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/params.py
@@ -115,6 +116,7 @@ class SampleScratch:
             empty(),  # low and
             empty(),  # high: the edge of a wide row is one of these keys
             empty(dtype=torch.int64),  # base: what the tokens before count or weigh
+            empty(num_mask_words(vocab_size)),  # words of the mask
             torch.empty((max_rows, vocab_size), dtype=torch.float32, device=device),  # adjusted logits
             self.ids_S,
         )
@@ -502,8 +504,9 @@ def _own_tiles(tiles_per_program, num_groups):
 def _survey_kernel(
     logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
-    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, words_ptr, own_ptr,
+    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
+    BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of each group; greedy rows and rows without a filter are sampled from that.
 
@@ -534,7 +537,8 @@ def _survey_kernel(
             first = tl.program_id(0) * _GROUPS * _GROUP
             adjust_tile(
                 x_ptr, first, first + _GROUPS * _GROUP, V, line_ptr, mask_row, position, uses_ptr + row * V,
-                biases_ptr + row * 2 * _MAX_BIASED, masks_ptr, own_ptr,
+                biases_ptr + row * 2 * _MAX_BIASED, masks_ptr, words_ptr + s * ((V + 31) // 32), own_ptr,
+                _GROUPS * _GROUP // 32,
             )  # fmt: skip
         x = _load_logits(x_ptr, own_ptr, is_own, ids, V)
         x = tl.where(x != x, float("inf"), x)
@@ -602,8 +606,9 @@ def _survey_kernel(
 def _candidates_kernel(
     logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
-    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, words_ptr, own_ptr,
+    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
+    BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
     s = tl.program_id(1).to(tl.int64)
@@ -673,8 +678,9 @@ def _key_of_bucket(bucket):
 def _buckets_kernel(
     logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
-    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, words_ptr, own_ptr,
+    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
+    BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
     s = tl.program_id(1).to(tl.int64)
@@ -723,8 +729,9 @@ def _buckets_kernel(
 def _wide_kernel(
     logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
-    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, words_ptr, own_ptr,
+    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
+    BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: gather the tokens that may be the edge, bound the scores of each group, and sample."""
     s = tl.program_id(1).to(tl.int64)

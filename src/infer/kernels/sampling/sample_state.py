@@ -8,7 +8,8 @@ A row has a *line* of twelve numbers, entered when its sequence arrives, and mor
              penalty counts a token that the host has not seen yet
     biases   the ids of a logit bias, and what is added to each
     mask     a bit for every id of the vocabulary, 1: allowed. Masks lie in lines of their own, because few
-             rows have one and it changes with every token; `mask_row_R` says which line is whose.
+             rows have one and it changes with every token; `mask_row_R` says which line is whose. The lines
+             are memory of the host, pinned: the sampler fetches them itself, and no copy has to be launched.
 
 What a row does not ask for is never read: without uses, biases and a mask it is sampled from the model's
 logits as they are.
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from infer.kernels.runtime.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.runtime.dispatch import is_gpu, jit, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
@@ -86,7 +87,7 @@ class SampleState:
     mask_row_R: torch.Tensor  # int32: the row's line of `masks_RW`; -1: none
     uses_RV: torch.Tensor  # int16
     biases_R2E: torch.Tensor  # int32: ids, and float32 in the same bits
-    masks_RW: torch.Tensor  # int32
+    masks_RW: torch.Tensor  # int32, on the host
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str, vocab_size: int = 0) -> SampleState:
@@ -98,7 +99,11 @@ class SampleState:
             torch.full((num_rows,), -1, dtype=torch.int32, device=device),
             torch.zeros((num_rows, vocab_size), dtype=torch.int16, device=device),
             torch.zeros((num_rows, 2, num_biased), dtype=torch.int32, device=device),
-            torch.zeros((num_rows, num_mask_words(vocab_size)), dtype=torch.int32, device=device),
+            torch.zeros(
+                (num_rows, num_mask_words(vocab_size)),
+                dtype=torch.int32,
+                pin_memory=is_gpu(torch.device(device)),
+            ),
         )
 
     @property
