@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 import threading
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,7 +21,14 @@ from infer.server.protocol import translate
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, SamplingBody
 from infer.server.protocol.structured import CONSTRAINTS, NO_BLANKS, read_structured
 from infer.server.routes import json_route
-from infer.server.routes.json_route import MAX_FIELD_BYTES, MAX_REST_BYTES, check_fields
+from infer.server.routes.json_route import (
+    MAX_FIELD_BYTES,
+    MAX_REST_BYTES,
+    PIECE,
+    BodyCounts,
+    check_body,
+    check_fields,
+)
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -307,6 +316,100 @@ def test_what_is_in_no_measured_field_is_counted_together() -> None:
 def test_a_large_body_that_is_no_object_is_not_parsed(body: bytes) -> None:
     with pytest.raises(MalformedRequest, match="the body is not a JSON object"):
         check_fields(body)
+
+
+NASTY = ['"', "\\", "\\\\", '\\"', "{[,]}", "é\n\t", "a" * 9, "", '\\\\"', "😀"]
+
+
+def random_json(source: random.Random, depth: int = 0) -> Any:
+    """A value whose texts look like structure."""
+    kind = source.randrange(5 if depth < 4 else 3)
+    if kind == 0:
+        return "".join(source.choices(NASTY, k=source.randrange(4)))
+    if kind < 3:
+        return source.choice([None, True, 1, -2.5e7])
+    inner = [random_json(source, depth + 1) for _ in range(source.randrange(5))]
+    return inner if kind == 3 else {f"{i}{source.choice(NASTY)}": each for i, each in enumerate(inner)}
+
+
+def count_parsed(value: Any) -> tuple[int, int]:
+    """The strings, objects and lists of a value, and the commas between values, by walking through it."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [count_parsed(each) for each in (value.values() if isinstance(value, dict) else value)]
+    num_keys = len(value) if isinstance(value, dict) else 0
+    return 1 + num_keys + sum(n for n, _ in inner), max(len(value) - 1, 0) + sum(n for _, n in inner)
+
+
+def test_the_values_of_a_body_are_counted_as_a_parser_finds_them() -> None:
+    source = random.Random(4)
+    for number in range(300):
+        value = random_json(source)
+        body = json.dumps(value, ensure_ascii=number % 2 == 0, indent=source.choice([None, 1])).encode()
+        counts, start = BodyCounts(), 0
+        while start < len(body):
+            end = start + source.randrange(1, 9)
+            counts.add(body[start:end])
+            start = end
+        assert (counts.num_values, counts.num_commas) == count_parsed(value), body
+        assert counts.num_escapes == len(re.findall(rb"\\.", body)), body
+
+
+def body_of(messages: bytes) -> bytes:
+    return b'{"model": "m", "messages": [%s]}' % messages
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (body_of(b",".join([b'{"role":"user","content":"x"}'] * 90_000)), "strings, objects and lists"),
+        (body_of(b",".join([b"{}"] * 900_000)), "strings, objects and lists"),
+        (body_of(b",".join([b"1"] * 1_500_000)), "values in lists and objects"),
+        (body_of(b'{"role":"user","content":"%s"}' % (b"\\n" * 1_600_000)), "written with a backslash"),
+    ],
+)
+def test_a_body_that_takes_long_to_parse_is_refused_piece_by_piece(
+    body: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does other work between pieces, and what is behind the limit is not looked at."""
+    sizes: list[int] = []
+    add = BodyCounts.add
+    monkeypatch.setattr(BodyCounts, "add", lambda self, piece: sizes.append(len(piece)) or add(self, piece))
+    monkeypatch.setattr(json_route, "check_fields", lambda body: pytest.fail("all of it at once"))
+
+    async def run() -> int:
+        num_turns = 0
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(count_turns())
+        with pytest.raises(RequestError, match=what):
+            await check_body(body)
+        other.cancel()
+        return num_turns
+
+    assert asyncio.run(run()) >= len(sizes) - 1
+    assert max(sizes) <= PIECE and sum(sizes) < len(body)
+
+
+def test_bodies_of_real_clients_are_parsed() -> None:
+    code = "if (a[i] == '\\\\') { print(\"x, y\"); }\n" * 60
+    turn = {"role": "assistant", "content": [{"type": "text", "text": code}, {"type": "text", "text": "b"}]}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": code})}}
+    turns = [turn, {"role": "assistant", "tool_calls": [call] * 3}, {"role": "tool", "content": code}] * 500
+    for body in (
+        {"messages": turns},
+        {"prompt": [*range(131_072)]},
+        {"input": ["a text"] * 4096},
+        {"prompt": "{[,]}" * 1_000_000},
+    ):
+        asyncio.run(check_body(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("route", ROUTES)

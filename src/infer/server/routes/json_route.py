@@ -6,9 +6,11 @@
 FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
 it from `make_router`.
 
-Parsing holds Python's lock, in a thread too, and a schema of 8 MiB takes a second. So the fields of a large
-body are measured before it is parsed, which takes milliseconds and makes no objects. What is in none of the
-measured fields counts together: unknown fields, and a field that is given twice, of which the last is read.
+Parsing holds Python's lock, in a thread too, and 8 MiB of small objects take a second. So a large body is
+looked at before it is parsed, which makes no objects. First its values are counted, piece by piece, with the
+event loop's other work in between: the time to parse and check a body is that of its strings, objects, lists
+and escapes, and hardly that of long texts. Then its fields are measured. What is in none of the measured
+fields counts together: unknown fields, and a field that is given twice, of which the last is read.
 """
 
 from __future__ import annotations
@@ -55,6 +57,11 @@ MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
 }
 LARGE_FIELDS = ("input", "instructions", "messages", "prompt", "system", "tokens")  # may fill the body
 MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
+MAX_VALUES = 30_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
+MAX_COMMAS = 300_000  # between values: token ids have nothing else
+MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
+PIECE = 65_536  # bytes that are looked at at a time
+_QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
 _FIELDS = msgspec.json.Decoder(
     msgspec.defstruct(
         "_Fields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in (*MAX_FIELD_BYTES, *LARGE_FIELDS)]
@@ -85,6 +92,39 @@ class JsonRequest(Request):
         return orjson.loads(await self.body())
 
 
+class BodyCounts:
+    """What a JSON text is made of, counted as its bytes come; how they are cut does not matter."""
+
+    def __init__(self) -> None:
+        self.num_values = self.num_commas = self.num_escapes = 0
+        self._rest, self._in_string = b"", False
+
+    def add(self, piece: bytes) -> None:
+        """Count more bytes of the text."""
+        piece = self._rest + piece
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        self._rest = b"\\" if num_backslashes % 2 else b""  # half of an escape: the other half is to come
+        whole = piece[: len(piece) - len(self._rest)]
+        bare = whole.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+        self.num_escapes += (len(whole) - len(bare)) // 2 + bare.count(b"\\")
+        parts = bare.split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        num_strings = (len(parts) - self._in_string) // 2  # that begin here
+        self.num_values += num_strings + outside.count(b"{") + outside.count(b"[")
+        self.num_commas += outside.count(b",")
+        self._in_string ^= len(parts) % 2 == 0
+
+    def check(self) -> None:
+        """Refuse what has more than can be parsed at once."""
+        for count, limit, what in (
+            (self.num_values, MAX_VALUES, "strings, objects and lists"),
+            (self.num_commas, MAX_COMMAS, "values in lists and objects"),
+            (self.num_escapes, MAX_ESCAPES, "characters written with a backslash (send UTF-8 as it is)"),
+        ):
+            if count > limit:
+                raise RequestError(f"the body has more than {limit} {what}; send fewer at a time")
+
+
 def check_fields(body: bytes) -> None:
     """Refuse a body that is no JSON object, or holds what is too large to be parsed at once."""
     try:
@@ -104,6 +144,19 @@ def check_fields(body: bytes) -> None:
         )
 
 
+async def check_body(body: bytes) -> None:
+    """Refuse a body that would take long to parse; the event loop does other work meanwhile."""
+    if is_measured := len(body) <= _QUICKLY_MEASURED:  # an error that names the field says more
+        check_fields(body)
+    counts = BodyCounts()
+    for start in range(0, len(body), PIECE):
+        counts.add(body[start : start + PIECE])
+        counts.check()
+        await asyncio.sleep(0)
+    if not is_measured:
+        check_fields(body)
+
+
 class JsonRoute(APIRoute):
     """A route that reads its body as a `JsonRequest`."""
 
@@ -116,7 +169,7 @@ class JsonRoute(APIRoute):
             if request.method == "POST":
                 body = await strict.body()  # raises ClientDisconnect if the client leaves while sending
                 if len(body) > MAX_CONSTRAINT_BYTES:
-                    check_fields(body)
+                    await check_body(body)
             return await handle(strict)
 
         return handle_json
