@@ -58,12 +58,12 @@ def expected(family: str) -> list[list[list[int]]]:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
     loaded: dict[Any, EmulatedLaunch] = {}
-    launches: list[EmulatedLaunch] = []
+    launches: list[EmulatedLaunch] = []  # by the name of their kernel: they are compiled side by side
 
     def prepare(kernel: CudaKernel, defines: Any, device: int, pdl: bool) -> EmulatedLaunch:
         if (kernel, defines) not in loaded:
-            launches.append(EmulatedLaunch(defines, kernel.source, kernel.types))
-            loaded[kernel, defines] = launches[-1]
+            loaded[kernel, defines] = EmulatedLaunch(defines, kernel.source, kernel.types)
+            launches[:] = [made for _, made in sorted(loaded.items(), key=lambda item: item[0][0].name)]
         return loaded[kernel, defines]
 
     monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)

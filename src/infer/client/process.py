@@ -17,6 +17,7 @@ its business alone: a signal sent to the whole group must not end the engine bef
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
@@ -196,7 +197,7 @@ def load_engine(config: EngineConfig) -> Engine:
     phases = Phases()
     with phases("import"):  # here: a test's engine has no model, and needs no torch
         from infer.client.load import load_weights
-        from infer.engine.build import build_engine, token_bytes_of
+        from infer.engine.build import build_engine, token_bytes_of, wake_libraries
         from infer.loader.load import read_headers
 
     with phases("find"):
@@ -204,6 +205,7 @@ def load_engine(config: EngineConfig) -> Engine:
         headers = read_headers(source)
     token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids, headers)
     with phases("load weights"):
+        threading.Thread(target=wake_libraries, args=(config,), name="infer-wake", daemon=True).start()
         loaded = load_weights(config, headers)
     return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
 
@@ -252,6 +254,13 @@ def import_engine() -> None:
         from infer.engine import build  # noqa: F401
 
 
+def wake_driver() -> None:
+    """Initialise the GPU's driver, if there is one, beside the imports: PyTorch would wait for it."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+
 if __name__ == "__main__":
-    threading.Thread(target=import_engine, name="infer-import", daemon=True).start()
+    for work in (wake_driver, import_engine):
+        threading.Thread(target=work, name="infer-import", daemon=True).start()
     sys.exit(main())

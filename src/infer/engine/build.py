@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,10 +42,12 @@ from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
+from infer.kernels.attention.dense import attend_by_cudnn
+from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
-from infer.loader.load import LoadChoice, LoadedModel
+from infer.loader.load import LoadChoice, LoadedModel, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
@@ -103,6 +106,8 @@ def build_engine(
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
         runner = _make_runner(config, loaded, store, scheduler.state, graph_bytes)
+        if isinstance(runner, DeviceRunner):
+            runner.wait_for_compilers()
         if step is not None:  # behind the runner's own buffers, which would lie in the arena for good
             runner.arena = _make_arena(step, loaded.device)
     with phases("compile"):
@@ -178,6 +183,20 @@ def token_bytes_of(
 
     has_text = source is not None or tokenizer is not None
     return TokenBytes(read if has_text else None, vocab_size=config.vocab_size, eos_ids=eos_ids)
+
+
+def wake_libraries(settings: EngineConfig) -> None:
+    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second.
+
+    A library that cannot start here says so where it is needed.
+    """
+    with suppress(Exception):
+        device = choose_device(settings.load.device)
+        if is_gpu(device):
+            with torch.cuda.device(device):
+                copy_block(torch.zeros((1, 2, 1, 16, 1, 64), dtype=torch.bfloat16, device=device), 0, 0)
+                x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
+                attend_by_cudnn(x, x, x, 1.0)
 
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:
@@ -267,7 +286,9 @@ def _rehearse(
         )
         runner = _make_runner(config, loaded, store, state)
         assert isinstance(runner, DeviceRunner)
+        runner.compile()  # Triton's kernels, while others compile those in CUDA C++
         wait_for_linears()
+        runner.wait_for_compilers()
         return runner
 
     return rehearse(

@@ -59,7 +59,6 @@ def rehearse(
             "max_num_batched_tokens="
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None
-    runner.wait_for_compiler()
     del runner
     collect()  # what comes next looks at how much is free
     graphs = 0

@@ -76,7 +76,7 @@ def bind(
     if not compiled.is_wanted:
         return lambda: None
     pool = ThreadPoolExecutor(1, "compile-linears")
-    compiling = pool.submit(compiled.compile)
+    compiling = pool.submit(compiled.compiler())
     pool.shutdown(wait=False)
 
     def wait() -> None:

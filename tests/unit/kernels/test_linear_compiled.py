@@ -279,16 +279,42 @@ def test_each_kernel_is_loaded_for_what_it_is_good_at(compiled: list[dict[str, i
     assert shapes(linears.wgmma_more) == layers - {(QKV, D)}
 
 
+def test_steps_can_be_gone_through_while_compilers_run(compiled: list[dict[str, int]]) -> None:
+    """What is looked up is already known, and nothing is compiled or loaded for it."""
+    linears = CompiledLinears(GPU)
+    for matrix in MATRICES:
+        linears.want(matrix)
+    run = linears.compiler()
+    expected = dict(linears.pdl.ready), dict(linears.wgmma.ready), dict(linears.wgmma_more.ready)
+    assert all(expected) and not compiled
+    run()
+    linears.load()
+    assert expected == (linears.pdl.ready, linears.wgmma.ready, linears.wgmma_more.ready)
+
+
+def test_what_was_expected_is_forgotten_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise build.BuildError("there is no compiler")
+
+    monkeypatch.setattr(build, "make_cubin", fail)
+    linears = CompiledLinears(GPU)
+    for matrix in MATRICES:
+        linears.want(matrix)
+    linears.compiler()()
+    linears.load()
+    assert not (linears.pdl.ready or linears.wgmma.ready or linears.wgmma_more.ready)
+
+
 def test_waiting_for_the_linears_raises_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers run beside the rest of an engine's build; what they raise is not lost with their thread."""
     model = make_model("llama")
     has_begun = threading.Event()
 
-    def fail(self: CompiledLinears) -> None:
+    def fail() -> None:
         has_begun.wait(60)
         raise DeviceLost("no more")
 
-    monkeypatch.setattr(CompiledLinears, "compile", fail)
+    monkeypatch.setattr(CompiledLinears, "compiler", lambda linears: fail)
     wait = bind(model, GPU, deterministic=False)  # does not wait
     has_begun.set()
     with pytest.raises(DeviceLost, match="no more"):

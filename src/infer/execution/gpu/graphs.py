@@ -93,7 +93,8 @@ class StepGraphs:
     """One captured step per size.
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
-    them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
+    them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
+    (default: all of it). `pool_bytes` are those of the block with which the pool
     begins. `splits`: False records both as one graph, for steps without masks: to measure what the second one
     costs.
     """
@@ -107,10 +108,12 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         captures: bool,
+        warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
         splits: bool = True,
     ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
+        self._warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures, self._splits = captures, splits
         self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
         self.decode_rows = decode_sizes(max_rows)
@@ -201,7 +204,7 @@ class StepGraphs:
     def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
         self._blank()
-        self._sample(size, self._forward(size))
+        self._warm_up(size)
         try:
             self._graphs[size] = self._record(size)
         except torch.OutOfMemoryError:

@@ -22,6 +22,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -95,14 +98,14 @@ class DeviceRunner:
         self._sampler = HostSampler(model, send)
         self._rows = DeviceRows(state, -(-max_seq_len // state.block_size), config.vocab_size, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
-        self._backend, decode_backend = (
-            attention_backend,
-            prepare_backend(
-                (attention_backend, decode_attention_backend), config, store, state.block_size, max_batch_size
-            ),
-        )
-        # begins here, and goes on beside what follows
-        self.wait_for_compiler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
+        self._backend = attention_backend
+        backends = attention_backend, decode_attention_backend
+        finding = partial(prepare_backend, backends, config, store, state.block_size, max_batch_size)
+        # compilers begin here, and go on beside what follows (`wait_for_compilers`)
+        pool = ThreadPoolExecutor(1, "compile-attention")
+        self._decode_backend = pool.submit(finding)
+        pool.shutdown(wait=False)
+        self._wait_for_sampler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size,
@@ -111,7 +114,7 @@ class DeviceRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
-            backend=decode_backend,
+            backend=decode_attention_backend if is_gpu(device) else self._decode_backend.result(),
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
@@ -137,11 +140,17 @@ class DeviceRunner:
             self._compute_logits,
             self._sample_logits,
             self._inputs.blank,
+            warm_up=self._warm_up,
             max_rows=max_batch_size,
             max_tokens=max_graph_tokens,
             captures=use_cuda_graphs and is_gpu(device),
             pool_bytes=graph_bytes,
         )
+
+    def wait_for_compilers(self) -> None:
+        """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
+        self._work.backend = self._decode_backend.result()
+        self._wait_for_sampler()
 
     @property
     def attention(self) -> tuple[str, str]:
@@ -165,13 +174,15 @@ class DeviceRunner:
     def _prepare(self) -> Iterator[str]:
         """Make everything that a step can need; yields the name of the phase after each piece."""
         if self._pads:
-            self._compile()
+            self.compile()
             yield "compile"
             self._rows.send_padding()
             self._store.transfer((Transfer(COPY, 0, 0),))
-            for num_tokens in self._ragged_sizes():
-                self._run_padding(num_tokens)
+            for num_tokens, num_rows in self._ragged_sizes():
+                self._try(lambda tokens=num_tokens, rows=num_rows: self._run_ragged_padding(tokens, rows))
                 yield "try"
+            self._try(self._run_outputs)
+            yield "try"
         while self._graphs.prepare():
             yield "capture"
         while self._dense is not None and self._dense.prepare():
@@ -204,20 +215,20 @@ class DeviceRunner:
         if self._pads:
             torch.cuda.synchronize(self._device)
 
-    def _ragged_sizes(self) -> list[int]:
-        """Numbers of tokens from half of the most there can be, which the rehearsal has run, down to few.
+    def _ragged_sizes(self) -> list[tuple[int, int]]:
+        """Steps that are not captured, of all sizes: tokens of prompts, and rows that decode beside them.
 
-        Libraries and Triton choose their kernels by the number of tokens, and load each of them when it is
-        first needed.
+        Libraries choose their kernels by the number of tokens, and load each of them when it is first needed,
+        which takes milliseconds. Every other size has rows; of both kinds, every other is no multiple of 16.
         """
-        sizes, size = [], self._max_tokens
-        while size > _FEW_TOKENS:
-            size //= 2
-            sizes += [size + 8, size]
-        return sizes
+        most, num_rows = self._max_tokens, self._graphs.decode_rows[-1]
+        sizes = [*range(_FEW_TOKENS, 4096, 256), *range(4096, most, 512), most - 8]
+        sizes = [size + 8 * (place // 2 % 2) for place, size in enumerate(sizes) if num_rows < size < most]
+        return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
 
-    def _compile(self) -> None:
-        """Compile what steps of all sizes need, unless Triton's cache has it."""
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile what steps of all sizes need, unless Triton's cache has it; no kernel runs."""
         if self._pads:
             kinds = sorted({str(self._kind(number)) for number in range(len(self._model.layers))})
             facts = self._model.config, kinds, self._backend, self._work.backend, self._graphs.sizes
@@ -226,9 +237,30 @@ class DeviceRunner:
     def _compile_ahead(self) -> bool:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
 
-        Two layers of each kind need what all do: the first and the last of a step are launched otherwise.
         False: a step could not be gone through, as one that takes indices from what no kernel has computed.
         Such a step is compiled when it first runs.
+        """
+        try:
+            with self._few_layers(), compiling_ahead(self._device):
+                self._rows.send_padding()
+                for size in self._graphs.sizes:
+                    self._inputs.blank()
+                    self._sample_logits(size, self._compute_logits(size))
+                for num_rows in self._graphs.decode_rows:
+                    self._run_ragged_padding(_FEW_TOKENS, num_rows)
+                self._run_outputs()
+        except torch.AcceleratorError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            logger.debug("not all steps are compiled ahead of time: %s", error)
+            return False
+        return True
+
+    @contextmanager
+    def _few_layers(self) -> Iterator[None]:
+        """Leave the model two layers of each kind, the first and the last: these need what all do.
+
+        A step of padding then takes the kernels and the memory of a whole one, and a fraction of its time.
         """
         layers = self._model.layers
         kinds = [self._kind(number) for number in range(len(layers))]
@@ -237,37 +269,44 @@ class DeviceRunner:
         }
         self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
         try:
-            with compiling_ahead(self._device):
-                for size in self._graphs.sizes:
-                    self._inputs.blank()
-                    self._sample_logits(size, self._compute_logits(size))
-                for num_rows in self._graphs.decode_rows:
-                    self._run_ragged_padding(_FEW_TOKENS, num_rows)
-        except torch.AcceleratorError:
-            raise
-        except (IndexError, RuntimeError) as error:
-            logger.debug("not all steps are compiled ahead of time: %s", error)
-            return False
+            yield
         finally:
             self._model.layers = layers
-        return True
+
+    def _warm_up(self, size: StepSize) -> None:
+        """Run a step of padding of this size: what it needs is loaded when it is captured."""
+        with self._few_layers():
+            self._inputs.blank()
+            self._sample_logits(size, self._compute_logits(size))
 
     def _kind(self, number: int) -> tuple[object, ...]:
-        """What tells layers apart that need other kernels: the window, the parts, how weights are kept."""
+        """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
         parts = [
             (type(part), type(getattr(part, "stored", None))) for part in self._model.layers[number].modules()
         ]
-        return self._model.config.window(number), *parts
+        config = self._model.config
+        return config.window(number), config.mlp_size(number), *parts
 
-    def _run_padding(self, num_tokens: int) -> None:
-        """Run a ragged step of padding, alone and beside rows that decode; it writes nothing."""
+    def _try(self, run: Callable[[], None]) -> None:
+        """Run something of padding with few layers; that it cannot be run is no error."""
         try:
-            self._run_ragged_padding(num_tokens, 0)
-            self._run_ragged_padding(num_tokens - self._graphs.decode_rows[-1], self._graphs.decode_rows[-1])
+            with self._few_layers():
+                run()
         except torch.AcceleratorError:
             raise
         except Exception:  # out of memory, say: a prompt may still find room
-            logger.exception("cannot run a step of padding ahead of time num_tokens=%d", num_tokens)
+            logger.exception("cannot run a step of padding ahead of time")
+
+    def _run_outputs(self) -> None:
+        """Compute and sample the logits of padding, as many rows as steps that are not captured have."""
+        self._inputs.blank()
+        rows_S = self._inputs.rows_S
+        shape, most = (len(rows_S), self._model.config.hidden_size), len(rows_S)
+        hidden_SD = torch.zeros(shape, dtype=self._store.dtype, device=self._device)
+        positions_S = torch.zeros_like(rows_S, dtype=torch.int64)
+        for count in sorted({*range(1, 18), *range(24, most, 8), *range(31, most, 16)}):
+            if count <= most:
+                self._sample_rows(self._model.logits(hidden_SD[:count]), rows_S[:count], positions_S[:count])
 
     def _run_ragged_padding(self, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
         """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""
@@ -286,14 +325,14 @@ class DeviceRunner:
     def compute_padding(self) -> None:
         """Compute the layers of the largest step there can be, all of it padding."""
         num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
-        self._compile()
         # the logits that logprobs of the step before are taken from meanwhile
         shape, dtype = (min(num_rows, LOGPROB_ROWS), self._model.config.vocab_size), self._store.dtype
         beside_KV = torch.empty(shape, dtype=dtype, device=self._device)
-        self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
-        longest = self._dense.prepare_longest() if self._dense is not None else 0
-        if longest:  # less one: what is not a whole shape is copied, which takes the most
-            self._run_ragged_padding(self._max_tokens, 0, longest - 1)
+        with self._few_layers():
+            self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
+            longest = self._dense.prepare_longest() if self._dense is not None else 0
+            if longest:  # less one: what is not a whole shape is copied, which takes the most
+                self._run_ragged_padding(self._max_tokens, 0, longest - 1)
         del beside_KV
 
     @torch.inference_mode()

@@ -28,6 +28,7 @@ from infer.kernels.elementwise.heads import HeadTransform
 from infer.kernels.elementwise.kv_codes import KVScales
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.runtime.dispatch import launch_options, nvidia_capability
+from infer.kernels.runtime.launch_mode import compiles_only
 
 Defines = tuple[tuple[str, int], ...]
 
@@ -230,6 +231,8 @@ def _launch_decode(
     numbers: tuple[float, ...],
 ) -> None:
     """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
+    if compiles_only():  # compilers are at work on it already
+        return
     # the list is read before the kernel waits: the kernel before must not be the one that wrote it
     launch = prepare_launch(kernel, defines, index_of(tensors[0].device), pdl and not work.is_fresh)
     work.is_fresh = False

@@ -161,7 +161,8 @@ class DenseAttention:
             end = first + shape.num * num_tokens
             is_whole_step = (first, end) == (0, q_TNH.shape[0])
             q, k = (_padded(x, first, end, shape, borrows=True) for x in (q_TNH, k_TGH))
-            v = _padded(v_TGH, first, end, shape, borrows=False)
+            # a view of the projection: plans are made for strides too, and those of `prepare` are for none
+            v = _padded(v_TGH, first, end, shape, borrows=False).contiguous()
             result = self._attend(q, k, v, shape)[: end - first]
             if is_whole_step:
                 return result

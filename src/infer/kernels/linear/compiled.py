@@ -12,19 +12,25 @@ of them stay Triton's.
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
-    linears.compile()                   in a thread: compilers run, the GPU is left alone
-    linears.load()                      before the first step
+    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps are
+                                        gone through whose other kernels are to be compiled (compile_ahead.py)
+    linears.load()                      before the first step that runs
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
-from infer.kernels.linear.cuda import Matrix, is_for
+from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.wgmma import WgmmaConfig
+from infer.kernels.runtime.cuda_build import BuildError
 
 
 class CompiledLinears:
@@ -53,21 +59,28 @@ class CompiledLinears:
         """Whether there is a matrix of a layer to compile for."""
         return bool(self._layers or self._coded)
 
-    def compile(self) -> None:
-        """Compile what `load` will load, and touch no GPU."""
-        self.pdl.compile(self._of_pdl())
-        self.wgmma.compile(self._of_wgmma())
-        self.wgmma_more.compile(self._of_wgmma_more())
-        self.coded.compile(list(self._coded))
-        self.coded_more.compile(list(self._coded))
+    def compiler(self) -> Callable[[], None]:
+        """What compiles all that `load` will load, to be called in a thread: it touches no GPU."""
+        wanted = [variant for kernel, matrices in self._uses() for variant in kernel.expect(matrices)]
+
+        def run() -> None:
+            with suppress(BuildError):  # `load` will say so
+                compile_variants(wanted)
+
+        return run
 
     def load(self) -> None:
         """Compile and load all that was wanted; until then no step may run."""
-        self.pdl.load(self._of_pdl(), self.device)
-        self.wgmma.load(self._of_wgmma(), self.device)
-        self.wgmma_more.load(self._of_wgmma_more(), self.device)
-        self.coded.load(list(self._coded), self.device)
-        self.coded_more.load(list(self._coded), self.device)
+        for kernel, matrices in self._uses():
+            kernel.load(matrices, self.device)
+
+    def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
+        """The kernels, and the matrices that each is for."""
+        coded = list(self._coded)
+        return [
+            (self.pdl, self._of_pdl()), (self.wgmma, self._of_wgmma()),
+            (self.wgmma_more, self._of_wgmma_more()), (self.coded, coded), (self.coded_more, coded),
+        ]  # fmt: skip
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool

@@ -8,7 +8,6 @@ Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inpu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear/linear.cuh counts them
 
 Defines = tuple[tuple[str, int], ...]
+Variant = tuple[Path, str, Defines]  # a source, the GPU, constants
 Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, gated, form of weights
 Config = TypeVar("Config")
 
@@ -76,11 +76,14 @@ class CudaLinear(Generic[Config]):
         config = self.ready.get((self.bucket(M), N, K, gated, form))
         return config if config and are_pieces(x_MX, w) else None
 
-    def compile(self, matrices: Sequence[Matrix]) -> None:
-        """Compile what `load` will load: for a thread, while the memory of a GPU is measured."""
-        if cuts := self._cut(matrices):
-            with contextlib.suppress(build.BuildError):  # `load` will say so
-                _compile(self.source, self.arch, cuts[1])
+    def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
+        """What is to be compiled for these matrices; until `load`, `find` answers as if it were."""
+        cuts = self._cut(matrices)
+        if cuts is None:
+            return []
+        chosen, variants = cuts
+        self.ready.update(chosen)
+        return [(self.source, self.arch, defines) for defines in variants]
 
     def load(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
         """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
@@ -90,7 +93,7 @@ class CudaLinear(Generic[Config]):
         chosen, variants = cuts
         start = time.perf_counter()
         try:
-            _compile(self.source, self.arch, variants)
+            compile_variants([(self.source, self.arch, defines) for defines in variants])
             for defines in variants:
                 self.load_variant(defines, build.index_of(device), dispatch.PDL)
         except build.BuildError as error:
@@ -99,6 +102,7 @@ class CudaLinear(Generic[Config]):
                 "Triton computes linears of %d to %d tokens: %s is to be compiled and %s",
                 first, last, self.source.name, error,
             )  # fmt: skip
+            self.ready.clear()
             return False
         if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
             logger.info(
@@ -187,9 +191,10 @@ def is_for(device: torch.device) -> bool:
     return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= NUM_SMS
 
 
-def _compile(source: Path, arch: str, variants: Sequence[Defines]) -> None:
+def compile_variants(variants: Sequence[Variant]) -> None:
+    """Compile many side by side; BuildError where one cannot be."""
     with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
-        list(pool.map(functools.partial(cubin, source, arch), variants))
+        list(pool.map(lambda variant: cubin(*variant), variants))
 
 
 @functools.cache

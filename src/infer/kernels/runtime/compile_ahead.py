@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,11 +43,35 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
     with (
         torch.cuda.device(device),
-        ThreadPoolExecutor(num_threads, "compile-ahead") as pool,
+        _Compilers(num_threads, "compile-ahead") as pool,
         async_compile_mode(pool, ignore_errors=True),
         compiling_only(),
     ):
         yield
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and with each kind of kernel the code that launches it.
+
+    Triton writes that in C for each list of types, and has it compiled when a kernel is first launched.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        super().__init__(num_threads, name)
+        self._known: set[str] = set()  # lists of types
+
+    def submit(self, compile_one: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        """Begin to compile."""
+        return super().submit(self._compile, compile_one)
+
+    def _compile(self, compile_one: Callable[[], Any]) -> Any:
+        kernel = compile_one()
+        types = repr(list(kernel.src.signature.values()))
+        if types not in self._known:
+            self._known.add(types)
+            with suppress(Exception):  # the launch that needs it will say so
+                triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
 
 
 def compile_once(compile_all: Callable[[], bool], *facts: object) -> None:
