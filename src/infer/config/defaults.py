@@ -21,13 +21,16 @@ class StepDefaults(NamedTuple):
     batched_tokens: int
     chunk_size: int | None  # None: as long as the step
     mixed_tokens: int | None  # prompt tokens of a step in which others decode; None: no limit of their own
+    busy_tokens: int | None = None  # all tokens of such a step while prompts come all the time; None: any
 
 
 CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
-GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
+GPU_STEPS = StepDefaults(
+    batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128, busy_tokens=1024
+)
 LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
 LARGE_GPU_BYTES = 64 << 30
-SMALL_MODEL_MIXED_TOKENS = 8192  # on a GPU
+SMALL_MODEL_MIXED_TOKENS, SMALL_MODEL_BUSY_TOKENS = 8192, 4096  # on a GPU
 SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 

@@ -22,6 +22,7 @@ from infer.config.defaults import (
     GPU_STEPS,
     LARGE_GPU_BYTES,
     LARGE_GPU_STEPS,
+    SMALL_MODEL_BUSY_TOKENS,
     SMALL_MODEL_MIXED_TOKENS,
     SMALL_MODEL_WEIGHTS,
     STEPS_AHEAD,
@@ -80,6 +81,7 @@ class ResolvedScheduler:
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
+    busy_step_tokens: int | None  # of a step, decoding rows included, where hurried ones would be frequent
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int
@@ -157,7 +159,9 @@ def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
         return CPU_STEPS
     is_large = machine.gpu_memory is not None and machine.gpu_memory >= LARGE_GPU_BYTES
     steps = LARGE_GPU_STEPS if is_large else GPU_STEPS
-    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if model.is_small else steps
+    if not model.is_small:
+        return steps
+    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS, busy_tokens=SMALL_MODEL_BUSY_TOKENS)
 
 
 def resolve_scheduler(
@@ -192,6 +196,7 @@ def resolve_scheduler(
         "prefill_chunk_size": settings.prefill_chunk_size or defaults.chunk_size or budget,
         "prefill_tokens_while_decoding": mixed,
         "hurries": settings.itl_target_ms is None,
+        "busy_step_tokens": defaults.busy_tokens if settings.prefill_tokens_while_decoding is None else None,
     }
     return ResolvedScheduler(**(known | decided))
 

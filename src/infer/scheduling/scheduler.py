@@ -36,6 +36,9 @@ from infer.scheduling.waiting_queue import WaitingQueue
 
 BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
 HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
+RECENT_STEPS = 128  # over which prompts are counted to see how often such a step would be needed
+RARE, OFTEN = 20, 6  # one step in so many: between the two, short steps (`busy_step_tokens`) take the place
+ROW_PADDING = 32  # rows that decode are padded to a multiple of it, or less
 FIRST_SHARE = 2  # one part in so many of a step's prompt tokens is the first prompt's, if others are shorter
 MUCH_SHORTER = 4  # a prompt that waits goes beside a longer one that has so many times as much left
 
@@ -80,6 +83,7 @@ class Scheduler:
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which a sequence that decodes was left out
         self._rotation = 0
+        self._recent_tokens, self._counted_at = 0.0, 0  # of prompts in the last steps, as of that step
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
     # -- the queues -------------------------------------------------------------------------------
@@ -313,11 +317,34 @@ class Scheduler:
 
     def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Keep a step that decodes short: few tokens of prompts, unless many wait behind them."""
-        limit = self.config.prefill_tokens_while_decoding
-        if limit is not None and draft.num_tokens and (prompts or self._waiting):
-            if self.config.hurries and self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
+        limit, num_rows = self.config.prefill_tokens_while_decoding, draft.num_tokens
+        if limit is None or not num_rows or not (prompts or self._waiting):
+            return
+        if self.config.hurries:
+            short = (self.config.busy_step_tokens or 0) - -(-num_rows // ROW_PADDING) * ROW_PADDING
+            if self._is_busy(prompts, num_rows, short):
+                limit = short
+            elif self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
                 limit = max(limit, HURRIED_TOKENS)
-            draft.budget = min(draft.budget, limit)
+        draft.budget = min(draft.budget, limit)
+
+    def _is_busy(self, prompts: list[Sequence], num_rows: int, short: int) -> bool:
+        """Whether hurried steps would come often, so that short ones are better for those that decode.
+
+        Not where prompts are most of the work, longer than short steps, or more than the sequences that
+        decode: they would wait longer than these gain.
+        """
+        self._recent_tokens *= (1.0 - 1.0 / RECENT_STEPS) ** (self.step - self._counted_at)
+        self._counted_at = self.step
+        if (
+            not RECENT_STEPS * HURRIED_TOKENS / RARE
+            < self._recent_tokens
+            < RECENT_STEPS * HURRIED_TOKENS / OFTEN
+        ):
+            return False
+        num_prompts = len(prompts) + self.num_waiting
+        num_tokens = self._waiting.num_tokens + sum([seq.num_pending for seq in prompts])
+        return num_prompts <= num_rows and num_tokens <= short * num_prompts
 
     def _plan_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Go on with prompts that are begun, then let others in; a long one leaves a share to short ones."""
@@ -453,6 +480,7 @@ class Scheduler:
         draft.num_turns += 1
         draft.spend(length)
         draft.num_prompts -= 1
+        self._recent_tokens += length
 
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
         """Make room for the last tokens of these columns."""

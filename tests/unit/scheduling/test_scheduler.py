@@ -6,6 +6,7 @@ token oracle, because a plan only means something together with what follows fro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,73 @@ def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -
     for name in "bcde":
         world.add(name, prompt_of(40, start=ord(name)))
     assert step(world) == {"a": (2, 3), "b": (0, 4)}
+
+
+BUSY = {
+    "BACKLOG_TOKENS": 16,
+    "HURRIED_TOKENS": 40,
+    "RECENT_STEPS": 4,
+    "RARE": 8,
+    "OFTEN": 1,
+    "ROW_PADDING": 1,
+}
+
+
+def make_busy_world(monkeypatch: pytest.MonkeyPatch, **constants: int) -> OracleWorld:
+    """Three sequences decode, and 40 tokens of prompts have just been computed beside them."""
+    for name, value in (BUSY | constants).items():
+        monkeypatch.setattr(f"infer.scheduling.scheduler.{name}", value)
+    world = make_world(prefill_tokens_while_decoding=2, max_batch_size=16, max_num_batched_tokens=64)
+    world.scheduler.config = replace(world.scheduler.config, busy_step_tokens=16)
+    for name in "abc":
+        world.add(name, prompt_of(2, start=ord(name)), max_tokens=30)
+    step(world)
+    for name in "de":
+        world.add(name, prompt_of(20, start=ord(name)), max_tokens=30)
+    decoding = dict.fromkeys("abc", (2, 3))
+    assert step(world) == decoding | {"d": (0, 20), "e": (0, 20)}, "a backlog, and the first of its kind"
+    return world
+
+
+def prompts_of(ranges: Ranges, names: str) -> Ranges:
+    return {name: ranges[name] for name in names if name in ranges}
+
+
+def test_where_hurried_steps_would_be_frequent_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_busy_world(monkeypatch)
+    for name in "fghi":
+        world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
+    assert prompts_of(step(world), "fghi") == {"f": (0, 10), "g": (0, 1)}, "16 tokens, of which five decode"
+    assert prompts_of(step(world), "ghi") == {"g": (1, 10), "h": (0, 1)}, "and now six"
+
+
+def test_short_steps_are_not_for_prompts_that_are_long_many_or_all_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_busy_world(monkeypatch)
+    for name in "fghijk":
+        world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
+    assert prompts_of(step(world), "fghijk") == dict.fromkeys("fghi", (0, 10)), "six wait for five"
+
+    world = make_busy_world(monkeypatch)
+    for name in "fgh":
+        world.add(name, prompt_of(14, start=ord(name)), max_tokens=30)
+    hurried = {"f": (0, 14), "g": (0, 14), "h": (0, 12)}
+    assert prompts_of(step(world), "fgh") == hurried, "each is longer than a short step"
+
+    world = make_busy_world(monkeypatch, OFTEN=6)
+    for name in "fghi":
+        world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
+    assert prompts_of(step(world), "fghi") == dict.fromkeys("fghi", (0, 10)), "prompts are the load"
+
+
+def test_hurried_steps_come_back_when_prompts_have_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_busy_world(monkeypatch)
+    for _ in range(8):
+        step(world)
+    for name in "fghi":
+        world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
+    assert prompts_of(step(world), "fghi") == dict.fromkeys("fghi", (0, 10))
 
 
 def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> None:
