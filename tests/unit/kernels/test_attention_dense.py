@@ -46,10 +46,15 @@ def dense(blank: DenseAttention) -> DenseAttention:
 
 
 def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
-    shapes = list(dense_shapes(64, 32, 32))
+    shapes = list(dense_shapes(4, 64, 32, 32))
     assert shapes[:7] == [Shape(1, length) for length in range(8, 33, 4)]
     assert set(shapes[7:]) == {Shape(4, 8), Shape(2, 8), Shape(2, 16)}
     assert dense.ready == set(shapes) and not dense.prepare()
+
+
+@pytest.mark.parametrize(("num_heads", "least"), [(8, 3072), (16, 3072), (32, 2048)])
+def test_few_heads_of_a_prompt_are_not_worth_a_call(num_heads: int, least: int) -> None:
+    assert min(shape.length for shape in dense_shapes(num_heads, 128, 8192, 8192)) == least
 
 
 @pytest.mark.parametrize(
