@@ -66,7 +66,7 @@ typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
 
 static inline vf load(const float *p) { return *(const vf_unaligned *)p; }
 static inline void store(float *p, vf v) { *(vf_unaligned *)p = v; }
-static inline vf splat(float x) { return (vf){0} + x; }
+static inline vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 /* The first `count` (< 16) floats, zeros after them: never reads past the end of a row. */
 static inline vf load_some(const float *p, int64_t count) {
