@@ -277,16 +277,23 @@ static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Where 16 positions from `block` on lie in the cache, and the scales of their kv head g; -1 where no query looks. */
+/* Where 16 positions from `block` on lie in the cache, -1 where no query looks; of codes, also what those of kv head
+ * g are multiplied with. */
 static void find_slots(const attend_args *a, const int64_t *table, int64_t g, int64_t block, int64_t low, int64_t high,
-                       int64_t slots[POSITIONS], int64_t scales[POSITIONS]) {
+                       int64_t slots[POSITIONS], float key_scales[POSITIONS], float value_scales[POSITIONS]) {
     int64_t at = block / a->block_size, offset = block - at * a->block_size;
+    const int64_t first = at, first_offset = offset;
     for (int j = 0; j < POSITIONS; j++, offset++) {
         if (offset == a->block_size) at++, offset = 0;
-        slots[j] = scales[j] = -1;
-        if (block + j < low || block + j > high) continue;
-        slots[j] = table[at] * a->block_size + offset;
-        scales[j] = (table[at] * a->G + g) * a->block_size + offset;
+        slots[j] = block + j < low || block + j > high ? -1 : table[at] * a->block_size + offset;
+    }
+    if (a->kind == AS_FLOAT) return;
+    at = first, offset = first_offset;
+    for (int j = 0; j < POSITIONS; j++, offset++) {
+        if (offset == a->block_size) at++, offset = 0;
+        const int64_t scale = slots[j] < 0 ? -1 : (table[at] * a->G + g) * a->block_size + offset;
+        key_scales[j] = scale < 0 ? 0.0f : a->key_scales[scale];
+        value_scales[j] = scale < 0 ? 0.0f : a->value_scales[scale];
     }
 }
 
@@ -353,12 +360,8 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     const int is_packed = has_codes_packed || (WIDTH > 4 && num > TILE);
     const float *keys[POSITIONS], *values[POSITIONS];
     float key_scales[POSITIONS], value_scales[POSITIONS];
-    int64_t slots[POSITIONS], scales[POSITIONS];
-    find_slots(a, w->table, w->g, block, low, high, slots, scales);
-    for (int j = 0; is_coded && j < POSITIONS; j++) {
-        key_scales[j] = scales[j] < 0 ? 0.0f : a->key_scales[scales[j]];
-        value_scales[j] = scales[j] < 0 ? 0.0f : a->value_scales[scales[j]];
-    }
+    int64_t slots[POSITIONS];
+    find_slots(a, w->table, w->g, block, low, high, slots, key_scales, value_scales);
     load_rows(a, a->values, w->g, slots, padded, w->value_room, values);
 #if WIDTH == 16
     if (has_codes_packed && a->kind == AS_FP8) pack_codes(AS_FP8, a, w->g, slots, w->packed);
