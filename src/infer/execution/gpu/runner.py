@@ -179,7 +179,7 @@ class DeviceRunner:
             self._rows.send_padding()
             self._store.transfer((Transfer(COPY, 0, 0),))
             for num_tokens, num_rows in self._ragged_sizes():
-                self._try(lambda tokens=num_tokens, rows=num_rows: self._run_ragged_padding(tokens, rows))
+                self._try(partial(self._run_ragged_padding, num_tokens, num_rows))
                 yield "try"
             self._try(self._run_outputs)
             yield "try"
