@@ -17,6 +17,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, CudaKernel
+from infer.kernels.runtime import cubin_cache
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.cuda_build import (
     BuildError,
@@ -199,6 +200,16 @@ def test_a_cubin_is_compiled_once(nvrtc: FakeNvrtc, cache: Path) -> None:
     made = [compile_source(SOURCE, "sm_90", DEFINES) for _ in range(3)]
     assert made == [b"cu\0bin"] * 3 and nvrtc.num_compiled == 1
     assert [path.suffix for path in cache.iterdir()] == [".cubin"], "nothing is left beside it"
+
+
+def test_of_those_that_want_a_cubin_at_once_one_compiles_it(nvrtc: FakeNvrtc, cache: Path) -> None:
+    """One that waits for a lock finds what the one before has made; locks are left by none."""
+    with ThreadPoolExecutor(4) as pool:
+        with cubin_cache.one_at_a_time([b"other"]):
+            others = [pool.submit(compile_source, SOURCE, "sm_90", DEFINES) for _ in range(4)]
+            assert [other.result(60) for other in others] == [b"cu\0bin"] * 4
+    assert nvrtc.num_compiled == 1
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
 
 
 def test_another_source_define_gpu_or_compiler_is_another_cubin(nvrtc: FakeNvrtc, tmp_path: Path) -> None:

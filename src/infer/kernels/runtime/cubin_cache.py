@@ -4,16 +4,18 @@
 
 The folder is that of the C kernels (kernels/cpu/build.py), and so is the idea: the key is a hash of all that
 a cubin depends on, so nothing is ever stale, and a file is renamed into place when it is whole. What cannot
-be read, or is not what was written, is made again; a folder that cannot be written is no error.
+be read, or is not what was written, is made again; a folder that cannot be written is no error. Of several
+processes that want the same one, such as the replicas of a server, one makes it and the others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infer.kernels.cpu.build import CBuildError, cache_directory
@@ -23,16 +25,34 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
     """The bytes kept on disk for this key; where there are none, those of `make`, which are then kept."""
-    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key))
     try:
-        path = cache_directory() / f"{digest.hexdigest()[:24]}.cubin"
+        path = cache_directory() / f"{_digest(key)}.cubin"
     except CBuildError:  # no home: nowhere to keep it
         return make()
-    found = _read(path)
-    if found is None:
-        found = make()
-        _write(path, found)
+    if (found := _read(path)) is not None:
+        return found
+    with one_at_a_time(key):
+        if (found := _read(path)) is None:
+            found = make()
+            _write(path, found)
     return found
+
+
+@contextlib.contextmanager
+def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
+    """Wait while another process or thread is in here with this key; without a folder for locks, go on."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, CBuildError):
+            path = cache_directory() / f"{_digest(key)}.lock"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.open("wb"))
+            stack.callback(path.unlink, missing_ok=True)  # who waits has this file open, and finds all made
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(key: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key)).hexdigest()[:24]
 
 
 def _read(path: Path) -> bytes | None:

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from infer.kernels.cpu.library import Library, library
+from infer.kernels.runtime.cubin_cache import one_at_a_time
 from infer.kernels.runtime.launch_mode import compiles_only
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -64,13 +65,28 @@ triton, tl = _import_triton()
 
 
 def _make_kernel_type() -> Any:
-    """The type of a kernel: Triton's, but for a launch that only compiles (compile_ahead.py)."""
+    """The type of a kernel: Triton's, but for a launch that only compiles (compile_ahead.py).
+
+    Of several processes that want the same variant one compiles it; the others find it in Triton's cache.
+    """
     if triton is None or INTERPRETED:
         return None
 
     class Kernel(triton.JITFunction):  # type: ignore[misc, name-defined]
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             return super().run(*args, grid=grid, warmup=warmup or compiles_only(), **kwargs)
+
+        @property
+        def compile(self) -> Callable[..., Any]:
+            return self._compile_alone
+
+        @compile.setter
+        def compile(self, by_triton: Callable[..., Any]) -> None:
+            self._by_triton = by_triton
+
+        def _compile_alone(self, src: Any, **how: Any) -> Any:
+            with one_at_a_time((b"triton", src.hash().encode(), repr(how.get("options")).encode())):
+                return self._by_triton(src, **how)
 
     return Kernel
 
