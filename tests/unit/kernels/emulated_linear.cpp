@@ -22,6 +22,22 @@ static void load_activations(P& piece, const char* at, bool is_wanted) {
     if (IS_ALWAYS || is_wanted) std::memcpy(&piece, at, 16);
     is_early_read |= !is_waited[current];
 }
+template <bool IS_ALWAYS>
+static void load_word(unsigned int& word, const char* at, bool is_wanted) {
+    if (IS_ALWAYS || is_wanted) std::memcpy(&word, at, 4);
+}
+template <bool IS_ALWAYS>
+static void load_word_of_x(unsigned int& word, const char* at, bool is_wanted) {
+    if (IS_ALWAYS || is_wanted) std::memcpy(&word, at, 4);
+    is_early_read |= !is_waited[current];
+}
+static unsigned int subtract(unsigned int a, unsigned int b) {
+    return pack(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1));
+}
+static unsigned int multiply(unsigned int a, unsigned int b) {
+    return pack(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1));
+}
+static unsigned int and_or(unsigned int codes, unsigned int mask, unsigned int bits) { return (codes & mask) | bits; }
 static unsigned int load_pair(const char* at) { unsigned int pair; std::memcpy(&pair, at, 4); return pair; }
 static double load_double(const double* at) {
     is_early_read |= !is_waited[current];

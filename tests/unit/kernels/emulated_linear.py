@@ -22,8 +22,10 @@ class EmulatedLaunch:
 
     def __init__(self, defines: Defines) -> None:
         self.library = compile_linear(defines)
-        self.num_threads = 32 * dict(defines)["WARPS"]
+        known = dict(defines)
+        self.num_threads = 32 * known["WARPS"]
+        self.types = linear_pdl._TYPES if "WEIGHTS" not in known else linear_pdl._CODED_TYPES
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type(value) for of_type, value in zip(linear_pdl._TYPES, arguments, strict=True)]
+        values = [of_type(value) for of_type, value in zip(self.types, arguments, strict=True)]
         assert self.library.emulate(num_blocks, self.num_threads, as_pointers(values)), "a rule was broken"

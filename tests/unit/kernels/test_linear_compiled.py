@@ -17,6 +17,7 @@ from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import cuda as cuda_linears
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.coded import CodedForm
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.pdl import PdlConfig, can_launch, choose_config
@@ -130,6 +131,23 @@ def test_a_kernel_is_loaded_for_all_matrices_or_for_none(
     odd_one: Matrix, compiled: list[dict[str, int]]
 ) -> None:
     assert not load([*MATRICES, odd_one]).pdl.ready and not compiled
+
+
+@pytest.mark.parametrize("form", [CodedForm("fp8"), CodedForm("int4", 128), CodedForm("int4", 32, True)])
+def test_coded_matrices_have_their_kernels_one_by_one(
+    form: CodedForm, compiled: list[dict[str, int]]
+) -> None:
+    """Rows of 288 columns have no cut, the others keep theirs: few tokens of small ones in pdl.cu."""
+    small, wide, odd = (Matrix(1024, K, form=form) for K in (1024, 2048, 288))
+    head = Matrix(151936, 1024, form=form)
+    linears = load([small, odd, wide, head])
+    few = set() if form.has_minima else {(8, 1024, 1024), (8, 1024, 2048)}
+    assert {key[:3] for key in linears.coded_pdl.ready} == few | {(1, *key[1:]) for key in few}
+    most = 384 if form.codes == "fp8" else 512
+    cut = {key[:3] for key in linears.coded.ready}
+    assert {key[1:] for key in cut} == {(1024, 1024), (1024, 2048), (151936, 1024)}
+    assert max(tokens for tokens, *_ in cut) == most
+    assert {key for key in cut if key[0] == 8} == {(8, N, K) for _, N, K in cut} - few
 
 
 def test_other_devices_compile_nothing(compiled: list[dict[str, int]]) -> None:

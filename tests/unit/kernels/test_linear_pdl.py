@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear import small as linear_small
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.pdl import PdlConfig
-from infer.kernels.linear.residual import ResidualInput
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import (
     can_add,
     launch,
@@ -26,6 +27,7 @@ from infer.kernels.linear.small import (
 from tests.unit.kernels.emulated_linear import EmulatedLaunch
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate
+from tests.unit.kernels.test_linear_coded import Filled
 
 TWO_WARPS = PdlConfig(2, 2, depth=2)
 FOUR_WARPS = PdlConfig(2, 4, depth=1)
@@ -95,6 +97,31 @@ def test_a_pair_around_the_residual_stream(config: PdlConfig, num_tokens: int) -
     expected = normed @ second.double().T
     assert_near(launch_of_sum(config, added, second, eps=EPS), expected)
     assert_near(launch_of_sum(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
+
+
+CODED = {
+    "fp8-blocks": PdlConfig(2, 4, depth=2),
+    "int8": PdlConfig(2, 1, depth=2),
+    "int8-32": PdlConfig(1, 4, depth=1),
+    "int4-128": PdlConfig(1, 2, depth=4),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_coded_weights(name: str) -> None:
+    """Around the residual stream: tiles of a band and of its halves, columns that no cell divides."""
+    first, second = Filled(name, 72, 576), Filled(name, 2 * 64, 320)
+    config = replace(CODED[name], form=first.weights.form)
+    x, residual, gain = random(5, 640)[:, :576], random(5, 72), random(72)
+    product = x.double() @ first.numbers.double().T
+    added = launch_add(config, ResidualInput(residual, gain, 1.0), x, first.weights)
+    assert_near(added.sum_MN, product + residual.double())
+    assert torch.allclose(added.squares_PM.sum(0), added.sum_MN.double().square().sum(1), rtol=1e-6)
+    normed = random(3, 320)
+    total = ResidualSum(normed, normed, normed.double().square().sum(1)[None])
+    expected = F.rms_norm(normed.double(), (320,), None, EPS) @ second.numbers.double().T
+    gated = launch_of_sum(config, total, second.weights, eps=EPS, activation="silu")
+    assert_near(gated, gate(expected, "silu"))
 
 
 def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

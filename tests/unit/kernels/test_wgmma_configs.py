@@ -90,7 +90,7 @@ def test_what_is_chosen_covers_the_matrix(M: int) -> None:
             config.rows % 64 == 0 and box % 8 == 0 and box <= 256
         )  # warpgroups, patterns, a box of the engine
         assert config.num_parts(N) == -(-N // config.rows)
-        assert config.num_blocks(N, gated=gated) == tiles * config.split
+        assert config.num_blocks(M, N, gated=gated) == tiles * config.split
 
 
 @pytest.mark.parametrize("M", TOKENS)
@@ -185,6 +185,29 @@ def test_a_matrix_that_the_driver_refuses(odd_one: Boxes, monkeypatch: pytest.Mo
     with pytest.raises(DeviceLost, match=f"as a tensor map: error {INVALID_VALUE}"):
         argument.value = odd_one
     assert bytes(argument) == before
+
+
+@pytest.mark.parametrize(
+    "form", [CodedForm("int8"), CodedForm("int4", 32), CodedForm("int4", 32, True)], ids=str
+)
+@pytest.mark.parametrize("M", [65, 129, 192, 193, 300, 512])
+def test_more_tokens_than_a_block_multiplies_have_several(form: CodedForm, M: int) -> None:
+    for N, K, gated in SHAPES:
+        if K % 64 or (gated and N % 32):
+            continue
+        config = choose_coded(M, N, K, form, gated=gated)
+        assert config is not None
+        if not config.many:
+            assert config.width >= M
+            continue
+        tiles = config.num_tiles(N, gated=gated)
+        assert config.num_blocks(M, N, gated=gated) == tiles * config.split * -(-M // config.width)
+        assert (
+            config.shared_bytes + BLOCK_BYTES <= SHARED_BYTES
+            and config.stages >= 3
+            and config.rounds == (form.group > 0)
+        )
+    assert choose_coded(513, 4096, 4096, form, gated=False) is None
 
 
 @pytest.mark.parametrize("form", [CodedForm("fp8"), CodedForm("int8", 32), CodedForm("int4", 32)], ids=str)

@@ -5,7 +5,7 @@ triton_kernels.py  the kernels in Triton; triton_configs.py has the measured til
 compiled.py        the kernels in CUDA C++ that a model's projections ask for, compiled before its first step
 pdl.py             up to 8 tokens of a small model (pdl.cu): weights are loaded before the wait of a
                    programmatic dependent launch (PDL)
-wgmma.py           2 to 128 tokens on Hopper (wgmma.cu, wgmma.cuh): TMA and wgmma
+wgmma.py           2 to 128 tokens on Hopper, 512 with codes (wgmma.cu, wgmma.cuh): TMA and wgmma
 cuda.py            what these two share
 split.py           a hundred tokens or two: K split into a batch of products, added up by the next norm
 invariant.py       the same bits whatever the batch

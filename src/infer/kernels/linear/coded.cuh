@@ -1,16 +1,4 @@
-/* The pieces of linear/wgmma.cu for weights of 8 or 4 bits (linear/coded.py has their layout).
-
-   A lane reads its codes in pieces of 16 bytes, makes pairs of bfloat16 of them and hands these to the matrix unit as
-   registers. Every code is exact in bfloat16, which has 8 bits of significand:
-
-       int4   128 + q is 0x4300 | q: one instruction for two, and 128 + zero is subtracted
-       int8   128 + the lower seven bits, less 128, or 256 where the sign is set: 0x4300 | the sign bit
-       fp8    sign, exponent and significand of the first code of two lie in their places, those of the second are
-              moved there; 2^120 is what the exponents differ by */
-
-struct Pairs {
-    u32 r[4];  // of 16 columns: rows g and g + 8 of columns 2t and 2t + 1, then of 2t + 8 and 2t + 9
-};
+/* The pieces of linear/wgmma.cu for weights of 8 or 4 bits: what it copies and reads, and products with W from registers. */
 
 // An address that the compiler keeps instead of finding it again.
 __device__ __forceinline__ u32 held(u32 address) {
@@ -58,70 +46,22 @@ __device__ __forceinline__ float load_scale(const float* at) {
     return value;
 }
 
+constexpr u64 READ_TWICE = 0x1000000000000000;  // neither first nor last out of L2
+
 // As many bytes as lie together, a multiple of 16.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int num_bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
+                 ::"r"(shared_address(to)), "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(MANY ? READ_TWICE : READ_ONCE)
                  : "memory");
 }
 
 // All tokens of several boxes of columns, one after the other.
-__device__ __forceinline__ void copy_boxes(char* to, const TensorMap& map, int first_box, u64* barrier) {
+__device__ __forceinline__ void copy_boxes(char* to, const TensorMap& map, int first_token, int first_box, u64* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %2, %3}], [%4], %5;"
-                 ::"r"(shared_address(to)), "l"(&map), "r"(0), "r"(first_box), "r"(shared_address(barrier)), "l"(READ_AGAIN)
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(shared_address(to)), "l"(&map), "r"(0), "r"(first_token), "r"(first_box), "r"(shared_address(barrier)), "l"(READ_AGAIN)
                  : "memory");
 }
-
-// ---- numbers --------------------------------------------------------------------------------------
-
-constexpr u32 LOW_NIBBLES = 0x000f000f, OF_128 = 0x43004300, OF_ONE = 0x3f803f80, OF_2_POW_120 = 0x7b807b80;
-
-__device__ __forceinline__ u32 subtract(u32 a, u32 b) {
-    u32 difference;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    return difference;
-}
-
-__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-    u32 product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-__device__ __forceinline__ u32 and_or(u32 codes, u32 mask, u32 bits) {  // in one instruction
-    asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(codes) : "r"(mask), "r"(bits));
-    return codes;
-}
-
-// Two codes of 8 bits in each half of a word: the first ones, or the second ones.
-__device__ __forceinline__ u32 of_bytes(u32 codes, bool is_second) {
-    if constexpr (WEIGHTS == INT8) {
-        const u32 lower = is_second ? codes >> 8 : codes;
-        return subtract(and_or(lower, 0x007f007f, OF_128), and_or(lower, 0x00800080, OF_128));
-    }
-    const u32 moved = is_second ? and_or(codes << 4, 0x80f080f0, codes >> 4 & 0x07000700) : codes & 0x87f087f0;
-    return multiply(moved, OF_2_POW_120);
-}
-
-// The `step`-th 16 of 64 columns; a zero of each row is in the lower bits of the word with its scale.
-__device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u32* words) {
-    Pairs pairs;
-    if constexpr (WEIGHTS == INT4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 zero = (words[i % 2] & 15) * 0x00010001 | OF_128;
-            pairs.r[i] = subtract(and_or(pieces[0].r[step] >> 4 * i, LOW_NIBBLES, OF_128), zero);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            pairs.r[i] = of_bytes(pieces[step / 2].r[step % 2 * 2 + i / 2], i % 2);
-    }
-    return pairs;
-}
-
-__device__ __forceinline__ float scale_of(u32 word) { return __uint_as_float(WEIGHTS == INT4 ? word & ~15u : word); }
 
 // ---- the matrix unit, W from registers ----------------------------------------------------------------
 

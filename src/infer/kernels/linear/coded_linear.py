@@ -1,13 +1,15 @@
 """Products with coded weights (coded.py): which kernel runs, for how many tokens.
 
-    up to 128 tokens, Hopper      one kernel with prologue and epilogue, as dense weights have  wgmma.cu
-    up to 64 tokens               unpacked tile by tile                                       coded_triton.py
+    up to 8 tokens, Hopper        small models: one kernel with prologue and epilogue, as dense
+                                  weights have                                                 pdl.cu
+    up to 512 tokens, Hopper      the same for all other matrices (fp8: up to 384)             wgmma.cu
+    up to 64 tokens               unpacked tile by tile                                        coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
     above                         W is unpacked to the type of x, and the library multiplies
     CPU                           the specification, in float32
 
-wgmma.cu needs a whole Hopper (132 SMs) and a model without experts; forms with minima have 64 tokens there.
+The first two need a whole Hopper (132 SMs), rows of whole 64s of columns and no experts.
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
 """
@@ -29,6 +31,7 @@ from infer.kernels.linear.coded_triton import (
     quantize_rows_kernel,
 )
 from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.small import launch
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
@@ -47,14 +50,12 @@ def coded_linear_reference(
 
 def plan_of(
     x_MX: torch.Tensor, w: CodedWeights, *, gated: bool, compiled: CompiledLinears | None
-) -> WgmmaConfig | None:
+) -> PdlConfig | WgmmaConfig | None:
     """How the kernel in CUDA C++ is cut for as many tokens as `x_MX` has; None: another one multiplies."""
     if compiled is None or x_MX.dim() != 2:
         return None
     N = w.num_rows // 2 if gated else w.num_rows
-    plan = compiled.find(x_MX, w, N, w.size, gated=gated)
-    assert plan is None or isinstance(plan, WgmmaConfig)
-    return plan
+    return compiled.find(x_MX, w, N, w.size, gated=gated)
 
 
 def coded_linear(

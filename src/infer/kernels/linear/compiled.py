@@ -1,14 +1,16 @@
 """The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
 
 These kernels load weights before the kernel before them has finished (PDL). One of Triton's between two of
-them hides nothing and is slower than either kind alone. So each of the three is loaded for all the matrices
-that projections ask for (`want`), or for none: where one of them is not for it, or there is no compiler, all
-of them stay Triton's.
+them hides nothing and is slower than either kind alone. So each of the first three is loaded for all the
+matrices that projections ask for (`want`), or for none: where one of them is not for it, or there is no
+compiler, all of them stay Triton's. With coded weights Triton is several times slower: each matrix that has a
+cut has its kernel, whatever the others have.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
     65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
-    1 to 64, to 128     matrices of coded weights, of layers and head                           wgmma.py
+    up to 8 tokens      coded weights, matrices of small models                                 pdl.py
+    1 to 512 tokens     coded weights, all other matrices (fp8: to 384)                         wgmma.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -40,9 +42,10 @@ class CompiledLinears:
         self.device, self._enabled = device, enabled and is_for(device)
         self.pdl, self.wgmma = pdl.make_kernel(), wgmma.make_kernel(wgmma.TOKENS)
         self.wgmma_more = wgmma.make_kernel(wgmma.MORE_TOKENS)
+        self.coded_pdl = pdl.make_kernel(coded=True)
         self.coded = wgmma.make_kernel(wgmma.CODED_TOKENS, coded=True)
-        self.coded_more = wgmma.make_kernel(wgmma.MORE_TOKENS, coded=True)
-        self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded, self.coded_more)
+        self._of_codes = (self.coded_pdl, self.coded)
+        self._kernels = (self.pdl, self.wgmma, self.wgmma_more, *self._of_codes)
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
@@ -78,8 +81,8 @@ class CompiledLinears:
         """The kernels, and the matrices that each is for."""
         coded = list(self._coded)
         return [
-            (self.pdl, self._of_pdl()), (self.wgmma, self._of_wgmma()),
-            (self.wgmma_more, self._of_wgmma_more()), (self.coded, coded), (self.coded_more, coded),
+            (self.pdl, self._of_pdl()), (self.wgmma, self._of_wgmma()), (self.wgmma_more, self._of_wgmma_more()),
+            *((kernel, coded) for kernel in self._of_codes),
         ]  # fmt: skip
 
     def find(

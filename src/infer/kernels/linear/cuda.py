@@ -63,6 +63,7 @@ class CudaLinear(Generic[Config]):
     choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for so many tokens
     defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # of a bucket, adding, reading parts
     load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, with PDL
+    is_for_each: bool = False  # by itself: a matrix without a cut has another kernel, and the others this one
     ready: dict[Shape, Config] = field(default_factory=dict)
 
     def find(
@@ -115,13 +116,15 @@ class CudaLinear(Generic[Config]):
         return True
 
     def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Defines]] | None:
-        """How these matrices are cut and the variants it takes, each once; None: one is not for us."""
+        """How these matrices are cut and the variants it takes, each once; None: not for this kernel."""
         chosen: dict[Shape, Config] = {}
         variants: dict[Defines, None] = {}
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
             num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
             for matrix in matrices:
                 config = self.choose(num_tokens, matrix)
+                if config is None and self.is_for_each:
+                    continue
                 if config is None:
                     logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
                     return None
@@ -154,6 +157,28 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
         ("ADDS", int(adds)),
         ("PARTS", int(parts)),
     )
+
+
+_WEIGHTS = ("", "fp8", "int8", "int4")  # as codes.cuh counts them
+
+
+def form_defines(form: CodedForm | None) -> Defines:
+    """The constants of coded weights, as codes.cuh reads them; none for weights of the tokens' type."""
+    if form is None:
+        return ()
+    return (
+        ("WEIGHTS", _WEIGHTS.index(form.codes)),
+        ("GROUP", form.group),
+        ("MINIMA", int(form.has_minima)),
+        ("SCALE_ROWS", form.scale_rows),
+    )
+
+
+def form_of(known: dict[str, int]) -> CodedForm | None:
+    """The form that constants were made for."""
+    if "WEIGHTS" not in known:
+        return None
+    return CodedForm(_WEIGHTS[known["WEIGHTS"]], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
 
 
 class OuterArguments(NamedTuple):

@@ -46,6 +46,27 @@ __device__ __forceinline__ void load_activations(Piece& piece, const char* at, b
     }
 }
 
+// A word of weights, or of their scales; one of activations.
+template <bool IS_ALWAYS>
+__device__ __forceinline__ void load_word(u32& word, const char* at, bool is_wanted) {
+    if constexpr (IS_ALWAYS) {
+        asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(at));
+    } else {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.L1::no_allocate.u32 %0, [%1]; }"
+                     : "+r"(word) : "l"(at), "r"((u32)is_wanted));
+    }
+}
+
+template <bool IS_ALWAYS>
+__device__ __forceinline__ void load_word_of_x(u32& word, const char* at, bool is_wanted) {
+    if constexpr (IS_ALWAYS) {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
+    } else {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
+                     : "+r"(word) : "l"(at), "r"((u32)is_wanted) : "memory");
+    }
+}
+
 __device__ __forceinline__ u32 load_pair(const char* at) {
     u32 pair;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");

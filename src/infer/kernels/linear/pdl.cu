@@ -46,9 +46,30 @@
        MT                     tiles of 8 tokens; the number of tokens M is an argument, at most 8 * MT
        RT, WARPS              as above
        DEPTH                  chunks that a warp holds in registers before it waits
-   The header beside this file is the only one: NVRTC has no others, and compiles in a second without them. */
+   The headers beside this file are the only ones: NVRTC has no others, and compiles in a second without them.
+
+   With WEIGHTS, W comes in codes of 8 or 4 bits: a chunk of a tile is two pieces of 16 bytes for each lane, or one, and
+   is held as it is. It is unpacked (codes.cuh) while x is on its way, and has the columns of the matrix instruction in
+   their own order, so x comes in words. The sums of a group of columns are multiplied with its scale and added up:
+
+       GROUP                  columns that share a scale; 0: a row has one, applied to a warp's sums
+       SCALE_ROWS             rows that share a scale, 1 or 128 */
 
 typedef unsigned int u32;
+
+#ifndef WEIGHTS
+#define WEIGHTS 0
+#endif
+
+#include "linear.cuh"
+#if WEIGHTS
+#include "codes.cuh"
+constexpr int SPANS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // of a chunk: columns under one scale
+constexpr int OF_TILE = 4 * PIECES + (GROUP ? 2 * SPANS : 0);  // registers of a tile's chunk
+static_assert(RT <= 2 && !MINIMA, "no more rows than a band has: those past the end are zeros");
+#else
+constexpr int PIECES = 4, OF_TILE = 16;
+#endif
 
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TILES = GATED ? 2 * RT : RT;  // of 16 rows of W, for each block
@@ -81,7 +102,7 @@ constexpr int SUM_SLOTS = THREADS / TOKENS > WARPS ? WARPS : THREADS / TOKENS;
 
 // How many blocks an SM should hold: the registers that the arrays below need, and some.
 constexpr int OF_SUMS = 4 * TILES * MT * CHAINS, OF_SQUARES = PARTS ? 2 * SQUARES : 0;
-constexpr int REGISTERS = 16 * TILES * HELD + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
+constexpr int REGISTERS = OF_TILE * TILES * HELD + (WEIGHTS ? 24 : 0) + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
 constexpr int ROUNDED = (REGISTERS + 7) / 8 * 8;
 constexpr int BLOCKS = 65536 / (THREADS * (ROUNDED > 255 ? 255 : ROUNDED));
 constexpr int MIN_BLOCKS = BLOCKS < 1 ? 1 : BLOCKS * THREADS > 2048 ? 2048 / THREADS : BLOCKS;
@@ -90,9 +111,18 @@ static_assert(K % CHUNK == 0 && N % 8 == 0, "whole chunks of columns, and rows i
 static_assert(!ADDS || (PAIRS & (PAIRS - 1)) == 0 && PAIRS <= 32, "the squares of a token are added within a warp");
 static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one token");
 
-#include "linear.cuh"
-
 // ---- the kernel ---------------------------------------------------------------------------------
+
+// What a warp holds of a chunk of W.
+struct Chunk {
+    Piece pieces[TILES][PIECES];  // not coded: [..][half of the tile's rows, then of the chunk]
+#if WEIGHTS
+    u32 words[TILES][GROUP ? 2 * SPANS : 2];  // scales, with the zeros of int4
+#endif
+};
+#if WEIGHTS
+constexpr int CELLS = (K + CELL - 1) / CELL, SHARED = GROUP ? GROUP : CELL, GROUPS = (K + SHARED - 1) / SHARED;
+#endif
 
 struct Shared {
     alignas(16) float partial[WARPS][TOKENS][PITCH];
@@ -105,7 +135,10 @@ __shared__ Shared shared;
 // grid: a block for each tile of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
-    const char* __restrict__ w,         // [N, K]; [2N, K] when gated
+    const char* __restrict__ w,         // [N, K]; [2N, K] when gated; or cells [N / 32][K / 128] of codes
+#if WEIGHTS
+    const char* __restrict__ scales,    // where cells have none: [N / 32][32], or [N / 32][groups]
+#endif
     const char* __restrict__ bias,      // [N]
     char* __restrict__ y,               // [M, N]; with ADDS, r * gain
     const char* __restrict__ residual,  // [M, N]; its rows lie `residual_stride` bytes apart
@@ -121,26 +154,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     // -- weights, before the wait
 
     const int first_row = blockIdx.x * ROWS;
-    const long long column = warp * CHUNK + t * 8;
+    const long long column = warp * CHUNK + t * (WEIGHTS ? 2 : 8);
+    Chunk held[HELD];
+#if WEIGHTS
+    auto band_of = [&](int i) { return (long long)(first_row / 16 + i % RT) / 2 + (i < RT ? 0 : N / BAND_ROWS); };
+    auto in_band = [&](int i) { return (first_row / 16 + i % RT) % 2; };  // the first 16 rows, or the others
+    auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
+        const int chunk = turn * WARPS + warp;
+        const bool is_wanted = is_turn && (!IS_RAGGED || chunk < CHUNKS);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const char* const cell = w + (band_of(i) * CELLS + chunk / 2) * CELL_BYTES;
+#pragma unroll
+            for (int j = 0; j < PIECES; ++j) {
+                if (IS_RAGGED) slot.pieces[i][j] = Piece{{0, 0, 0, 0}};
+                load_weights<always.value && !IS_RAGGED>(
+                    slot.pieces[i][j], cell + (chunk % 2 * 2 + in_band(i)) * BLOCK_BYTES + lane * 16 + j * 512, is_wanted);
+            }
+#pragma unroll
+            for (int j = 0; j < (GROUP ? 2 * SPANS : 0); ++j) {  // of rows g and g + 8
+                const int span = GROUP < 128 ? chunk % 2 * SPANS + j / 2 : 0, row = in_band(i) * 16 + j % 2 * 8 + g;
+                const char* const at = HAS_SCALES ? cell + CODE_BYTES + (span * BAND_ROWS + row) * 4
+                                                  : scales + (band_of(i) * GROUPS + chunk * CHUNK / SHARED) * 4;
+                if (IS_RAGGED) slot.words[i][j] = 0;
+                load_word<always.value && !IS_RAGGED>(slot.words[i][j], at, is_wanted);
+            }
+        }
+    };
+    u32 of_rows[TILES][2];  // scales, where a row has one
+#pragma unroll
+    for (int i = 0; i < (GROUP ? 0 : TILES); ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            load_word<true>(of_rows[i][r], scales + (band_of(i) * BAND_ROWS + in_band(i) * 16 + r * 8 + g) * 4, true);
+#else
     const char* const w_lane = w + ((IS_CUT ? 0 : first_row + g) * (long long)K + column) * 2;
     auto offset_of = [&](int i, int half_of_rows) -> long long {  // of lane g's row in the i-th tile, in bytes
         const int row = i % RT * 16 + half_of_rows * 8, up = i < RT ? 0 : N;
         return (IS_CUT ? min(first_row + row + g, N - 1) + up : row + up) * (long long)(K * 2);
     };
-    Piece held[HELD][TILES][4];  // [..][half of the tile's rows, then of the chunk]
-    auto load_chunk = [&](auto always, Piece(&slot)[TILES][4], int turn, bool is_turn) {
+    auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
         // Past the end of K both operands are zero: whatever a register held could be infinite.
         const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                if (IS_RAGGED) slot[i][j] = Piece{{0, 0, 0, 0}};
+                if (IS_RAGGED) slot.pieces[i][j] = Piece{{0, 0, 0, 0}};
                 load_weights<always.value && !IS_RAGGED>(
-                    slot[i][j], w_lane + offset_of(i, j / 2) + turn * (WARPS * CHUNK * 2) + j % 2 * 64, is_wanted);
+                    slot.pieces[i][j], w_lane + offset_of(i, j / 2) + turn * (WARPS * CHUNK * 2) + j % 2 * 64, is_wanted);
             }
         }
     };
+#endif
 #pragma unroll
     for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
 
@@ -174,8 +240,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (IS_RAGGED) slot[m][half] = Piece{{0, 0, 0, 0}};
-                load_activations<always.value && !IS_RAGGED>(
-                    slot[m][half], x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64, is_wanted);
+                const char* const at = x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64;
+#if WEIGHTS
+#pragma unroll
+                for (int j = 0; j < 4; ++j)  // columns 2t and 2t + 8 of two times 16
+                    load_word_of_x<always.value && !IS_RAGGED>(slot[m][half].r[j], at + j * 16, is_wanted);
+#else
+                load_activations<always.value && !IS_RAGGED>(slot[m][half], at, is_wanted);
+#endif
             }
         }
     };
@@ -214,14 +286,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
                 for (int c = 0; c < 4; ++c) sums[chain][i][m][c] = 0.0f;
 
-    auto take_turn = [&](int turn, Piece(&weights)[TILES][4], Piece(&inputs)[MT][2]) {
+    auto take_turn = [&](int turn, Chunk& weights, Piece(&inputs)[MT][2]) {
+#if WEIGHTS
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            float products[MT][4];
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const u32* const words = GROUP ? weights.words[i] + step * SPANS / 4 * 2 : of_rows[i];
+                const Pairs pairs = pairs_of(weights.pieces[i], step, words);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    const u32* right = inputs[m][step / 2].r + step % 2 * 2;
+                    float* into = GROUP ? products[m] : sums[step % CHAINS][i][m];
+#pragma unroll
+                    for (int c = 0; c < (GROUP && step * SPANS % 4 == 0 ? 4 : 0); ++c) into[c] = 0.0f;
+                    multiply(into, pairs.r[0], pairs.r[1], pairs.r[2], pairs.r[3], right[0], right[1]);
+#pragma unroll
+                    for (int c = 0; c < (GROUP && (step + 1) * SPANS % 4 == 0 ? 4 : 0); ++c)
+                        sums[0][i][m][c] += scale_of(words[c / 2]) * into[c];
+                }
+            }
+        }
+#else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
-                    const u32 *low = weights[i][half].r + j, *high = weights[i][2 + half].r + j;
+                    const u32 *low = weights.pieces[i][half].r + j, *high = weights.pieces[i][2 + half].r + j;
 #pragma unroll
                     for (int m = 0; m < MT; ++m) {
                         const u32* right = inputs[m][half].r + j;
@@ -231,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
                 }
             }
         }
+#endif
         if (TURNS > HELD_X) load_tokens(No{}, inputs, turn + HELD_X, turn + HELD_X < TURNS);
         if (TURNS > HELD) load_chunk(No{}, weights, turn + HELD, turn + HELD < TURNS);
     };
@@ -257,6 +352,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
                 float total = sums[0][i][m][c];
 #pragma unroll
                 for (int chain = 1; chain < CHAINS; ++chain) total += sums[chain][i][m][c];
+#if WEIGHTS
+                if (!GROUP) total *= scale_of(of_rows[i][c / 2]);
+#endif
                 shared.partial[warp][m * 8 + 2 * t + c % 2][i * 16 + g + c / 2 * 8] = total;
             }
         }

@@ -16,6 +16,9 @@ How a matrix is cut into blocks decides how much of W is on its way before the w
     many rows   of a wider model's gate and up are more than fits at once: small blocks of 4 warps, several
                 to an SM, and the next ones load while these compute
 
+Weights of 8 or 4 bits (coded.py) have half of the bytes or less: blocks of 16 rows and 8 or 16 warps, and of
+32 rows where there are many. With one token long rows of a large model are faster here, too.
+
 In a chain of layers of two models, 1 and 8 tokens, a sweep over some fifty cuts found nothing faster by more
 than 2.5 %: clusters of blocks that share K were as good, and nothing was gained by asking L2 for more.
 
@@ -34,12 +37,15 @@ from typing import Any
 
 import torch
 
+from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
     NUM_SMS,
     CudaLinear,
     Defines,
     Matrix,
     cubin,
+    form_defines,
+    form_of,
     outer_arguments,
     outer_defines,
 )
@@ -61,6 +67,7 @@ SOURCE = Path(__file__).with_name("pdl.cu")
 _ARCH = "sm_90"
 _MAX_STREAM = 2048  # one side of every matrix of a layer is the residual stream's width
 _MAX_BYTES = 128 << 20  # of a matrix
+_LONG, _MANY_ROWS = 12288, 3840  # coded weights of one token: columns and rows of `down` of a large model
 _TYPES = (
     *(ctypes.c_void_p,) * 8,
     ctypes.c_longlong,
@@ -68,6 +75,7 @@ _TYPES = (
     *(ctypes.c_int,) * 2,
     *(ctypes.c_float,) * 2,
 )
+_CODED_TYPES = (ctypes.c_void_p, *_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,7 @@ class PdlConfig:
     rows_tiles: int  # of 16 rows each, per block; of a gated layer as many again
     warps: int
     depth: int = 2  # chunks of 64 columns in registers
+    form: CodedForm | None = None  # of coded weights
 
     @property
     def rows(self) -> int:
@@ -101,26 +110,29 @@ def token_tiles(num_tokens: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_config(M: int, N: int, K: int, *, gated: bool) -> PdlConfig | None:
+def choose_config(M: int, N: int, K: int, *, gated: bool, form: CodedForm | None = None) -> PdlConfig | None:
     """What the rule says, and with fewer warps where that would not fit; None: this matrix is not for us."""
-    for config in _by_preference(N, K):
+    for config in _by_preference(N, K, form):
         if can_launch(config, M, N, K, gated=gated, adds=not gated):
             return config
     return None
 
 
-def _by_preference(N: int, K: int) -> Iterator[PdlConfig]:
+def _by_preference(N: int, K: int, form: CodedForm | None) -> Iterator[PdlConfig]:
     num_chunks = K // _CHUNK
     rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), 16
     if N > 32 * NUM_SMS:
         rows_tiles, warps = 1, 4
+    if form is not None:  # half of the bytes, or less: smaller blocks, and two to an SM
+        rows_tiles, warps = (2, 8) if N > 32 * NUM_SMS or K >= _LONG else (1, 16)
     while warps > 4 and warps >= num_chunks:  # two chunks for each, if K has them
         warps //= 2
     while warps >= 1:
         turns = PdlConfig(rows_tiles, warps).num_turns(K)
-        depths = [depth for depth in _DEPTHS if depth <= turns]
+        most = turns if form is None or turns > 8 else min(turns, 3)
+        depths = [depth for depth in _DEPTHS if depth <= most]
         depths.sort(key=lambda depth: depth == 1 or turns % depth != 0)  # as many as come out even
-        yield from (PdlConfig(rows_tiles, warps, depth=depth) for depth in depths)
+        yield from (PdlConfig(rows_tiles, warps, depth, form) for depth in depths)
         warps //= 2
 
 
@@ -129,7 +141,14 @@ def registers_of(config: PdlConfig, M: int, K: int, *, gated: bool) -> int:
     tiles, num_token_tiles = config.rows_tiles * (2 if gated else 1), token_tiles(M)
     turns = config.num_turns(K)
     held_x = min(turns, 4 if num_token_tiles == 1 else 2 if num_token_tiles < 8 else 1)
-    return 16 * tiles * min(config.depth, turns) + (4 * tiles + 8 * held_x) * num_token_tiles + 40
+    of_tile, spare = (16, 40) if config.form is None else (_coded_registers(config.form), 64)
+    return of_tile * tiles * min(config.depth, turns) + (4 * tiles + 8 * held_x) * num_token_tiles + spare
+
+
+def _coded_registers(form: CodedForm) -> int:
+    """Of 16 rows and a chunk of columns: codes, and the scales of groups."""
+    num_words = 0 if not form.group else 4 if form.group == 32 else 2
+    return form.bits + num_words
 
 
 def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: bool = False) -> bool:
@@ -138,7 +157,9 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
     tokens = 8 * token_tiles(M)
     registers = registers_of(config, M, K, gated=gated)
     shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
-    pairs = config.rows // 2
+    pairs, form = config.rows // 2, config.form
+    if form is not None and (form.has_minima or (gated and N % BAND)):
+        return False
     return (
         0 < M <= MAX_TOKENS
         and K % _CHUNK == 0
@@ -174,12 +195,17 @@ def defines_of(
         ("RT", config.rows_tiles),
         ("WARPS", config.warps),
         ("DEPTH", config.depth),
+        *form_defines(config.form),
         *outer_defines(activation, bias, adds, parts),
     )
 
 
 def launch(
-    config: PdlConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
+    config: PdlConfig,
+    x_MK: torch.Tensor,
+    w: torch.Tensor | CodedWeights,
+    y_MN: torch.Tensor,
+    epilogue: Epilogue,
 ) -> None:
     """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
@@ -190,9 +216,15 @@ def launch(
         x_MK.get_device(), dispatch.PDL, config, x_MK.dtype, token_tiles(M), N, K, epilogue.activation,
         epilogue.bias_N is not None, epilogue.add is not None, epilogue.prologue is not None,
     )  # fmt: skip
+    weights: tuple[int, ...]
+    if isinstance(w, CodedWeights):
+        assert w.form == config.form, f"{w.form} with {config}"
+        weights = (w.cells.data_ptr(), w.scales.data_ptr())
+    else:
+        weights = (w.data_ptr(),)
     kernel(
         config.num_parts(N),
-        x_MK.data_ptr(), w.data_ptr(), *outer.addresses,
+        x_MK.data_ptr(), *weights, *outer.addresses,
         x_MK.stride(0) * 2, outer.residual_bytes, M, outer.num_parts, epilogue.eps, outer.offset,
     )  # fmt: skip
 
@@ -208,24 +240,33 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
-        return kernels.prepare("linear_pdl", num_threads, _TYPES, pdl=with_pdl)
+        types = _TYPES if form_of(dict(defines)) is None else _CODED_TYPES
+        return kernels.prepare("linear_pdl", num_threads, types, pdl=with_pdl)
 
 
-def _choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
-    N, K, activation, *_ = matrix
+def choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
+    """The cut of a matrix of a model; None: it is another kernel's."""
+    N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
-    is_small = min(N, K) <= _MAX_STREAM and num_rows * K * 2 <= _MAX_BYTES
-    return choose_config(num_tokens, N, K, gated=bool(activation)) if is_small else None
+    is_wanted = min(N, K) <= _MAX_STREAM and num_rows * K * 2 <= _MAX_BYTES
+    if form is not None and num_tokens == 1 and not activation:
+        is_wanted |= K >= _LONG and _MANY_ROWS <= N <= 2 * _MANY_ROWS
+    return choose_config(num_tokens, N, K, gated=bool(activation), form=form) if is_wanted else None
 
 
-def _defines(config: PdlConfig, matrix: Matrix, tiles: int, adds: bool, parts: bool) -> Defines:
+def _defines(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
     N, K, activation, bias, *_ = matrix
-    return defines_of(config, torch.bfloat16, tiles, N, K, activation, bias, adds, parts)
+    return defines_of(config, torch.bfloat16, token_tiles(num_tokens), N, K, activation, bias, adds, parts)
 
 
-def make_kernel() -> CudaLinear[PdlConfig]:
+def _coded_bucket(num_tokens: int) -> int:
+    """As many tokens as have the same cut as this many; one has its own."""
+    return 1 if num_tokens == 1 else PDL_MAX_M
+
+
+def make_kernel(*, coded: bool = False) -> CudaLinear[PdlConfig]:
     """The kernel, compiled for no matrix yet."""
     return CudaLinear(
-        SOURCE, _ARCH, range(1, PDL_MAX_M + 1), token_tiles, _choose, _defines,
-        lambda *variant: _load(*variant),
+        SOURCE, _ARCH, range(1, PDL_MAX_M + 1), _coded_bucket if coded else token_tiles, choose, _defines,
+        lambda *variant: _load(*variant), is_for_each=coded,
     )  # fmt: skip

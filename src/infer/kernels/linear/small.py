@@ -353,10 +353,10 @@ def _launch_tiles(
     if isinstance(plan, WgmmaConfig):
         wgmma.launch(plan, x_MK, w, y_MN, epilogue)
         return
-    assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
     if isinstance(plan, PdlConfig):
         pdl.launch(plan, x_MK, w, y_MN, epilogue)
         return
+    assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
     bias_N, activation, add, prologue, eps = epilogue
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = add or (ResidualInput(x_MK, x_MK, 0.0), prologue or ResidualSum(x_MK, x_MK, x_MK))

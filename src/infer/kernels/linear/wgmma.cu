@@ -47,7 +47,10 @@
        BY_WARPS               whether warps multiply by themselves
        GROUP                  columns that share a scale; 0: a row has one, applied at the end
        MINIMA                 sums += minimum * sum of x, which is a product with ones
-       SCALE_ROWS             rows that share a scale, 1 or 128 */
+       SCALE_ROWS             rows that share a scale, 1 or 128
+       ROUNDS                 whether W itself is scaled and rounded, as a dense matrix has it: with many tokens the
+                              sums of groups would take more registers and time than the weights
+       MANY                   whether there are more tokens than TOKENS: each tile has a block for each so many */
 
 #ifndef __cluster_dims__
 #define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
@@ -60,11 +63,17 @@ typedef unsigned int u32;
 
 #ifndef WEIGHTS
 #define WEIGHTS 0
+#define MANY 0
 #endif
 
-enum Weights { AS_TOKENS, FP8, INT8, INT4 };
-constexpr bool CODED = WEIGHTS != AS_TOKENS;
-constexpr int BITS = WEIGHTS == AS_TOKENS ? 16 : WEIGHTS == INT4 ? 4 : 8;
+#include "linear.cuh"
+#include "wgmma.cuh"
+#if WEIGHTS
+#include "codes.cuh"
+#include "coded.cuh"
+#endif
+
+constexpr bool CODED = WEIGHTS != 0;
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int WARPS = ROWS / 16;  // that multiply
 constexpr int THREADS = 32 * (WARPS + 4);
@@ -77,19 +86,18 @@ constexpr int BOX = 64, CHUNK = COLUMNS;  // columns of a box, 128 bytes, and of
 constexpr int X_BYTES = TOKENS * CHUNK * 2;
 
 #if WEIGHTS
-constexpr int BAND_ROWS = 32, BANDS = ROWS / BAND_ROWS, CELL = 128;  // columns of a cell
-constexpr int BLOCK_BYTES = 16 * BOX * BITS / 8, PIECES = BITS / 4;  // of 16 rows and a box's columns, for each lane
+constexpr int BANDS = ROWS / BAND_ROWS;
 constexpr int SPAN = GROUP == 0 ? CHUNK : GROUP > CELL ? CELL : GROUP, SPANS = CHUNK / SPAN;  // columns under one scale
-constexpr bool HAS_SCALES = GROUP && SCALE_ROWS == 1;                                    // in its cells
-constexpr int SCALE_BYTES = HAS_SCALES ? CELL / (SPAN < CELL ? SPAN : CELL) * BAND_ROWS * 4 : 0;
-constexpr int CODE_BYTES = BAND_ROWS * CELL * BITS / 8, CELL_BYTES = CODE_BYTES + SCALE_BYTES * (1 + MINIMA);
 constexpr int BAND_BYTES = CHUNK / CELL * CELL_BYTES, W_BYTES = BANDS * BAND_BYTES;
 constexpr int STAGE_BYTES = (W_BYTES + X_BYTES + 1023) / 1024 * 1024;
 constexpr int SHARED = GROUP ? GROUP : CHUNK;  // columns that share a scale of 128 rows
 constexpr int NUM_SUMS = TOKENS / 2;
-constexpr int KEPT = !BY_WARPS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups' sums that are kept apart
+constexpr bool SCALES_SUMS = GROUP && !ROUNDS;  // of each group; else at the end, or W itself
+constexpr int KEPT = !BY_WARPS && SCALES_SUMS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups' sums that are kept apart
+constexpr bool ADDS_ONES = MINIMA && !ROUNDS;
 constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that do not wait for each other
 static_assert(SCALE_ROWS == 1 || SPANS == 1, "one scale for each stage of a band");
+static_assert(!ROUNDS || GROUP && !BY_WARPS, "what is not grouped is scaled at the end");
 #else
 constexpr int BANDS = 1, W_BYTES = ROWS * CHUNK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 #endif
@@ -105,12 +113,6 @@ constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
 static_assert(TOKENS % 8 == 0 && TOKENS <= 128, "one instruction for all tokens");
 static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the stream, and has no bias");
-
-#include "linear.cuh"
-#include "wgmma.cuh"
-#if WEIGHTS
-#include "coded.cuh"
-#endif
 
 struct Shared {
     union {
@@ -140,7 +142,16 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
-    const int tile = blockIdx.x / SPLIT, split = blockIdx.x % SPLIT;
+    const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // of tokens: neighbours read the same W
+    const int tile = blockIdx.x / SPLIT / num_blocks, split = blockIdx.x % SPLIT;
+    const int first_token = MANY ? blockIdx.x / SPLIT % num_blocks * TOKENS : 0;
+    const int num_tokens = MANY ? min(M - first_token, TOKENS) : M;
+    if (MANY) {
+        y += (long long)first_token * N * 2;
+        sum += (long long)first_token * N * 2;
+        residual += first_token * residual_stride;
+        squares += first_token;
+    }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int num_chunks = (K + CHUNK - 1) / CHUNK;
     const int first_chunk = split * num_chunks / SPLIT;
@@ -173,7 +184,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     auto load_tokens_of = [&](int i) {
 #if WEIGHTS
         if (lane == 0)
-            copy_boxes(shared.stages[i % STAGES], x_map, (first_chunk + i) * (CHUNK / BOX), &shared.full[i % STAGES]);
+            copy_boxes(shared.stages[i % STAGES], x_map, first_token, (first_chunk + i) * (CHUNK / BOX),
+                       &shared.full[i % STAGES]);
 #else
         char* to = shared.stages[i % STAGES] + W_BYTES;
         copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
@@ -230,7 +242,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll
                 for (int turn = 0; turn < TURNS; ++turn) {
                     residuals[j][turn] = 0;
-                    if (token < M && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
+                    if (token < num_tokens && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
                 }
             }
         }
@@ -239,7 +251,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
 #if WEIGHTS
         const Pairs all_one = {{OF_ONE, OF_ONE, OF_ONE, OF_ONE}};
-        float sums[NUM_SUMS], products[KEPT][CHAINS][NUM_SUMS], ones[MINIMA ? KEPT : 1][NUM_SUMS];
+        float sums[NUM_SUMS], products[KEPT][CHAINS][NUM_SUMS], ones[ADDS_ONES ? KEPT : 1][NUM_SUMS];
         auto clear = [](float* values) {
 #pragma unroll
             for (int j = 0; j < NUM_SUMS; ++j) values[j] = 0.0f;
@@ -247,7 +259,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         auto clear_group = [&](int kept) {
 #pragma unroll
             for (int chain = 0; chain < CHAINS; ++chain) clear(products[kept][chain]);
-            if (MINIMA) clear(ones[kept]);
+            if (ADDS_ONES) clear(ones[kept]);
         };
         clear(sums);
 #pragma unroll
@@ -267,19 +279,19 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             next = load_scale(own_band + first_chunk * CHUNK / SHARED);
         }
         auto add_up = [&](int span, int kept) {
-            const float scale[2] = {scale_of(words[span][0]), scale_of(words[span][1])};
+            const float scale[2] = {ROUNDS ? 1.0f : scale_of(words[span][0]), ROUNDS ? 1.0f : scale_of(words[span][1])};
 #pragma unroll
             for (int j = 0; j < NUM_SUMS; ++j) {
                 float product = products[kept][0][j];
 #pragma unroll
                 for (int chain = 1; chain < CHAINS; ++chain) product += products[kept][chain][j];
                 sums[j] += scale[j / 2 % 2] * product;
-                if (MINIMA) sums[j] += least[span][j / 2 % 2] * ones[kept][j];
+                if (ADDS_ONES) sums[j] += least[span][j / 2 % 2] * ones[kept][j];
             }
         };
         auto take_up = [&](int span, int kept) {  // after the wait
             take<NUM_SUMS>(products[kept][0]);
-            if (MINIMA) take<NUM_SUMS>(ones[kept]);
+            if (ADDS_ONES) take<NUM_SUMS>(ones[kept]);
             add_up(span, kept);
         };
         const u32 stages = held(shared_address(shared.stages)), full = held(shared_address(shared.full));
@@ -308,6 +320,18 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     }
                 }
             }
+            float scale_of_span[ROUNDS ? SPANS : 1][2], shift_of_span[ROUNDS ? SPANS : 1][2];
+            if (ROUNDS) {
+#pragma unroll
+                for (int span = 0; span < SPANS; ++span) {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const float scale = scale_of(words[span][r]), zero = WEIGHTS == INT4 ? 128 + (words[span][r] & 15) : 0;
+                        scale_of_span[span][r] = scale;
+                        shift_of_span[span][r] = (MINIMA ? least[span][r] : 0.0f) - zero * scale;
+                    }
+                }
+            }
             Pairs w[CHUNK / 16];
 #pragma unroll
             for (int box = 0; box < CHUNK / BOX; ++box) {
@@ -316,8 +340,13 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 for (int j = 0; j < PIECES; ++j)
                     pieces[j] = load_piece(stage + codes_of_lane + box / 2 * CELL_BYTES + box % 2 * (2 * BLOCK_BYTES) + j * 512);
 #pragma unroll
-                for (int step = 0; step < 4; ++step)
-                    w[box * 4 + step] = pairs_of(pieces, step, words[(box * 4 + step) * 16 / SPAN]);
+                for (int step = 0; step < 4; ++step) {
+                    const int span = (box * 4 + step) * 16 / SPAN;
+                    if constexpr (ROUNDS)
+                        w[box * 4 + step] = rounded_pairs(pieces, step, scale_of_span[span], shift_of_span[span]);
+                    else
+                        w[box * 4 + step] = pairs_of(pieces, step, words[span]);
+                }
                 if constexpr (BY_WARPS) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -346,10 +375,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     const int column = box * BOX + step * 16, span = column / SPAN, kept = span % KEPT;
-                    const bool is_first = GROUP && column % SPAN == 0;
+                    const bool is_first = SCALES_SUMS && column % SPAN == 0;
                     add_product<TOKENS>(products[kept][0], w[box * 4 + step], x + step * 2, is_first);
-                    if (MINIMA) add_product<TOKENS>(ones[kept], all_one, x + step * 2, is_first);
-                    if (GROUP && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one at a time
+                    if (ADDS_ONES) add_product<TOKENS>(ones[kept], all_one, x + step * 2, is_first);
+                    if (SCALES_SUMS && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one at a time
                         end_products();
                         wait_for_products<0>();
                         take_up(span, 0);
@@ -357,7 +386,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     }
                 }
                 end_products();
-                if (!GROUP) {
+                if (!SCALES_SUMS) {
                     wait_for_products<1>();  // of the columns before
                     if (box == 0 && i > 0 && lane == 0) arrive_at(empty + (slot ? slot - 1 : STAGES - 1) * 8);
                 }
@@ -365,7 +394,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             if (BY_WARPS) {
                 __syncwarp();
                 if (lane == 0) arrive_at(empty + slot * 8);
-            } else if (GROUP) {
+            } else if (SCALES_SUMS) {
                 wait_for_products<0>();
                 if (lane == 0) arrive_at(empty + slot * 8);
                 if (KEPT == SPANS) {
@@ -376,7 +405,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             if (++slot == STAGES) slot = 0, parity ^= 1;
         }
         if (!BY_WARPS) wait_for_products<0>();
-        if (!GROUP) take_up(0, 0);
+        if (!SCALES_SUMS) take_up(0, 0);
 #else
         const int group = warp / 4;
         float sums[TOKENS / 2];
@@ -403,7 +432,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         const int row = warp * 16 + lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
-            if (j * 8 < M) {
+            if (j * 8 < num_tokens) {
                 float* at = &shared.sums[j * 8 + 2 * t][row];
                 at[0] = sums[4 * j];
                 at[PITCH] = sums[4 * j + 1];
@@ -432,7 +461,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 for (int j = 0; j < 8; ++j) {
                     const int part = first + j * STEP;
                     held[j] = 0.0;
-                    if (token < M && part < num_parts) held[j] = load_double(squares + (long long)part * M + token);
+                    if (token < num_tokens && part < num_parts) held[j] = load_double(squares + (long long)part * M + token);
                 }
                 total += sum_in_pairs<8>([&](int j) { return held[j]; });
             }
@@ -467,7 +496,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll(OWN_OF_WARP < 4 ? OWN_OF_WARP : 4)
         for (int j = 0; j < OWN_OF_WARP; ++j) {
             const int own = warp + WARPS * j, token = split + SPLIT * own;
-            if (token >= M) break;
+            if (token >= num_tokens) break;
             float inverse = 1.0f;
             if (PARTS) {
                 const double square = shared.squares[0][own] + shared.squares[1][own] + shared.squares[2][own];

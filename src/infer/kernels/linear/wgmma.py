@@ -23,7 +23,11 @@ Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one tok
 to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
 while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
 read: taller tiles, or one block to an SM. Some dozens of cuts of each matrix were tried in chains of layers
-of two models, with 1, 16, 32 and 64 tokens.
+of two models, with 1, 16, 32 and 64 tokens. With more than 64 there is one block to an SM, and that cut is
+chosen whose rounds of blocks are the shortest; there are blocks for each 96 or 128 tokens, neighbours that
+read the same W from L2. Of nine cuts of each matrix of two models, with 128 and 256 tokens, none was faster
+than what the rule chooses by more than 1.5 %. There the weights of groups are scaled and rounded as a dense
+matrix has them, in place of the sums of groups, which would take as many registers again.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -32,12 +36,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
     NUM_SMS,
@@ -45,6 +51,8 @@ from infer.kernels.linear.cuda import (
     Defines,
     Matrix,
     cubin,
+    form_defines,
+    form_of,
     outer_arguments,
     outer_defines,
 )
@@ -71,7 +79,12 @@ SOURCE = Path(__file__).with_name("wgmma.cu")
 _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
 TOKENS = range(2, 65)  # one token needs no tensor cores
 MORE_TOKENS = range(65, MAX_TOKENS + 1)
-CODED_TOKENS = range(1, 65)
+MAX_CODED, MAX_CODED_FP8 = 512, 384  # tokens with coded weights; with more, unpacking W once is faster
+CODED_TOKENS = range(1, MAX_CODED + 1)
+_MANY = (192, 256, 384, 512)  # tokens that are cut alike
+_ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # of a block and a cell: two warpgroups fill each other's gaps
+_MAX_STAGES = 8  # of those: as many as fit, so that matrices of any length share a kernel
+_BLOCK_COST = 4.0  # of a block, in cells: its start, and what follows the product
 _FEW_TOKENS = 16  # which warps read from shared memory for themselves
 _LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of rows
 _OUTER_TYPES = (
@@ -83,7 +96,6 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 3, *_OUTER_TYPES)
-_WEIGHTS = ("", "fp8", "int8", "int4")  # as wgmma.cu counts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,8 @@ class WgmmaConfig:
     form: CodedForm | None = None  # of coded weights
     columns: int = _CHUNK  # of a stage; 128 or 256 of coded weights
     by_warps: bool = False  # coded weights: no warpgroups, whose instructions take long for few tokens
+    rounds: bool = False  # coded weights: scaled and rounded before they are multiplied, not their sums after
+    many: bool = False  # coded weights: there are more than `width` tokens, and a block for each so many
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
         """How many tiles the N outputs of a matrix are cut into."""
@@ -111,9 +125,9 @@ class WgmmaConfig:
         """The rows of W that are copied at once: of a gated layer first the gate's, then those of `up`."""
         return self.rows // 2 if gated else self.rows
 
-    def num_blocks(self, N: int, *, gated: bool) -> int:
-        """How many blocks a launch has."""
-        return self.num_tiles(N, gated=gated) * self.split
+    def num_blocks(self, M: int, N: int, *, gated: bool) -> int:
+        """How many blocks a launch with M tokens has."""
+        return self.num_tiles(N, gated=gated) * self.split * -(-M // self.width)
 
     @property
     def num_threads(self) -> int:
@@ -144,7 +158,9 @@ def token_width(num_tokens: int) -> int:
 
 
 def coded_width(num_tokens: int) -> int:
-    """The tokens of a block that multiplies this many with coded weights."""
+    """As many tokens as have the same cut as this many, with coded weights."""
+    if num_tokens > MAX_TOKENS:
+        return next(most for most in _MANY if num_tokens <= most)
     return 8 if num_tokens <= 8 else token_width(num_tokens)
 
 
@@ -184,16 +200,18 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
     return _with_stages(WgmmaConfig(width, rows, -(-num_chunks // split), split, blocks))
 
 
+def max_coded(form: CodedForm) -> int:
+    """How many tokens are multiplied with codes; FP8 has matrix units of its own for more."""
+    return MAX_CODED_FP8 if form.codes == "fp8" else MAX_CODED
+
+
 @functools.lru_cache(maxsize=1024)
 def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig | None:
     """The cut of a matrix of coded weights; None: this kernel is not for it."""
-    if (
-        not 0 < M <= MAX_TOKENS
-        or N % (BAND if gated else 8)
-        or K % BOX_COLUMNS  # x is copied in whole boxes
-        or (form.has_minima and M > _MAX_NARROW)
-    ):
-        return None
+    if not 0 < M <= max_coded(form) or N % (BAND if gated else 8) or K % BOX_COLUMNS:
+        return None  # x is copied in whole boxes
+    if M > _MAX_NARROW:
+        return _choose_wide(M, N, K, form, gated=gated)
     width, num_cells = coded_width(M), -(-K // CELL_COLUMNS)
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
     by_warps = width <= _FEW_TOKENS
@@ -218,15 +236,31 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
             rows, blocks = 192, 1
     else:
         split = max(split_of(64, NUM_SMS), min(2, split_of(64, 2 * NUM_SMS)))
-        if (width <= _MAX_NARROW and is_short) or num_tiles[128] > NUM_SMS:
+        if is_short or num_tiles[128] > NUM_SMS:
             rows, split = 128, split_of(128, NUM_SMS)
-        is_alone = width > _MAX_NARROW or form.group or num_tiles[rows] * split <= NUM_SMS
-        blocks = 1 if is_alone and (rows == 128 or num_tiles[rows] * split <= NUM_SMS or width > 64) else 2
+        is_alone = form.group or num_tiles[rows] * split <= NUM_SMS
+        blocks = 1 if is_alone and (rows == 128 or num_tiles[rows] * split <= NUM_SMS) else 2
     if form.has_minima and not by_warps:  # whose sums of x take registers
         rows, blocks = 64, 2 if width <= 32 else 1
     return _with_stages(
         WgmmaConfig(width, rows, -(-K // columns // split), split, blocks, form, columns, by_warps)
     )
+
+
+def _choose_wide(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig:
+    """The cut with the shortest rounds of blocks, where x is the larger part of what is read."""
+    width = 96 if M <= 96 or MAX_TOKENS < M <= 192 else MAX_TOKENS
+    rounds, num_cells = form.group > 0, -(-K // CELL_COLUMNS)
+    costs: dict[WgmmaConfig, float] = {}
+    heights = (64,) if form.has_minima and not rounds else (128, 192, 64)
+    for rows, split in itertools.product(heights, (1, 2, 4)):
+        config = WgmmaConfig(
+            width, rows, _MAX_STAGES, split, 1, form, CELL_COLUMNS, rounds=rounds, many=width < M
+        )
+        if split == 1 or num_cells >= split * _MIN_CHUNKS:
+            num_rounds = -(-config.num_blocks(M, N, gated=gated) // _RESIDENT[split])
+            costs[config] = num_rounds * (num_cells / split * _ROWS_COST[rows] + _BLOCK_COST)
+    return _with_stages(min(costs, key=lambda config: costs[config]))
 
 
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
@@ -246,17 +280,15 @@ def defines_of(
     parts: bool = False,
 ) -> Defines:
     """The constants a kernel is compiled with."""
-    form = config.form
     coded = (
         ()
-        if form is None
+        if config.form is None
         else (
-            ("WEIGHTS", _WEIGHTS.index(form.codes)),
-            ("GROUP", form.group),
-            ("MINIMA", int(form.has_minima)),
-            ("SCALE_ROWS", form.scale_rows),
+            *form_defines(config.form),
             ("COLUMNS", config.columns),
             ("BY_WARPS", int(config.by_warps)),
+            ("ROUNDS", int(config.rounds)),
+            ("MANY", int(config.many)),
         )
     )
     return (
@@ -280,7 +312,7 @@ def launch(
 ) -> None:
     """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
-    assert config.width >= M, f"{M} tokens with {config}"
+    assert config.width >= M or config.many, f"{M} tokens with {config}"
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     if compiles_only():  # compilers are at work on it already
         return
@@ -297,7 +329,7 @@ def launch(
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     kernel(
-        config.num_blocks(N, gated=gated),
+        config.num_blocks(M, N, gated=gated),
         *weights,
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width, num_boxes),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
@@ -328,15 +360,18 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
         known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")
     )
     config = WgmmaConfig(width, rows, stages, split, blocks)
-    if code := known.get("WEIGHTS"):
-        form = CodedForm(_WEIGHTS[code], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
-        return replace(config, form=form, columns=known["COLUMNS"], by_warps=bool(known["BY_WARPS"]))
+    if (form := form_of(known)) is not None:
+        by_warps, rounds, many = (bool(known[name]) for name in ("BY_WARPS", "ROUNDS", "MANY"))
+        columns = known["COLUMNS"]
+        return replace(config, form=form, columns=columns, by_warps=by_warps, rounds=rounds, many=many)
     return config
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
     gated = bool(matrix.activation)
     if matrix.form is not None:
+        if num_tokens <= pdl.PDL_MAX_M and pdl.choose(num_tokens, matrix) is not None:
+            return None
         return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated)
     return choose_config(num_tokens, matrix.N, matrix.K, gated=gated)
 
@@ -348,4 +383,6 @@ def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts:
 def make_kernel(tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig]:
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
     width = coded_width if coded else token_width
-    return CudaLinear(SOURCE, _ARCH, tokens, width, _choose, _defines, lambda *variant: _load(*variant))
+    return CudaLinear(
+        SOURCE, _ARCH, tokens, width, _choose, _defines, lambda *variant: _load(*variant), is_for_each=coded
+    )
