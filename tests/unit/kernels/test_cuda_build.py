@@ -204,10 +204,9 @@ def test_a_cubin_is_compiled_once(nvrtc: FakeNvrtc, cache: Path) -> None:
 
 def test_of_those_that_want_a_cubin_at_once_one_compiles_it(nvrtc: FakeNvrtc, cache: Path) -> None:
     """One that waits for a lock finds what the one before has made; locks are left by none."""
-    with ThreadPoolExecutor(4) as pool:
-        with cubin_cache.one_at_a_time([b"other"]):
-            others = [pool.submit(compile_source, SOURCE, "sm_90", DEFINES) for _ in range(4)]
-            assert [other.result(60) for other in others] == [b"cu\0bin"] * 4
+    with ThreadPoolExecutor(4) as pool, cubin_cache.one_at_a_time([b"other"]):
+        others = [pool.submit(compile_source, SOURCE, "sm_90", DEFINES) for _ in range(4)]
+        assert [other.result(60) for other in others] == [b"cu\0bin"] * 4
     assert nvrtc.num_compiled == 1
     assert [path.suffix for path in cache.iterdir()] == [".cubin"]
 
