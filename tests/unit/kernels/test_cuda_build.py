@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -202,12 +203,32 @@ def test_a_cubin_is_compiled_once(nvrtc: FakeNvrtc, cache: Path) -> None:
     assert [path.suffix for path in cache.iterdir()] == [".cubin"], "nothing is left beside it"
 
 
-def test_of_those_that_want_a_cubin_at_once_one_compiles_it(nvrtc: FakeNvrtc, cache: Path) -> None:
-    """One that waits for a lock finds what the one before has made; locks are left by none."""
-    with ThreadPoolExecutor(4) as pool, cubin_cache.one_at_a_time([b"other"]):
-        others = [pool.submit(compile_source, SOURCE, "sm_90", DEFINES) for _ in range(4)]
-        assert [other.result(60) for other in others] == [b"cu\0bin"] * 4
-    assert nvrtc.num_compiled == 1
+def test_of_those_that_want_a_cubin_at_once_one_compiles_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for a lock finds what the one before has made; no lock is left."""
+    all_have_looked, num_looks, num_made = threading.Event(), 0, 0
+    read = cubin_cache._read
+
+    def look(path: Path) -> bytes | None:
+        nonlocal num_looks
+        found = read(path)
+        num_looks += 1
+        if num_looks == 5:  # the first twice, the others once
+            all_have_looked.set()
+        return found
+
+    def make() -> bytes:
+        nonlocal num_made
+        num_made += 1
+        assert all_have_looked.wait(60)
+        return b"made"
+
+    monkeypatch.setattr(cubin_cache, "_read", look)
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(cubin_cache.cached, [b"key"], make) for _ in range(4)]
+        assert [one.result(60) for one in made] == [b"made"] * 4
+    assert num_made == 1
     assert [path.suffix for path in cache.iterdir()] == [".cubin"]
 
 
