@@ -7,7 +7,6 @@ engine, with and without graphs. bfloat16 takes the kernels of the package, floa
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from infer.loader.quantization import kept_bytes
 from infer.loader.random_weights import load_random
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.gpu.graphs import FEW_SIZES
 from tests.unit.kernels.coded_moe_contract import CodedMoeContract
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 
 def answers(path: Path, **knobs: Any) -> list[list[int]]:
-    with LLM(path, **knobs) as llm:
+    with LLM(path, **FEW_SIZES, **knobs) as llm:
         return [list(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
 
 
@@ -93,19 +93,25 @@ def test_a_gpu_unpacks_the_numbers_of_the_cpu(recipe: str, root: Path) -> None:
         assert torch.equal(there.cpu(), here), name
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_of_a_file_stay_packed(recipe: str, family: str, root: Path, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    [*((recipe, "llama") for recipe in RECIPES), ("gptq", "mixtral"), ("fp8-block", "mixtral")],
+)
+def test_codes_of_a_file_stay_packed(recipe: str, family: str, root: Path) -> None:
     path = quantized(root, family, recipe)
     there, here = weights(load(path, "auto", "cuda")), weights(load(path, "none", "cpu"))
     for name, weight in there.items():
         torch.testing.assert_close(weight, here[name], rtol=2e-6, atol=1e-6, msg=name)
     expected = answers(path, device="cpu", dtype="float32", quantization="none")
     assert answers(path, device="cuda", dtype="float32") == expected
-    with caplog.at_level(logging.INFO):
-        answers(path, device="cuda")
-    said = ", unpacked to bfloat16" if recipe in UNPACKED else ", kept as "
-    assert said in caplog.text
+    said = load(path, "auto", "cuda", "bfloat16").kept_as
+    assert said == "" if recipe in UNPACKED else said.startswith("kept as ")
+
+
+@pytest.mark.parametrize("recipe", ["awq", "gptq-8-asym", "fp8-block"])
+def test_codes_of_a_file_in_the_kernels_of_an_engine(recipe: str, root: Path) -> None:
+    path = quantized(root, "llama", recipe)
+    assert answers(path, device="cuda") == answers(path, device="cuda", use_cuda_graphs=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3"])
@@ -119,9 +125,11 @@ def test_any_checkpoint_is_rounded_while_it_is_loaded(scheme: str, family: str, 
         assert error < 0.01, (name, float(error))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", "float32"), ("llama", "bfloat16"), ("mixtral", "bfloat16"), ("gemma3", "bfloat16")],
+)
 @pytest.mark.parametrize("scheme", MADE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_token(scheme: str, family: str, dtype: str, root: Path) -> None:
     knobs: dict[str, Any] = {"device": "cuda", "dtype": dtype, "quantization": scheme}
     path = dense(root, family)
@@ -133,7 +141,7 @@ def test_graphs_change_no_token(scheme: str, family: str, dtype: str, root: Path
 @pytest.mark.parametrize("scheme", MADE)
 def test_deterministic_gives_the_tokens_of_a_prompt_alone(scheme: str, root: Path) -> None:
     knobs: dict[str, Any] = {"device": "cuda", "quantization": scheme, "deterministic": True}
-    with LLM(dense(root, "llama"), **knobs) as llm:
+    with LLM(dense(root, "llama"), **FEW_SIZES, **knobs) as llm:
         together = [list(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
         alone = [list(llm.generate([prompt], GREEDY)[0].token_ids) for prompt in PROMPTS]
     assert together == alone
@@ -149,7 +157,7 @@ def test_the_logits_are_those_of_the_numbers_in_float32(scheme: str, root: Path)
     scored = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
     def answered(**knobs: Any) -> list[list[tuple[int, float]]]:
-        with LLM(path, quantization=scheme, **knobs) as llm:
+        with LLM(path, quantization=scheme, **FEW_SIZES, **knobs) as llm:
             outputs = [answer.outputs[0] for answer in llm.generate(PROMPTS, scored)]
         assert all(output.logprobs is not None and len(output.logprobs) == 8 for output in outputs)
         return [
