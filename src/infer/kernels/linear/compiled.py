@@ -81,9 +81,11 @@ class CompiledLinears:
         """The kernels, and the matrices that each is for."""
         coded = list(self._coded)
         return [
-            (self.pdl, self._of_pdl()), (self.wgmma, self._of_wgmma()),
-            (self.wgmma_more, self._of_wgmma_more()), *((kernel, coded) for kernel in self._of_codes),
-        ]  # fmt: skip
+            (self.pdl, self._of_pdl()),
+            (self.wgmma, self._of_wgmma()),
+            (self.wgmma_more, self._of_wgmma_more()),
+            *((kernel, coded) for kernel in self._of_codes),
+        ]
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
