@@ -457,7 +457,7 @@ def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("on_device")
 def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the largest step first, then smaller ones, with and without rows; the cache stays as it was."""
+    """Steps of all sizes run, with and without rows; the cache stays as it was."""
     engine = make_device_engine("llama", max_num_batched_tokens=1500)
     runner: Any = engine._runner
     sizes: list[int] = []
@@ -472,7 +472,7 @@ def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runner, "_pads", True)  # as on a GPU
     while engine.prepare():
         pass
-    assert sizes[:2] == [758, 758] and sizes == sorted(sizes, reverse=True) and sizes[-1] <= 512
+    assert sizes == [512, 768, 1032, 1288, 1500]
     assert list(runner.phases) == ["compile", "try"]
     assert all(bool(part.isnan().all()) for part in (*runner._store.keys, *runner._store.values))
     assert run_engine(engine, PLAIN) == expected("llama", False)

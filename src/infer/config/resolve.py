@@ -81,7 +81,7 @@ class ResolvedScheduler:
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
-    busy_step_tokens: int | None  # of a step, decoding rows included, where hurried ones would be frequent
+    busy_step_tokens: int  # of a step, decoding rows included, where hurried ones would be frequent; 0: any
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int
@@ -196,7 +196,7 @@ def resolve_scheduler(
         "prefill_chunk_size": settings.prefill_chunk_size or defaults.chunk_size or budget,
         "prefill_tokens_while_decoding": mixed,
         "hurries": settings.itl_target_ms is None,
-        "busy_step_tokens": defaults.busy_tokens if settings.prefill_tokens_while_decoding is None else None,
+        "busy_step_tokens": defaults.busy_tokens if settings.prefill_tokens_while_decoding is None else 0,
     }
     return ResolvedScheduler(**(known | decided))
 

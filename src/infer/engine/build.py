@@ -186,17 +186,13 @@ def token_bytes_of(
 
 
 def wake_libraries(settings: EngineConfig) -> None:
-    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second.
-
-    A library that cannot start here says so where it is needed.
-    """
-    with suppress(Exception):
-        device = choose_device(settings.load.device)
-        if is_gpu(device):
-            with torch.cuda.device(device):
-                copy_block(torch.zeros((1, 2, 1, 16, 1, 64), dtype=torch.bfloat16, device=device), 0, 0)
-                x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
-                attend_by_cudnn(x, x, x, 1.0)
+    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second."""
+    device = choose_device(settings.load.device)
+    if is_gpu(device):
+        with suppress(Exception), torch.cuda.device(device):  # it will be said where they are needed
+            x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
+            copy_block(x.view(1, 2, 1, 64, 1, 64), 0, 0)
+            attend_by_cudnn(x, x, x, 1.0)
 
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:

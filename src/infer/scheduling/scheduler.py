@@ -321,7 +321,7 @@ class Scheduler:
         if limit is None or not num_rows or not (prompts or self._waiting):
             return
         if self.config.hurries:
-            short = (self.config.busy_step_tokens or 0) - -(-num_rows // ROW_PADDING) * ROW_PADDING
+            short = self.config.busy_step_tokens - -(-num_rows // ROW_PADDING) * ROW_PADDING
             if self._is_busy(prompts, num_rows, short):
                 limit = short
             elif self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
@@ -329,18 +329,11 @@ class Scheduler:
         draft.budget = min(draft.budget, limit)
 
     def _is_busy(self, prompts: list[Sequence], num_rows: int, short: int) -> bool:
-        """Whether hurried steps would come often, so that short ones are better for those that decode.
-
-        Not where prompts are most of the work, longer than short steps, or more than the sequences that
-        decode: they would wait longer than these gain.
-        """
+        """Whether hurried steps would come often, and prompts are few and short enough for short steps."""
         self._recent_tokens *= (1.0 - 1.0 / RECENT_STEPS) ** (self.step - self._counted_at)
         self._counted_at = self.step
-        if (
-            not RECENT_STEPS * HURRIED_TOKENS / RARE
-            < self._recent_tokens
-            < RECENT_STEPS * HURRIED_TOKENS / OFTEN
-        ):
+        share = self._recent_tokens / (RECENT_STEPS * HURRIED_TOKENS)  # of hurried steps among all
+        if not 1 / RARE < share < 1 / OFTEN:
             return False
         num_prompts = len(prompts) + self.num_waiting
         num_tokens = self._waiting.num_tokens + sum([seq.num_pending for seq in prompts])

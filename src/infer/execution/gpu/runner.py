@@ -79,20 +79,10 @@ class DeviceRunner:
     can_embed = True
 
     def __init__(
-        self,
-        model: Model,
-        store: KVStore,
-        state: BatchState,
-        *,
-        max_batch_size: int,
-        max_tokens: int,
-        max_seq_len: int,
-        use_cuda_graphs: bool,
-        attention_backend: str = "triton",
-        decode_attention_backend: str = "triton",
-        steps_ahead: int = 1,
-        graph_bytes: int = 0,
-    ) -> None:
+        self, model: Model, store: KVStore, state: BatchState, *, max_batch_size: int, max_tokens: int,
+        max_seq_len: int, use_cuda_graphs: bool, attention_backend: str = "triton",
+        decode_attention_backend: str = "triton", steps_ahead: int = 1, graph_bytes: int = 0,
+    ) -> None:  # fmt: skip
         config, device = model.config, store.device
         self._model, self._store, self._state, self._device = model, store, state, device
         self._sampler = HostSampler(model, send)
@@ -108,14 +98,10 @@ class DeviceRunner:
         self._wait_for_sampler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
-            max_rows=max_batch_size,
-            max_len=max_seq_len,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            device=device,
+            max_rows=max_batch_size, max_len=max_seq_len, num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, device=device,
             backend=decode_attention_backend if is_gpu(device) else self._decode_backend.result(),
-        )
+        )  # fmt: skip
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(
@@ -137,15 +123,10 @@ class DeviceRunner:
         self.arena: object = None  # what holds the memory of its steps, if anything does
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
-            self._compute_logits,
-            self._sample_logits,
-            self._inputs.blank,
-            warm_up=self._warm_up,
-            max_rows=max_batch_size,
-            max_tokens=max_graph_tokens,
+            self._compute_logits, self._sample_logits, self._inputs.blank, warm_up=self._warm_up,
+            max_rows=max_batch_size, max_tokens=max_graph_tokens, pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
-            pool_bytes=graph_bytes,
-        )
+        )  # fmt: skip
 
     def wait_for_compilers(self) -> None:
         """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
@@ -181,7 +162,7 @@ class DeviceRunner:
             for num_tokens, num_rows in self._ragged_sizes():
                 self._try(partial(self._run_ragged_padding, num_tokens, num_rows))
                 yield "try"
-            self._try(self._run_outputs)
+            self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
         while self._graphs.prepare():
             yield "capture"
@@ -218,13 +199,17 @@ class DeviceRunner:
     def _ragged_sizes(self) -> list[tuple[int, int]]:
         """Steps that are not captured, of all sizes: tokens of prompts, and rows that decode beside them.
 
-        Libraries choose their kernels by the number of tokens, and load each of them when it is first needed,
-        which takes milliseconds. Every other size has rows; of both kinds, every other is no multiple of 16.
+        Libraries choose and load kernels by that number. Every other of each kind is no multiple of 16.
         """
         most, num_rows = self._max_tokens, self._graphs.decode_rows[-1]
         sizes = [*range(_FEW_TOKENS, 4096, 256), *range(4096, most, 512), most - 8]
         sizes = [size + 8 * (place // 2 % 2) for place, size in enumerate(sizes) if num_rows < size < most]
         return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
+
+    def _output_sizes(self) -> list[int]:
+        """Numbers of rows that such a step samples: all that are few, and of each kind of many."""
+        most = len(self._inputs.rows_S) + 1
+        return sorted({*range(1, min(18, most)), *range(24, most, 8), *range(31, most, 16)})
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -244,11 +229,10 @@ class DeviceRunner:
             with self._few_layers(), compiling_ahead(self._device):
                 self._rows.send_padding()
                 for size in self._graphs.sizes:
-                    self._inputs.blank()
-                    self._sample_logits(size, self._compute_logits(size))
+                    self._warm_up(size)
                 for num_rows in self._graphs.decode_rows:
                     self._run_ragged_padding(_FEW_TOKENS, num_rows)
-                self._run_outputs()
+                self.sample_padding(self._output_sizes())
         except torch.AcceleratorError:
             raise
         except (IndexError, RuntimeError) as error:
@@ -284,8 +268,7 @@ class DeviceRunner:
         parts = [
             (type(part), type(getattr(part, "stored", None))) for part in self._model.layers[number].modules()
         ]
-        config = self._model.config
-        return config.window(number), config.mlp_size(number), *parts
+        return self._model.config.window(number), self._model.config.mlp_size(number), *parts
 
     def _try(self, run: Callable[[], None]) -> None:
         """Run something of padding with few layers; that it cannot be run is no error."""
@@ -296,17 +279,6 @@ class DeviceRunner:
             raise
         except Exception:  # out of memory, say: a prompt may still find room
             logger.exception("cannot run a step of padding ahead of time")
-
-    def _run_outputs(self) -> None:
-        """Compute and sample the logits of padding, as many rows as steps that are not captured have."""
-        self._inputs.blank()
-        rows_S = self._inputs.rows_S
-        shape, most = (len(rows_S), self._model.config.hidden_size), len(rows_S)
-        hidden_SD = torch.zeros(shape, dtype=self._store.dtype, device=self._device)
-        positions_S = torch.zeros_like(rows_S, dtype=torch.int64)
-        for count in sorted({*range(1, 18), *range(24, most, 8), *range(31, most, 16)}):
-            if count <= most:
-                self._sample_rows(self._model.logits(hidden_SD[:count]), rows_S[:count], positions_S[:count])
 
     def _run_ragged_padding(self, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
         """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""
@@ -336,15 +308,14 @@ class DeviceRunner:
         del beside_KV
 
     @torch.inference_mode()
-    def sample_padding(self) -> None:
-        """Sample as many rows as a step can have, all of them padding."""
+    def sample_padding(self, counts: Sequence[int] = ()) -> None:
+        """Sample as many rows of padding as a step can have, or so many and so many of them."""
         self._inputs.blank()
-        rows_S = self._inputs.rows_S
-        dtype = self._store.dtype
-        hidden_SD = torch.zeros(
-            (len(rows_S), self._model.config.hidden_size), dtype=dtype, device=self._device
-        )
-        self._sample_rows(self._model.logits(hidden_SD), rows_S, torch.zeros_like(rows_S, dtype=torch.int64))
+        rows_S, width = self._inputs.rows_S, self._model.config.hidden_size
+        hidden_SD = torch.zeros((len(rows_S), width), dtype=self._store.dtype, device=self._device)
+        places_S = torch.zeros_like(rows_S, dtype=torch.int64)
+        for count in counts or (len(rows_S),):
+            self._sample_rows(self._model.logits(hidden_SD[:count]), rows_S[:count], places_S[:count])
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch a plan and wait for its result."""

@@ -33,9 +33,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -189,12 +188,10 @@ def prepare_backend(
         store.dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size,
         None if store.scales[0] is None else store.keys[0].dtype,
     )  # fmt: skip
-    needed = [partial(compile_decode, PROJECTED, heads, store.device, has_norm=config.qk_norm)]
-    if not is_auto or heads.kept_as or not is_projected_faster(max_batch_size, config.num_kv_heads):
-        needed.append(partial(compile_decode, DECODE, heads, store.device))
     try:
-        with ThreadPoolExecutor(len(needed), "compile-attention") as pool:
-            list(pool.map(lambda compiles: compiles(), needed))
+        if not is_auto or heads.kept_as or not is_projected_faster(max_batch_size, config.num_kv_heads):
+            compile_decode(DECODE, heads, store.device)
+        compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
     except ConfigError as error:
         if not is_auto:
             raise

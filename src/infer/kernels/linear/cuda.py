@@ -79,10 +79,7 @@ class CudaLinear(Generic[Config]):
 
     def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
         """What is to be compiled for these matrices; until `load`, `find` answers as if it were."""
-        cuts = self._cut(matrices)
-        if cuts is None:
-            return []
-        chosen, variants = cuts
+        chosen, variants = self._cut(matrices) or ({}, [])
         self.ready.update(chosen)
         return [(self.source, self.arch, defines) for defines in variants]
 

@@ -174,16 +174,9 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
 
 
 def defines_of(
-    config: PdlConfig,
-    dtype: torch.dtype,
-    tiles: int,
-    N: int,
-    K: int,
-    activation: str = "",
-    bias: bool = False,
-    adds: bool = False,
-    parts: bool = False,
-) -> Defines:
+    config: PdlConfig, dtype: torch.dtype, tiles: int, N: int, K: int, activation: str = "",
+    bias: bool = False, adds: bool = False, parts: bool = False,
+) -> Defines:  # fmt: skip
     """The constants one matrix's kernel is compiled with."""
     assert dtype in (torch.bfloat16, torch.float16), f"{dtype} has no matrix instruction here"
     assert K % 64 == 0 and N % 8 == 0, f"{N} rows of {K} are not whole chunks"

@@ -92,13 +92,9 @@ def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tenso
 
 
 def linear(
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    *,
-    activation: str = "",
+    x_MK: torch.Tensor, w: torch.Tensor, bias_N: torch.Tensor | None = None, *, activation: str = "",
     compiled: CompiledLinears | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The product of every row of `x_MK` with every row of `w`; with an activation, of gate and up, gated."""
     if activation:
         find_activation(activation)
@@ -112,17 +108,10 @@ def linear(
 
 
 def norm_linear(
-    x_MK: torch.Tensor,
-    residual_MK: torch.Tensor | None,
-    norm_weight_K: torch.Tensor,
-    eps: float,
-    offset: float,
-    w: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    *,
-    activation: str = "",
+    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, norm_weight_K: torch.Tensor, eps: float,
+    offset: float, w: torch.Tensor, bias_N: torch.Tensor | None = None, *, activation: str = "",
     compiled: CompiledLinears | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
     if activation:
         find_activation(activation)
@@ -149,13 +138,9 @@ def writes_parts(
 
 
 def reads_parts(
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
-    num_parts: int,
-    *,
-    gated: bool,
+    x_MK: torch.Tensor, w: torch.Tensor, num_parts: int, *, gated: bool,
     compiled: CompiledLinears | None = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether `linear_of_sum` can read a sum in so many parts, for as many tokens as `x_MK` has."""
     plan = _plan(x_MK, w, gated=gated, compiled=compiled)
     if not isinstance(plan, SkinnyConfig):
@@ -164,13 +149,9 @@ def reads_parts(
 
 
 def can_add(
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    reader_w: torch.Tensor,
-    *,
-    gated: bool,
+    x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool,
     compiled: CompiledLinears | None = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
     parts = writes_parts(x_MK, w_NK, compiled=compiled)
     return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
@@ -190,13 +171,9 @@ def split_linear(
 
 
 def linear_add(
-    stream: ResidualInput,
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    *,
+    stream: ResidualInput, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *,
     compiled: CompiledLinears | None = None,
-) -> ResidualSum:
+) -> ResidualSum:  # fmt: skip
     """Add `linear` to the residual stream and begin the norm of the sum, where `writes_parts` says so."""
     plan = _plan(x_MK, w_NK, gated=False, compiled=compiled)
     assert isinstance(plan, TilePlan), plan
@@ -204,14 +181,9 @@ def linear_add(
 
 
 def linear_of_sum(
-    total: ResidualSum,
-    eps: float,
-    w: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    *,
-    activation: str = "",
-    compiled: CompiledLinears | None = None,
-) -> torch.Tensor:
+    total: ResidualSum, eps: float, w: torch.Tensor, bias_N: torch.Tensor | None = None, *,
+    activation: str = "", compiled: CompiledLinears | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`linear` of the norm that `linear_add` began."""
     if activation:
         find_activation(activation)
@@ -243,12 +215,9 @@ def _check_sum(y: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def _norm(
-    x_MK: torch.Tensor,
-    residual_MK: torch.Tensor | None,
-    norm_weight_K: torch.Tensor,
-    eps: float,
+    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, norm_weight_K: torch.Tensor, eps: float,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The norm as a launch of its own."""
     if residual_MK is None:
         return rms_norm(x_MK, norm_weight_K, eps=eps, offset=offset), x_MK
@@ -279,15 +248,9 @@ def _plan(
 
 
 def launch(
-    plan: Plan,
-    x_MK: torch.Tensor,
-    w: torch.Tensor | CodedWeights,
-    *,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-    norm: _Norm | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plan: Plan, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, *, bias_N: torch.Tensor | None = None,
+    activation: str = "", norm: _Norm | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
@@ -313,12 +276,9 @@ def launch(
 
 
 def launch_add(
-    plan: TilePlan,
-    stream: ResidualInput,
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor | CodedWeights,
+    plan: TilePlan, stream: ResidualInput, x_MK: torch.Tensor, w_NK: torch.Tensor | CodedWeights,
     bias_N: torch.Tensor | None = None,
-) -> ResidualSum:
+) -> ResidualSum:  # fmt: skip
     """Run the kernel with the addition in its epilogue."""
     M, N = len(x_MK), len(w_NK)
     scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
@@ -330,14 +290,9 @@ def launch_add(
 
 
 def launch_of_sum(
-    plan: TilePlan,
-    total: ResidualSum,
-    w: torch.Tensor | CodedWeights,
-    *,
-    eps: float,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
+    plan: TilePlan, total: ResidualSum, w: torch.Tensor | CodedWeights, *, eps: float,
+    bias_N: torch.Tensor | None = None, activation: str = "",
+) -> torch.Tensor:  # fmt: skip
     """Run the kernel with the rest of the norm in its prologue."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     x_MK = total.scaled_MN

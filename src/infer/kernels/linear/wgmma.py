@@ -272,13 +272,9 @@ def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
 
 
 def defines_of(
-    config: WgmmaConfig,
-    dtype: torch.dtype = torch.bfloat16,
-    activation: str = "",
-    bias: bool = False,
-    adds: bool = False,
-    parts: bool = False,
-) -> Defines:
+    config: WgmmaConfig, dtype: torch.dtype = torch.bfloat16, activation: str = "", bias: bool = False,
+    adds: bool = False, parts: bool = False,
+) -> Defines:  # fmt: skip
     """The constants a kernel is compiled with."""
     coded = (
         ()
@@ -304,12 +300,9 @@ def defines_of(
 
 
 def launch(
-    config: WgmmaConfig,
-    x_MK: torch.Tensor,
-    w: torch.Tensor | CodedWeights,
-    y_MN: torch.Tensor,
+    config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor,
     epilogue: Epilogue,
-) -> None:
+) -> None:  # fmt: skip
     """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
     assert config.width >= M or config.many, f"{M} tokens with {config}"

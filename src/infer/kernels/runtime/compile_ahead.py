@@ -51,14 +51,11 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and with each kind of kernel the code that launches it.
-
-    Triton writes that in C for each list of types, and has it compiled when a kernel is first launched.
-    """
+    """Threads that compile kernels, and the C code with which Triton launches each list of types, once."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, name)
-        self._known: set[str] = set()  # lists of types
+        self._known: set[str] = set()
 
     def submit(self, compile_one: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         """Begin to compile."""
@@ -66,8 +63,7 @@ class _Compilers(ThreadPoolExecutor):
 
     def _compile(self, compile_one: Callable[[], Any]) -> Any:
         kernel = compile_one()
-        types = repr(list(kernel.src.signature.values()))
-        if types not in self._known:
+        if (types := repr(list(kernel.src.signature.values()))) not in self._known:
             self._known.add(types)
             with suppress(Exception):  # the launch that needs it will say so
                 triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
