@@ -203,6 +203,17 @@ def test_choices_of_tools(given: dict[str, Any], chosen: object) -> None:
     assert made.tool_choice == chosen
 
 
+def test_a_result_of_no_call_is_refused_where_it_stands() -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_9", "content": "rain"}
+    with pytest.raises(MalformedRequest, match="'toolu_9', which is not the id of a tool call") as caught:
+        message(messages=[USER, {"role": "user", "content": [result]}])
+    assert caught.value.param == "messages[1].content[0].tool_use_id"
+    output = {"type": "function_call_output", "call_id": "fc_9", "output": "rain"}
+    with pytest.raises(MalformedRequest, match="'fc_9', which is not the id of a tool call") as caught:
+        response(input=[USER, output])
+    assert caught.value.param == "input[1].call_id"
+
+
 def test_thinking_and_output_config() -> None:
     made = message(thinking={"type": "enabled", "budget_tokens": 100}, output_config={"effort": "max"})
     assert (made.max_reasoning_tokens, made.reasoning_effort) == (100, "xhigh")

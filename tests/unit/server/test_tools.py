@@ -319,6 +319,22 @@ def test_json_of_a_history_is_shown_again(oracle: LLM) -> None:
     assert "21 °C" in shown
 
 
+def test_a_result_of_no_call_is_400_and_names_the_id(oracle: LLM) -> None:
+    talk = Talk(oracle, CALL)
+    message = talk.choice()["message"]
+    result = {"role": "tool", "tool_call_id": "call_of_no_one", "content": "21"}
+    for history in ([message, result], [result], [result, message]):
+        error = talk.wire.refused(PATH, BODY | {"messages": [*MESSAGES, *history]}, 400)
+        assert "'call_of_no_one', which is not the id of a tool call before it" in error["message"]
+        assert error["param"] == f"messages[{len(MESSAGES) + history.index(result)}].tool_call_id"
+    bare = {
+        "role": "assistant",
+        "tool_calls": [{key: message["tool_calls"][0][key] for key in ("type", "function")}],
+    }
+    for history in ([bare, result], [message, {"role": "tool", "content": "21"}]):  # it may be that call's
+        talk.choice(messages=[*MESSAGES, *history])
+
+
 def test_a_call_that_is_cut_does_not_look_complete(oracle: LLM) -> None:
     """A stop string inside the arguments ends the answer: there is no call to make."""
     talk = Talk(oracle, CALL)

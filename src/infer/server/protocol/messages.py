@@ -243,7 +243,8 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
             case ToolUseBlock(id=call_id, name=name, input=given_input):
                 turns.call(call_id, name, given_input)
             case ToolResultBlock() as result:
-                turns.answer_call(result.tool_use_id, _result_text(turns, result, where))
+                text = _result_text(turns, result, where)
+                turns.answer_call(result.tool_use_id, text, (*where, "tool_use_id"))
 
 
 def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:

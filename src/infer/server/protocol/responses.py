@@ -235,7 +235,8 @@ def _add_item(turns: Turns, given: Any, path: Path) -> None:
         case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
             turns.call(call_id, name, arguments)
         case CallOutputItem(call_id=call_id, output=output):
-            turns.answer_call(call_id, "\n".join(_texts(turns, output, (*path, "output"))))
+            text = "\n".join(_texts(turns, output, (*path, "output")))
+            turns.answer_call(call_id, text, (*path, "call_id"))
         case ReasoningItem(content=content, summary=summary):
             which = "content" if content else "summary"
             for text in _texts(turns, content or summary or [], (*path, which), REASONING_PARTS):

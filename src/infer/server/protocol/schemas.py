@@ -32,7 +32,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from infer.errors import RequestError, closest
+from infer.errors import MalformedRequest, RequestError, closest
 from infer.sampling.params import MAX_INT
 from infer.server.protocol.errors import show_value
 
@@ -165,7 +165,12 @@ class Conversation(Body):
     def _account_for_message_keys(self) -> Self:
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
         ignored: dict[str, None] = {}  # in the order they were met
+        call_ids: set[Any] = set()
         for i, message in enumerate(messages):
+            if message.get("role") == "tool":
+                check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
+            elif calls := message.get("tool_calls"):
+                call_ids.update(_ids_of(calls))
             _, names = account_for(
                 message, MESSAGE_KEYS, MESSAGE_NEUTRAL, MESSAGE_IGNORED, where=f"messages[{i}]."
             )
@@ -173,6 +178,24 @@ class Conversation(Body):
             ignored |= {f"messages.{name}": None for name in names if message[name]}
         self.note_ignored(ignored)
         return self
+
+
+def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
+    """Refuse the result of a tool call that no message before it makes; a call without an id may be any."""
+    if isinstance(call_id, str) and call_id not in call_ids and None not in call_ids:
+        raise MalformedRequest(
+            f"{where} is {call_id[:80]!r}, which is not the id of a tool call before it; "
+            "send the assistant's message with that call, or leave its result out",
+            param=where,
+        )
+
+
+def _ids_of(calls: Any) -> set[Any]:
+    """The ids of tool calls; None: one has none. What is no list of calls is refused elsewhere."""
+    given = (
+        [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
+    )
+    return {each if isinstance(each, str) else None for each in given}
 
 
 def account_for(

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from infer.errors import MalformedRequest, RequestError, closest
 from infer.server.protocol.errors import show_value, validation_error
-from infer.server.protocol.schemas import Body
+from infer.server.protocol.schemas import Body, check_call_id
 
 Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
 
@@ -31,6 +31,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns: list[dict[str, Any]] = []
+        self._call_ids: set[str] = set()
         self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
 
     def say(self, role: str, text: str) -> None:
@@ -45,9 +46,11 @@ class Turns:
         """Add a tool call to the assistant's turn; its arguments are an object, or its JSON text."""
         made = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(made)
+        self._call_ids.add(call_id)
 
-    def answer_call(self, call_id: str, text: str) -> None:
-        """Add the result of a tool call."""
+    def answer_call(self, call_id: str, text: str, path: Path) -> None:
+        """Add the result of a tool call, whose id stands at `path`."""
+        check_call_id(call_id, self._call_ids, spell_path(path))
         self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def messages(self) -> list[dict[str, Any]]:
