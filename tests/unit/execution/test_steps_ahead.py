@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -268,3 +269,14 @@ def test_where_nothing_is_kept_of_a_step_none_is_ahead() -> None:
     assert set(num_ahead(world, 6)) == {0}
     world.run()
     assert world.verify() == 1
+
+
+def test_masks_are_given_out_when_the_steps_before_have_been_sampled() -> None:
+    """What samples them fetches the lines that are about to be overwritten."""
+    readback, events = Readback(4, CPU, steps_ahead=2), [mock.MagicMock() for _ in range(4)]
+    readback.arrive()
+    readback._events = list(events)
+    for step in range(2):
+        readback.take(step, torch.tensor([1]), 1)
+    readback.arrive()
+    assert [event.synchronize.call_count for event in events] == [0, 1, 0, 0], "the last one is behind all"

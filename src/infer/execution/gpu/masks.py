@@ -44,7 +44,7 @@ class DeviceMasks:
     def take(self, count: int) -> np.ndarray:
         """So many lines, all to be overwritten, for the masks of one step.
 
-        The steps before it must have been read: what samples them fetches the same lines.
+        The steps before it must have been sampled: what samples them fetches the same lines.
         """
         return self._masks_RW[:count]
 

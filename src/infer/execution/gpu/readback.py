@@ -78,17 +78,20 @@ class PendingStep:
         """Let the result have logprobs, from a table on its way."""
         self._asked, self._table = asked, table
 
-    def settle(self) -> None:
-        """Wait for the ids and keep them: the buffer may be written again."""
+    def arrive(self) -> None:
+        """Wait for the ids."""
         if self._event is not None:
             self._event.synchronize()
+
+    def settle(self) -> None:
+        """Wait for the ids and keep them: the buffer may be written again."""
+        self.arrive()
         self._buffer, self._event = self._buffer.clone(), None
 
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
-            if self._event is not None:
-                self._event.synchronize()
+            self.arrive()
             arrived: list[int] = self._buffer.tolist()
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
@@ -152,6 +155,11 @@ class Readback:
         """Let every step so far keep its ids: more buffers are about to be taken than there are."""
         while self._last:
             self._last.popleft().settle()
+
+    def arrive(self) -> None:
+        """Wait until every step so far has been sampled."""
+        if self._last:
+            self._last[-1].arrive()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to pinned memory of its own; an event behind it says when it is there."""

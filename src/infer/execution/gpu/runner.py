@@ -368,7 +368,11 @@ class DeviceRunner:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
     def take_masks(self, count: int) -> np.ndarray:
-        """So many lines of pinned memory for the masks of the step that was begun."""
+        """So many lines of pinned memory for the masks of the step that was begun.
+
+        The steps before it are waited for, whose sampler fetches the same lines; the engine has read them.
+        """
+        self._readback.arrive()
         return self._rows.masks.take(count)
 
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
