@@ -79,7 +79,7 @@ class HostSampler:
         logits_of = self._logits or self._model.logits
         logits_SV = logits_of(hidden_TD if all_sample else hidden_TD[places])
         with threads_for(len(rows)):
-            samples = sample(logits_SV, rows)
+            samples = sample(logits_SV, rows, overwrites=True)
         first = 0
         for number, count in enumerate(counts):
             last = first + count

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.kernels.sampling.adjust_logits import unpack_mask
+from infer.kernels.sampling.adjust_logits import forbidden_by
 from infer.kernels.sampling.gumbel import (
     argmax_rows,
     draw,
@@ -60,11 +60,15 @@ class Samples:
     logprobs: list[RowLogprobs | None]
 
 
-def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
-    """Sample one token per row. Logprobs are those of the model itself, before any adjustment."""
+def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bool = False) -> Samples:
+    """Sample one token per row. Logprobs are those of the model itself, before any adjustment.
+
+    `overwrites`: the logits are not needed any more, and may be adjusted where they are.
+    """
     assert logits_SV.shape[0] == len(rows), f"{logits_SV.shape[0]} rows of logits for {len(rows)} rows"
     raw = logits_SV.float()
-    adjusted = _adjust(raw, rows)
+    overwrites = overwrites and all(row.num_logprobs is None for row in rows)
+    adjusted = _adjust(raw, rows, overwrites)
     best_S = ids_S = argmax_rows(adjusted)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if drawn and len(drawn) == len(rows):
@@ -84,12 +88,12 @@ def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return x if len(indices) == x.shape[0] else x[indices]
 
 
-def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Bias, bans and penalties; a copy only if some row asks for any of them."""
+def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow], overwrites: bool) -> torch.Tensor:
+    """Bias, bans, masks and penalties; a copy only if some row asks for any of them."""
     touched = [i for i, row in enumerate(rows) if _needs_adjusting(row)]
     if not touched:
         return raw_SV
-    adjusted, vocab_size = raw_SV.clone(), raw_SV.shape[1]
+    adjusted, vocab_size = raw_SV if overwrites else raw_SV.clone(), raw_SV.shape[1]
     for i in touched:
         row, logits_V = rows[i], adjusted[i]
         if row.params.logit_bias:
@@ -100,7 +104,7 @@ def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
             _check_ids("banned", row.banned, vocab_size)
             logits_V[list(row.banned)] = float("-inf")
         if row.mask_W is not None:
-            logits_V[~unpack_mask(row.mask_W.to(logits_V.device), vocab_size)] = float("-inf")
+            logits_V.masked_fill_(forbidden_by(row.mask_W, vocab_size).to(logits_V.device), float("-inf"))
         apply_penalties(logits_V, row.params, row.tokens, row.num_prompt)
     return adjusted
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, jit, tl, triton
@@ -46,7 +47,7 @@ def adjust_row_reference(
         x_V[ids_E.long()] += amounts_E.view(torch.float32)
     mask_row = int(state.mask_row_R[line.row])
     if mask_row >= 0:
-        x_V[~unpack_mask(state.masks_RW[mask_row].to(x_V.device), len(x_V))] = -torch.inf
+        x_V.masked_fill_(forbidden_by(state.masks_RW[mask_row], len(x_V)).to(x_V.device), -torch.inf)
     if not line.has_uses:
         return x_V
     uses_V = state.uses_RV[line.row].int()
@@ -58,10 +59,10 @@ def adjust_row_reference(
     return torch.where(count_V > 0, x_V - (line.presence + line.frequency * count_V.float()), x_V)
 
 
-def unpack_mask(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Which ids a mask allows."""
-    bits_W32 = mask_W.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=mask_W.device)
-    return (bits_W32 & 1).flatten()[:vocab_size] != 0
+def forbidden_by(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Which ids a mask, on the host, does not allow: a bool for each."""
+    bits_V = np.unpackbits((~mask_W.numpy()).view(np.uint8), count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits_V.view(np.bool_))
 
 
 if INTERPRETED or is_amd():  # where there is no such function
