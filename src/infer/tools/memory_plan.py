@@ -243,8 +243,9 @@ def plan_memory(
     *,
     dtype: str,
     counted: WeightCount | None = None,
+    advises: bool = True,
 ) -> MemoryPlan:
-    """Divide the memory of a machine, or say what would fit instead; `counted`: the weights, if known."""
+    """Divide the memory of a machine, or say what would fit if it `advises`; `counted`: weights, if known."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
     scheduler = machine.scheduler_for(config, headers.config, max_seq_len)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
@@ -266,9 +267,8 @@ def plan_memory(
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
-        raise NoRoom(
-            _too_small(config, headers, machine, dtype, f"{in_form(weight_format)} needs {parts}", step)
-        )
+        needs = f"{in_form(weight_format)} needs {parts}"
+        raise NoRoom(_too_small(config, headers, machine, dtype, needs, step) if advises else needs)
     cache = fit_cache(
         config.cache,
         scheduler,

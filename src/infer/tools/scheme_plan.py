@@ -61,7 +61,8 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
         counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes, model)
         tokens = None
         with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
-            tokens = plan_memory(asked, headers, machine, dtype=dtype, counted=counted).cache.num_tokens
+            plan = plan_memory(asked, headers, machine, dtype=dtype, counted=counted, advises=False)
+            tokens = plan.cache.num_tokens
         row = SchemePlan(
             quantization=name,
             kept_as=form,
