@@ -78,7 +78,7 @@ def whole_graphs(runner: DeviceRunner, num_rows: int) -> StepGraphs:
 def launch_masked(runner: DeviceRunner) -> Any:
     """In place of `launch`: every row that samples has a mask."""
     begin = runner.begin
-    runner._rows.sampling.masks_RW.fill_(HALF)
+    runner._rows.sampling.masks_RW.fill_(int(HALF))
 
     def launch(plan: Any, sequences: Any) -> Any:
         step: Any = begin(plan, sequences)

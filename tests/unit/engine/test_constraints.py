@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
+from infer.execution.runner import StepResult, UnsampledStep
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
+from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.sequence import Sequence
 from infer.structured import compiler as compiler_module
 from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, OracleStep, expected
@@ -304,15 +308,22 @@ def test_the_model_of_the_next_step_is_launched_before_ids_are_reported(
     world = GuidedWorld(num_blocks=100, steps_ahead=2)
     runner, engine, moves = world.runner, world.engine, list[tuple[str, int]]()
     begin, conclude, sample = runner.begin, engine._conclude, OracleStep.sample
-    monkeypatch.setattr(
-        runner, "begin", lambda plan, seqs: moves.append(("begin", plan.step)) or begin(plan, seqs)
-    )
-    monkeypatch.setattr(
-        engine, "_conclude", lambda flight: moves.append(("report", flight.plan.step)) or conclude(flight)
-    )
-    monkeypatch.setattr(
-        OracleStep, "sample", lambda self, numbers: moves.append(("sample", 0)) or sample(self, numbers)
-    )
+
+    def noted_begin(plan: StepPlan, sequences: list[Sequence]) -> UnsampledStep:
+        moves.append(("begin", plan.step))
+        return begin(plan, sequences)
+
+    def noted_report(flight: Any) -> list[StepOutput]:
+        moves.append(("report", flight.plan.step))
+        return conclude(flight)
+
+    def noted_sample(self: OracleStep, numbers: list[int]) -> Callable[[], StepResult]:
+        moves.append(("sample", 0))
+        return sample(self, numbers)
+
+    monkeypatch.setattr(runner, "begin", noted_begin)
+    monkeypatch.setattr(engine, "_conclude", noted_report)
+    monkeypatch.setattr(OracleStep, "sample", noted_sample)
     world.add("a", [5], structured=Structured.regex("[a-z]{40}"), max_tokens=8)
     world.run()
     order = [name for name, _ in moves]

@@ -374,9 +374,13 @@ def test_a_body_that_takes_long_to_parse_is_refused_piece_by_piece(
     body: bytes, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop does other work between pieces, and what is behind the limit is not looked at."""
-    sizes: list[int] = []
-    add = BodyCounts.add
-    monkeypatch.setattr(BodyCounts, "add", lambda self, piece: sizes.append(len(piece)) or add(self, piece))
+    sizes, add = list[int](), BodyCounts.add
+
+    def noted_add(self: BodyCounts, piece: bytes) -> None:
+        sizes.append(len(piece))
+        add(self, piece)
+
+    monkeypatch.setattr(BodyCounts, "add", noted_add)
     monkeypatch.setattr(json_route, "check_fields", lambda body: pytest.fail("all of it at once"))
 
     async def run() -> int:
