@@ -79,7 +79,7 @@ class Work(NamedTuple):
 def repeated(repeats: int, measured: Callable[[], dict[str, float]]) -> dict[str, float]:
     """The median of some measurements, clock by clock."""
     found = [measured() for _ in range(repeats)]
-    return {clock: statistics.median(one[clock] for one in found) for clock in found[0]}
+    return {clock: round(statistics.median(one[clock] for one in found), 1) for clock in found[0]}
 
 
 def all_figures(generate: Callable[[int, int, int], None], work: Work) -> dict[str, Any]:
@@ -395,7 +395,9 @@ def run_elsewhere(python: str, engine: str, path: Path, work: Work) -> dict[str,
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Figure by figure."""
     return {
-        what: {clock: statistics.median(r[what][clock] for r in rounds) for clock in rounds[0][what]}
+        what: {
+            clock: round(statistics.median(r[what][clock] for r in rounds), 3) for clock in rounds[0][what]
+        }
         for what in rounds[0]
     }
 
