@@ -29,6 +29,7 @@ from infer.config.knobs import KnobRow
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+REPORTS = DOCS.parent / "benchmarks" / "reports"
 sys.path.insert(0, str(DOCS.parent))  # run as a script, it finds its own folder alone
 
 from scripts import size  # noqa: E402
@@ -104,7 +105,7 @@ def benchmarks_page(page: str) -> str:
     """Return the page with the tables of its reports; for one that is missing, how to make it."""
 
     def table(match: re.Match[str]) -> str:
-        path = DOCS.parent / "benchmarks" / "reports" / match[2]
+        path = REPORTS / match[2]
         if not path.exists():
             return f"{match[1]}*Not measured yet.* `{match[3]}`\n{match[4]}"
         report = read_report(path)
@@ -146,7 +147,7 @@ def gpu_page(text: str) -> str:
     steps = ["| shape | 1 row | 64 rows | 256 rows |", "|---|---:|---:|---:|"]
     loads = ["| shape | gaps | cached |", "|---|---:|---:|"]
     origins = [""]
-    for path in sorted((DOCS.parent / "benchmarks" / "reports").glob("gpu-*.json")):
+    for path in sorted(REPORTS.glob("gpu-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if (form := found.get("quantization", "none")) != "none":
             found["model"] += f" in {form}"
@@ -185,29 +186,100 @@ def gpu_origin(found: dict[str, Any]) -> str:
 
 
 CPU_DEFAULT = "ours int4"  # what `auto` is for the default model
-CPU_FIGURES = ("decode 1", "decode 8", "prefill")
+CPU_PEER = {"int4": "llama.cpp Q4_0", "int8": "llama.cpp Q8_0"}
+CPU_FIGURES = {
+    "decode 1": "decode, 1 sequence",
+    "decode 8": "8 sequences",
+    "prefill": "prompt of 512",
+    "long": "prompt of {long:,}",
+    "http 1": "HTTP, 1 stream",
+    "http 8": "8 streams",
+}
 
 
 def cpu_page(text: str) -> str:
-    """Return the page with its first line and its table made anew from benchmarks/reports/cpu.json."""
-    found = json.loads((DOCS.parent / "benchmarks" / "reports" / "cpu.json").read_text(encoding="utf-8"))
-    lines = ["| engine | decode, 1 sequence | decode, 8 sequences | prefill 512 |", "|---|---|---|---|"]
-    for engine, figures in found["engines"].items():
-        cells = (f"{figures[name]['per_cpu_s']:,.0f}" for name in CPU_FIGURES)
-        lines.append(f"| {engine} | {' | '.join(cells)} |")
-    machine = found["machine"]
-    load, date = ", ".join(map(str, found["load"])), machine.get("date", NOT_RECORDED)[:10]
-    lines += [
-        "",
-        f"{machine['cpu']}, of which {found['threads']} used; load {load}; "
-        f"median of {found['rounds']} rounds; commit {machine['commit']}, {date}.",
-    ]
-    one, many, prompt = (found["engines"][CPU_DEFAULT][name]["per_cpu_s"] for name in CPU_FIGURES)
+    """Return the page with its first line and its tables made anew from benchmarks/reports/cpu*.json."""
+    found = _cpu_report("cpu.json")
+    (threads, engines), clock = next(iter(found["threads"].items())), _cpu_clock(found)
+    one, many, prompt = (engines[CPU_DEFAULT][name][clock] for name in ("decode 1", "decode 8", "prefill"))
     line = (
-        f"{machine['cpu']}, of which {found['threads']} used: **{one:,.0f} tokens per second** for one "
-        f"sequence, {many:,.0f} for eight, {prompt:,.0f} tokens of a prompt per second."
+        f"{found['machine']['cpu']}, of which {threads} used, {found['of'][CPU_DEFAULT]['instruction_set']}: "
+        f"**{one:,.0f} tokens per second** for one sequence, {many:,.0f} for eight, "
+        f"{prompt:,.0f} tokens of a prompt per second."
     )
-    return fill(fill(text, "cpu speed", [line]), "cpu report", lines)
+    text = fill(fill(text, "cpu speed", [line]), "cpu report", _cpu_tables(found))
+    larger = [path.name for path in sorted(REPORTS.glob("cpu-*.json"))]
+    return fill(text, "cpu larger", [line for name in larger for line in _cpu_larger(_cpu_report(name))])
+
+
+def _cpu_report(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((REPORTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _cpu_clock(found: dict[str, Any]) -> str:
+    """By which clock a report compares: processor time where the machine had other work."""
+    return "per_s" if found["load"][0] < 1.5 else "per_cpu_s"
+
+
+def _cpu_tables(found: dict[str, Any]) -> list[str]:
+    clock = _cpu_clock(found)
+    lines = []
+    for threads, engines in found["threads"].items():
+        shown = [name for name in CPU_FIGURES if any(name in figures for figures in engines.values())]
+        heads = [CPU_FIGURES[name].format(long=found["long"]) for name in shown]
+        has_http = "http 1" in shown
+        heads += ["TTFT, 1 stream", "start"] if has_http else []
+        lines += [
+            f"| {threads} thread{'s' * (threads != '1')} | {' | '.join(heads)} |",
+            "|---" * (len(heads) + 1) + "|",
+        ]
+        for engine, figures in engines.items():
+            cells = [_cpu_cell(engines, engine, name, clock) for name in shown]
+            if has_http:
+                cells.append(f"{figures['http 1']['ttft_s'] * 1e3:.0f} ms" if "http 1" in figures else "")
+                cells.append(f"{figures['start']['s']:.1f} s" if "start" in figures else "")
+            lines.append(f"| {engine} | {' | '.join(cells)} |")
+        lines.append("")
+    uses = {
+        of["version"] + ": " + of["instruction_set"] for of in found["of"].values() if "instruction_set" in of
+    }
+    lines += [f"- {each}" for each in sorted(uses)]
+    return [*lines, "", _cpu_origin(found, clock)]
+
+
+def _cpu_cell(engines: dict[str, Any], engine: str, name: str, clock: str) -> str:
+    """Tokens per second; of ours also how many times llama.cpp's, with as many bits."""
+    if name not in engines[engine]:
+        return ""
+    rate = engines[engine][name][clock]
+    peer = engines.get(next((CPU_PEER[bits] for bits in CPU_PEER if f"ours {bits}" in engine), ""), {})
+    return f"{rate:,.0f} ({rate / peer[name][clock]:.2f}x)" if name in peer else f"{rate:,.0f}"
+
+
+def _cpu_larger(found: dict[str, Any]) -> list[str]:
+    heads = ["decode, 1 sequence", "GB/s", "8 sequences", "prompt of 512"]
+    lines = []
+    for threads, engines in found["threads"].items():
+        lines += [
+            f"| {Path(found['model']).stem}, {threads} threads | {' | '.join(heads)} |",
+            "|---" * 5 + "|",
+        ]
+        for engine, figures in engines.items():
+            names = ("decode 1", "decode 8", "prefill")
+            one, many, prompt = (_cpu_cell(engines, engine, name, "per_s") for name in names)
+            lines.append(f"| {engine} | {one} | {figures['decode 1']['gb_per_s']:.1f} | {many} | {prompt} |")
+    return [*lines, "", _cpu_origin(found, "per_s"), ""]
+
+
+def _cpu_origin(found: dict[str, Any], clock: str) -> str:
+    machine, load = found["machine"], ", ".join(map(str, found["load"]))
+    unit = "by the clock" if clock == "per_s" else "of processor time"
+    return (
+        f"Tokens per second {unit}. {machine['cpu']}, {machine['architecture']}; load {load} before; "
+        f"medians of {found['rounds']} x {found.get('repeats', 3)}; "
+        f"commit {machine['commit']}, {machine['date'][:10]}."
+    )
 
 
 SIZE = re.compile(r"<!-- size -->.*?<!-- /size -->", re.DOTALL)
