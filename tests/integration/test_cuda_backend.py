@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,9 @@ class GpuStore:
 
 def prepare(asked: str, *, block_size: int = 16, max_batch_size: int = 256) -> str:
     store: Any = GpuStore()
-    return device_step.prepare_backend(
-        ("triton", asked), load("qwen3", "float16").config, store, block_size, max_batch_size
-    )
+    config = load("qwen3", "float16").config
+    chosen = device_step.choose_backend(("triton", asked), config, store, block_size)
+    return device_step.compile_backend(chosen, config, store, block_size, max_batch_size)
 
 
 def test_auto_compiles_for_many_rows_only_where_a_batch_may_have_them(emulated: list[EmulatedLaunch]) -> None:
@@ -166,6 +167,16 @@ def test_auto_goes_without_what_cannot_be_had_and_says_so_once(
     assert "block_size to be a multiple of 16, and it is 8" in caplog.text
     with pytest.raises(ConfigError, match="attention_backend=cuda needs block_size to be a multiple of 16"):
         prepare("cuda", block_size=8)
+
+
+def test_what_a_kernel_cannot_serve_is_known_before_any_is_compiled(emulated: list[EmulatedLaunch]) -> None:
+    """Steps are gone through while compilers run: with heads of 16, they must know already."""
+    store: Any = GpuStore()
+    config = replace(load("qwen3", "float16").config, head_dim=16)
+    assert device_step.choose_backend(("triton", "auto"), config, store, 16) == "triton"
+    with pytest.raises(ConfigError, match="heads of 64 or 128, and this model's have 16"):
+        device_step.choose_backend(("triton", "cuda"), config, store, 16)
+    assert not emulated
 
 
 def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(

@@ -39,7 +39,7 @@ from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
 from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows
 from infer.execution.gpu.sending import send
-from infer.execution.gpu.step import DeviceStep, prepare_backend
+from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import LOGPROB_ROWS, HostSampler, PromptTable
@@ -90,17 +90,19 @@ class DeviceRunner:
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._backend = attention_backend
         backends = attention_backend, decode_attention_backend
-        finding = partial(prepare_backend, backends, config, store, state.block_size, max_batch_size)
+        chosen = choose_backend(backends, config, store, state.block_size)
         # compilers begin here, and go on beside what follows (`wait_for_compilers`)
         pool = ThreadPoolExecutor(1, "compile-attention")
-        self._decode_backend = pool.submit(finding)
+        self._decode_backend = pool.submit(
+            compile_backend, chosen, config, store, state.block_size, max_batch_size
+        )
         pool.shutdown(wait=False)
         self._wait_for_sampler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size, max_len=max_seq_len, num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, device=device,
-            backend=decode_attention_backend if is_gpu(device) else self._decode_backend.result(),
+            backend=chosen,
         )  # fmt: skip
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0

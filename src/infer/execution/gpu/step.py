@@ -32,7 +32,7 @@ Shapes:  T tokens, S of them rows that decode, K block tables, N query heads, G 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -169,31 +169,52 @@ class DeviceStep(StepContext):
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
 
 
-def prepare_backend(
-    backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
-) -> str:
-    """The backend of rows that decode, of those asked for prompts and for them; compiled, or an error.
+def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int) -> str:
+    """The backend of rows that decode, of those asked for prompts and for them; an error if it cannot be.
 
-    `auto` does without CUDA C++ where it cannot be had.
+    `auto` does without CUDA C++ where the model, the cache or the GPU is not for it.
     """
     prompts, asked = backends
     if prompts == "flash":
         check_flash(store.device, config.head_dim)
     if asked not in ("auto", "cuda"):
         return asked
-    is_auto = asked == "auto"
-    if is_auto and not is_gpu(store.device):
+    if asked == "auto" and not is_gpu(store.device):
         return "triton"
-    heads = CachedHeads(
-        store.dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size,
-        None if store.scales[0] is None else store.keys[0].dtype,
-    )  # fmt: skip
-    try:
-        if not is_auto or heads.kept_as or not is_projected_faster(max_batch_size, config.num_kv_heads):
+    heads = _cached_heads(config, store, block_size)
+    return _or_triton(asked, lambda: heads.check(store.device))
+
+
+def compile_backend(
+    chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
+) -> str:
+    """Compile what was chosen, and return it; `auto` does without CUDA C++ where there is no compiler."""
+    if chosen not in ("auto", "cuda"):
+        return chosen
+    heads = _cached_heads(config, store, block_size)
+
+    def run() -> None:
+        is_whole = chosen == "cuda" or heads.kept_as is not None
+        if is_whole or not is_projected_faster(max_batch_size, config.num_kv_heads):
             compile_decode(DECODE, heads, store.device)
         compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
+
+    return _or_triton(chosen, run)
+
+
+def _cached_heads(config: ModelConfig, store: KVStore, block_size: int) -> CachedHeads:
+    kept_as = None if store.scales[0] is None else store.keys[0].dtype
+    return CachedHeads(
+        store.dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size, kept_as
+    )
+
+
+def _or_triton(asked: str, work: Callable[[], None]) -> str:
+    """What was asked for, if `work` succeeds; Triton where it does not and `auto` leaves the choice."""
+    try:
+        work()
     except ConfigError as error:
-        if not is_auto:
+        if asked != "auto":
             raise
         logger.info("all rows that decode are computed by Triton: %s", error)
         return "triton"
