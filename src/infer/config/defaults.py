@@ -21,7 +21,7 @@ class StepDefaults(NamedTuple):
     batched_tokens: int
     chunk_size: int | None  # None: as long as the step
     mixed_tokens: int | None  # prompt tokens of a step in which others decode; None: no limit of their own
-    busy_tokens: int = 0  # all tokens of such a step while prompts come all the time; 0: any number
+    busy_tokens: int = 0  # all tokens of a short step, where hurried ones are frequent; 0: never short
 
 
 CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)

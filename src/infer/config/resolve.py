@@ -81,7 +81,7 @@ class ResolvedScheduler:
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
-    busy_step_tokens: int  # of a step, decoding rows included, where hurried ones would be frequent; 0: any
+    busy_step_tokens: int  # of a step, decoding rows included, where hurried ones would be frequent; 0: never
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int

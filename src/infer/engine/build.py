@@ -282,13 +282,16 @@ def _rehearse(
         )
         runner = _make_runner(config, loaded, store, state)
         assert isinstance(runner, DeviceRunner)
+        return runner
+
+    def compile_steps(runner: DeviceRunner) -> None:
         runner.compile()  # Triton's kernels, while others compile those in CUDA C++
         wait_for_linears()
         runner.wait_for_compilers()
-        return runner
 
     return rehearse(
         make_runner,
+        compile_steps,
         loaded.device,
         config.scheduler,
         compute_step(config, loaded),

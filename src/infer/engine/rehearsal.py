@@ -30,6 +30,7 @@ GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte
 
 def rehearse(
     make_runner: Callable[[], DeviceRunner],
+    compile_steps: Callable[[DeviceRunner], None],
     device: torch.device,
     scheduler: ResolvedScheduler,
     computed: StepBytes,
@@ -50,6 +51,7 @@ def rehearse(
         made: list[DeviceRunner] = []
         buffers = device_memory.peak_of(lambda: made.append(make_runner()), device)
         runner = made.pop()
+        compile_steps(runner)  # what that takes is free again, and no part of the buffers
         layers = device_memory.peak_of(runner.compute_padding, device)
         logits = device_memory.peak_of(runner.sample_padding, device)
     except torch.OutOfMemoryError as error:

@@ -66,7 +66,7 @@ def test_every_ablation_has_its_sentences_on_the_page() -> None:
 
 
 def test_a_report_becomes_a_table_with_its_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(docs, "REPORTS", tmp_path / "benchmarks" / "reports")
     row = make_row("+paged w1_single", "", [{"speed_up": 1.5}], note="it is faster.")
     report = make_report("matrix", [row], model={}, config={}, seed=1, repeats=1, warmup=0)
     page = "<!-- report r.json: infer bench matrix -->\n<!-- end -->"
@@ -78,7 +78,7 @@ def test_a_report_becomes_a_table_with_its_sentences(tmp_path: Path, monkeypatch
 
 
 def test_an_interrupted_report_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(docs, "REPORTS", tmp_path / "benchmarks" / "reports")
     row = make_row("w", "", [{"speed_up": 1.5}])
     cut = make_report("matrix", [row], model={}, config={}, seed=1, repeats=1, warmup=0, is_partial=True)
     write_report(cut, tmp_path / "benchmarks" / "reports" / "r.json")

@@ -232,7 +232,7 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
 
         monkeypatch.setattr(device_memory, "peak_of", peak_of)
         computed = StepBytes(0, 0, scratch=scratch)
-        return rehearsal.rehearse(lambda: runner, GPU, scheduler, computed, 448, None).graphs
+        return rehearsal.rehearse(lambda: runner, lambda _: None, GPU, scheduler, computed, 448, None).graphs
 
     share = 512 / 8192
     assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20)

@@ -37,9 +37,9 @@ def test_a_failure_leaves_them_as_they_were() -> None:
 def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def watched(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+    def watched(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bool = False) -> Samples:
         seen.append(torch.get_num_threads())
-        return sample(logits_SV, rows)
+        return sample(logits_SV, rows, overwrites=overwrites)
 
     monkeypatch.setattr("infer.execution.host_sampling.sample", watched)
     run_engine(make_engine(), [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))])

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -267,8 +267,13 @@ class DeviceRunner:
 
     def _kind(self, number: int) -> tuple[object, ...]:
         """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
+
+        def kept(stored: Any) -> tuple[object, ...]:
+            return () if stored is None else (type(stored), stored.spec.form, stored.bias is not None)
+
         parts = [
-            (type(part), type(getattr(part, "stored", None))) for part in self._model.layers[number].modules()
+            (type(part), *kept(getattr(part, "stored", None)))
+            for part in self._model.layers[number].modules()
         ]
         return self._model.config.window(number), self._model.config.mlp_size(number), *parts
 
@@ -279,8 +284,9 @@ class DeviceRunner:
                 run()
         except torch.AcceleratorError:
             raise
-        except Exception:  # out of memory, say: a prompt may still find room
-            logger.exception("cannot run a step of padding ahead of time")
+        except Exception as error:  # out of memory, say: a prompt may still find room
+            reason = str(error).partition("\n")[0]
+            logger.warning("cannot run a step of padding ahead of time step=%s error=%s", run, reason)
 
     def _run_ragged_padding(self, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
         """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""

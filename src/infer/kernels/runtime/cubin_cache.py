@@ -40,15 +40,23 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 
 @contextlib.contextmanager
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
-    """Wait while another process or thread is in here with this key; without a folder for locks, go on."""
+    """Wait for a process or thread that is in here with this key; without a folder for locks, go on.
+
+    Where what it made cannot be kept, those that waited may make it at the same time.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, CBuildError):
             path = cache_directory() / f"{_digest(key)}.lock"
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.open("wb"))
-            stack.callback(path.unlink, missing_ok=True)  # who waits has this file open, and finds all made
+            stack.callback(_forget, path)  # a process that waits has the file open, and finds all made
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _digest(key: Sequence[bytes]) -> str:

@@ -57,8 +57,8 @@ MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
 }
 LARGE_FIELDS = ("input", "instructions", "messages", "prompt", "system", "tokens")  # may fill the body
 MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
-MAX_VALUES = 30_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
-MAX_COMMAS = 300_000  # between values: token ids have nothing else
+MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
+MAX_COMMAS = 1_000_000  # between values: token ids have nothing else
 MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
 PIECE = 65_536  # bytes that are looked at at a time
 _QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
