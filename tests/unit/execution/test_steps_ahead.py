@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infer.execution.gpu.readback import Readback
+from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.runner import StepResult
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import Chunk, StepPlan
@@ -280,3 +281,12 @@ def test_masks_are_given_out_when_the_steps_before_have_been_sampled() -> None:
         readback.take(step, torch.tensor([1]), 1)
     readback.arrive()
     assert [event.synchronize.call_count for event in events] == [0, 1, 0, 0], "the last one is behind all"
+
+
+def test_the_runner_waits_before_it_gives_out_lines_for_masks() -> None:
+    calls: list[str] = []
+    runner: Any = mock.MagicMock()
+    runner._readback.arrive.side_effect = lambda: calls.append("arrive")
+    runner._rows.masks.take.side_effect = lambda count: calls.append(f"take {count}")
+    DeviceRunner.take_masks(runner, 3)
+    assert calls == ["arrive", "take 3"]
