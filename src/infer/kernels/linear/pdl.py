@@ -146,7 +146,7 @@ def registers_of(config: PdlConfig, M: int, K: int, *, gated: bool) -> int:
 
 
 def _coded_registers(form: CodedForm) -> int:
-    """Of 16 rows and a chunk of columns: codes, and the scales of groups."""
+    """Registers of a thread that hold codes of 16 rows and a chunk of columns, and the scales of groups."""
     num_words = 0 if not form.group else 4 if form.group == 32 else 2
     return form.bits + num_words
 
