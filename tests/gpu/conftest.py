@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_each() -> None:
+    """Workers side by side (pytest -n) leave each other the processors: the CPU's answers take one thread."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

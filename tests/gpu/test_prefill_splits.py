@@ -25,8 +25,9 @@ MODELS = [Heads(16, 8, 128), Heads(32, 8, 64), Heads(32, 8, 128), Heads(4, 1, 25
 class TestCompiledSplits(SplitsContract):
     device = "cuda"
 
-    @pytest.mark.parametrize("heads", MODELS, ids=str)
-    @pytest.mark.parametrize("window", [None, 1024])
+    @pytest.mark.parametrize(
+        ("heads", "window"), list(zip(MODELS, (None, 1024, 1024, None, None), strict=True)), ids=str
+    )
     def test_a_replayed_graph_follows_the_tiles(self, heads: Heads, window: int | None) -> None:
         """Captured with empty tiles; then long contexts, short ones, many, one token, none."""
         num_tokens, max_tiles = 512, 32

@@ -64,7 +64,7 @@ class LinearContract:
     @pytest.fixture(autouse=True)
     def configs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tiles so small that N and K take several of them and that K is split."""
-        gemv = GemvConfig(64, 64, num_warps=1)
+        gemv = GemvConfig(64, 64, num_warps=4)  # one warp would spill registers, and compile for a minute
         skinny = SkinnyConfig(64, 64, split_k=3, num_warps=4, num_stages=2)
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: gemv)
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: skinny)
