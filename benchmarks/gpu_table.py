@@ -251,7 +251,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
         device="cuda",
         quantization=args.quantization,
         max_seq_len=args.max_seq_len,
-    )  # fmt: skip
+    )
     target = BenchTarget(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
     engine = target.engine()
     first_token(engine, tuple(range(1, 129)), "first")

@@ -51,7 +51,7 @@ PARAMS: list[dict[str, Any]] = [
     {"reasoning": {"end_id": 7, "max_tokens": 3, "forced": (9, 7)}, "structured": {"choice": ["ab", "cd"]}},
     {"temperature": 1.0, "seed": 6, "ignore_eos": True},
     {"structured": {"json_object": True}, "temperature": 1.0, "seed": 7, "best_of": 2},
-]  # fmt: skip
+]
 KNOBS: list[dict[str, Any]] = [
     {"max_batch_size": 3},
     {"use_chunked_prefill": False},

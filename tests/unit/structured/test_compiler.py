@@ -129,7 +129,7 @@ BOMBS = {
     "products": lambda: Structured.json_schema(
         {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(8)]} for i in range(8)]}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -99,7 +99,7 @@ REFUSED = [
     ({"type": "integer", "minimum": 5, "maximum": 2}, "", "minimum"),
     ({"type": "object", "minProperties": 1, "properties": {"a": {"type": "null"}}}, "", "Properties"),
     ({"x-guidance": {"lenient": True}, "not": {}}, "#/not", "not"),
-]  # fmt: skip
+]
 
 
 def grammar_of(schema: Any) -> Grammar:

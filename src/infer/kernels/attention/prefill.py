@@ -74,7 +74,7 @@ from infer.kernels.runtime.dispatch import (
     num_sms,
     tl,
     use_triton,
-)  # fmt: skip
+)
 from infer.kernels.runtime.launch import launch_triton
 
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of

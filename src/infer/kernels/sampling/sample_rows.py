@@ -60,7 +60,7 @@ from infer.kernels.runtime.dispatch import (
     next_power_of_two,
     tl,
     use_triton,
-)  # fmt: skip
+)
 from infer.kernels.sampling.adjust_logits import (
     adjust_row_reference,
     adjust_tile,
