@@ -39,6 +39,7 @@ from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
+from infer.engine.stats import EngineForm
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
@@ -143,13 +144,15 @@ def build_engine(
         context_len=config.max_seq_len,
         model_len=loaded.config.context_len,
         family=loaded.config.family,
-        dtype=config.dtype,
-        weights=config.weights,
-        gpu=gpu_name(loaded.device) if on_gpu else "",
-        kv_cache_dtype=kv_cache_dtype(config),
-        products=products(config),
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
+        form=EngineForm(
+            dtype=config.dtype,
+            weights=config.weights,
+            kv_cache_dtype=kv_cache_dtype(config),
+            products=products(config),
+            gpu=gpu_name(loaded.device) if on_gpu else "",
+        ),
         observer=observer,
         steps_ahead=config.steps_ahead,
         prepare=freezing(prepare) if on_gpu else prepare,

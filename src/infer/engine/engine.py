@@ -54,7 +54,7 @@ from infer.engine.compiling import CompilingRequests
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable
-from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
+from infer.engine.stats import STEP_TOKENS, EngineForm, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.runner import Runner, StepResult, UnsampledStep
 from infer.sampling.params import NO_TOKEN, SamplingParams
@@ -93,13 +93,9 @@ class Engine:
         context_len: int,
         model_len: int | None = None,
         family: str = "",
-        dtype: str = "",
-        weights: str = "",
-        gpu: str = "",
-        kv_cache_dtype: str = "",
-        products: str = "",
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
+        form: EngineForm | None = None,
         observer: EngineObserver | None = None,
         steps_ahead: int = 0,
         prepare: Callable[[], bool] = lambda: False,
@@ -109,13 +105,7 @@ class Engine:
         self.scheduler = scheduler
         self.phases = phases or Phases()  # of its start
         self.context_len = context_len
-        self._form = (
-            dtype,
-            weights,
-            gpu,
-            kv_cache_dtype,
-            products,
-        )  # of its numbers, and what computes them, for `stats`
+        self._form = form or EngineForm()
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
         self._runner = runner
@@ -236,11 +226,11 @@ class Engine:
             num_grammar_failures=self._compiling.num_failures,
             grammar_s=self._compiling.seconds.total,
             grammar_times=tuple(self._compiling.seconds.counts),
-            dtype=self._form[0],
-            weights=self._form[1],
-            gpu=self._form[2],
-            kv_cache_dtype=self._form[3],
-            products=self._form[4],
+            dtype=self._form.dtype,
+            weights=self._form.weights,
+            kv_cache_dtype=self._form.kv_cache_dtype,
+            products=self._form.products,
+            gpu=self._form.gpu,
         )
 
     def reset_prefix_cache(self) -> int:

@@ -13,7 +13,18 @@ STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds for 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineForm:
+    """The number formats of an engine and what computes them: facts that stay as long as it lives."""
+
+    dtype: str = ""  # of the activations
+    weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
+    kv_cache_dtype: str = ""  # of keys and values
+    products: str = ""  # of a CPU's integers: exact or fast; none: weights are not integers
+    gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(EngineForm):
     """A snapshot after a step."""
 
     num_steps: int = 0  # counter
@@ -34,11 +45,6 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
-    dtype: str = ""  # of the activations
-    weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
-    kv_cache_dtype: str = ""  # of keys and values
-    products: str = ""  # of a CPU's integers: exact or fast; none: weights are not integers
-    gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
 
 
 GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
