@@ -29,11 +29,11 @@ from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import num_weights
+from infer.loader.quantization import kept_bytes
 from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.sampling.params import SamplingParams
-from infer.tools.memory_plan import weight_bytes
+from infer.tools.memory_plan import build_on_meta
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import random_prompts, run_engine
@@ -246,5 +246,5 @@ def test_the_plan_knows_what_packed_weights_take() -> None:
         headers.source, device="cpu", quantization="int4", max_seq_len=1024, headers=headers
     ).model
     kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear))
-    num_parameters = num_weights(model)
-    assert weight_bytes(headers, num_parameters, "float32", "int4") == pytest.approx(kept, rel=0.01)
+    planned = kept_bytes(build_on_meta(headers, torch.float32, "int4"))
+    assert planned == pytest.approx(kept, rel=0.01)

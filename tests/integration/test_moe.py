@@ -12,7 +12,7 @@ from infer.bench.roofline import shape_of
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
-from infer.engine.cache_fit import layer_sizes
+from infer.engine.cache_fit import token_elements
 from infer.execution.gpu.runner import DeviceRunner
 from infer.frontend.prompts import make_encoder
 from infer.kernels.cpu.library import library
@@ -20,8 +20,9 @@ from infer.layers.linear import ExpertLinear, Linear
 from infer.layers.moe import ExpertRouter, MixtureOfExperts
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.quantization import kept_bytes
 from infer.quant.packed import Packed
-from infer.tools.memory_plan import count_parameters, weight_bytes
+from infer.tools.memory_plan import build_on_meta, count_parameters
 from scripts.make_checkpoint import make_checkpoint
 from tests.integration.test_engine_toggles import REQUESTS, expected, run_row
 from tests.support.checkpoints import MOE_FAMILIES, reference_model
@@ -121,7 +122,7 @@ def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str,
     assert num_parameters == sum(parameter.numel() for parameter in model.parameters())
     config, experts = headers.config, headers.config.experts
     assert experts is not None and num_parameters > 2 * 6 * 3 * 64 * experts.size  # layers, experts, matrices
-    assert layer_sizes(config).intermediate_size == 2 * (experts.size + 64)
+    assert token_elements(config) == 4 * 64 + 4 * 2 * (experts.size + 64)
     shape = shape_of(config, weight_bytes=2, kv_bytes=2)
     assert shape.layer_params == 2 * (64 * (2 * 64 + 2 * 32) + 2 * 3 * 64 * experts.size)
 
@@ -133,8 +134,8 @@ def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
     model = load(tmp_path, quantization="int8").model
     kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear | ExpertLinear))
     kept += model.embedding.weight.numel() * 2
-    num_parameters, _ = count_parameters(headers)
-    assert weight_bytes(headers, num_parameters, "float32", "int8") == pytest.approx(kept, rel=0.01)
+    planned = kept_bytes(build_on_meta(headers, torch.float32, "int8"))
+    assert planned == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(("family", "mark"), [("mixtral", "[INST]"), ("qwen3_moe", "<|im_start|>")])

@@ -27,9 +27,9 @@ from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import Arrival, Session, Turn, Workload
-from infer.cache.memory import kv_bytes_per_token, step_bytes
+from infer.cache.memory import kv_bytes_per_token
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import kept_as, layer_sizes
+from infer.engine.cache_fit import compute_step, kept_as
 from infer.errors import EngineError
 from infer.kernels.attention.paged import attend_paged
 from infer.kernels.runtime.dispatch import is_gpu
@@ -103,7 +103,6 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
     loaded, config = target.loaded, target.loaded.config
     engine = target.engine()
     stats = engine.stats()
-    scheduler = resolve_for(target.config, loaded).scheduler
     per_token = kv_bytes_per_token(
         config.num_layers,
         config.num_kv_heads,
@@ -113,14 +112,7 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
     split = {
         "weights_bytes": float(target.weight_bytes),
         "kv_bytes": float(stats.num_blocks * stats.block_size * per_token),
-        "activation_bytes": float(
-            step_bytes(
-                scheduler,
-                layer_sizes(config),
-                max_seq_len=loaded.max_seq_len,
-                bytes_per_element=loaded.dtype.itemsize,
-            ).activations
-        ),
+        "activation_bytes": float(compute_step(resolve_for(target.config, loaded), loaded).activations),
         "graph_bytes": 0.0,
         "process_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }

@@ -28,12 +28,9 @@ from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
 from infer.errors import ConfigError, NoRoom
 
-ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
 FLOAT32_BYTES = 4
 GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
 GRAPH_WORKSPACE = 32 << 20  # of the matrix library, for the stream in which steps are captured; on Hopper
-SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
-SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
 GPU_RUNTIME_BYTES = 800 << 20  # CUDA's context, libraries, graph nodes; 693 MiB on an H200 before any graph
 
 
@@ -140,36 +137,6 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
     return 2 * num_layers * num_kv_heads * (head_dim * bytes_per_element + scale)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSizes:
-    """The sizes of a network that decide how much a step needs, in elements."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-
-
-def layer_bytes(sizes: LayerSizes, *, num_tokens: int, bytes_per_element: int) -> int:
-    """Bytes that live at the same time while `num_tokens` are computed, layer after layer.
-
-    Per token: four vectors of the hidden size (a block's input and output, the residual stream before and
-    after) and either the MLP's gate, up, activated gate and product, or attention's q, k, v, the turned q and
-    k and the result.
-    """
-    q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    widest = max(4 * sizes.intermediate_size, 3 * q_size + 3 * kv_size)
-    return num_tokens * (4 * sizes.hidden_size + widest) * bytes_per_element
-
-
-def logit_bytes(sizes: LayerSizes, *, num_rows: int, bytes_per_element: int) -> int:
-    """Bytes of sampling `num_rows`: logits as the model has them; in float32 scaled ones, noise, the sum."""
-    return num_rows * sizes.vocab_size * (bytes_per_element + 3 * FLOAT32_BYTES)
-
-
 def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 1.0) -> float:
     """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice.
 
@@ -177,37 +144,6 @@ def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 
     Nothing if it does not gather: kernels that read keys and values where they lie copy none of them.
     """
     return 2 * widening / num_layers if gathers else 0.0
-
-
-def step_bytes(
-    scheduler: ResolvedScheduler,
-    sizes: LayerSizes,
-    *,
-    max_seq_len: int,
-    bytes_per_element: int,
-    graph_tokens: int | None = None,
-    scratch: Scratch = NO_SCRATCH,
-) -> StepBytes:
-    """What the steps that this scheduler may plan take; `graph_tokens` of prompts are captured at most.
-
-    None: nothing is captured, and no state is kept on the device.
-    """
-    num_rows, each = scheduler.max_batch_size, bytes_per_element
-    num_tokens = min(scheduler.max_num_batched_tokens, num_rows * max_seq_len)
-    layers = ALLOCATOR_FACTOR * layer_bytes(sizes, num_tokens=num_tokens, bytes_per_element=each)
-    layers += scratch.layers
-    logits = logit_bytes(sizes, num_rows=num_rows, bytes_per_element=each) + scratch.head
-    if graph_tokens is None:
-        return StepBytes(layers, logits, scratch=scratch.layers)
-    captured = layer_bytes(sizes, num_tokens=num_rows + graph_tokens, bytes_per_element=each) + scratch.layers
-    splits = SPLITS_PER_ROW * num_rows * sizes.num_heads * sizes.head_dim * FLOAT32_BYTES
-    return StepBytes(
-        layers,
-        logits,
-        graphs=graph_pool_bytes(captured, num_rows * sizes.vocab_size * each + scratch.head),
-        buffers=splits + num_rows * sizes.vocab_size * SAMPLER_BYTES,
-        scratch=scratch.layers,
-    )
 
 
 def graph_pool_bytes(layers: int, logits: int) -> int:

@@ -1,4 +1,4 @@
-"""The size of the KV cache on this machine, from the memory that is free now.
+"""The size of the KV cache on this machine, from the memory that is free now, and what steps take beside it.
 
 The arithmetic is that of `infer plan` (cache/memory.py). A start asks twice: before the weights are read,
 with their bytes taken off what is free, to refuse early; and once they are loaded, on a GPU with what the
@@ -7,20 +7,22 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from infer.cache.layout import KVLayout
 from infer.cache.memory import (
+    FLOAT32_BYTES,
     NO_SCRATCH,
     CacheSize,
-    LayerSizes,
     Scratch,
     StepBytes,
     check_host_blocks,
     fit_cache,
     free_host_bytes,
+    graph_pool_bytes,
     kv_bytes_per_token,
-    step_bytes,
     workspace_share,
 )
 from infer.config.defaults import CPU_SHARE
@@ -33,6 +35,10 @@ from infer.layers.linear import Projected
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
+
+ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
+SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
+SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
 
 
 def fit_to_device(
@@ -50,26 +56,20 @@ def fit_to_device(
     """
     on_gpu = is_gpu(loaded.device)
     free_host = free_host_bytes()
-    cache, model = config.settings.cache, loaded.config
-    layout, kept = kv_layout(model, cache, config.max_seq_len), kept_as(cache, loaded.dtype)
+    cache = config.settings.cache
+    kept = kept_cache(loaded.config, cache, loaded.dtype, config.max_seq_len, gathers=config.gathers_kv)
     memory = look(loaded.device, cache.device_memory, free_host=free_host).with_weights(weight_bytes)
     size = fit_cache(
         cache,
         config.scheduler,
         step or compute_step(config, loaded, scratch),
         max_seq_len=config.max_seq_len,
-        bytes_per_token=kv_bytes_per_token(
-            layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize
-        ),
+        bytes_per_token=kept.bytes_per_token,
         free_bytes=memory.room,
         share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
-        workspace=workspace_share(
-            layout.num_planes,
-            gathers=config.gathers_kv,
-            widening=gathered_bytes(kept, loaded.dtype) / kept.itemsize,
-        ),
+        workspace=kept.workspace,
         left=memory.describe(),
-        layout=layout,
+        layout=kept.layout,
     )
     free_host -= 0 if on_gpu else weight_bytes + size.num_bytes
     check_host_blocks(cache.swap_blocks, size, free_host)
@@ -84,12 +84,57 @@ def compute_step(
         scratch = scratch_of(loaded.model, config.scheduler)
     return step_bytes(
         config.scheduler,
-        layer_sizes(loaded.config),
+        loaded.config,
         max_seq_len=config.max_seq_len,
         bytes_per_element=loaded.dtype.itemsize,
         graph_tokens=graph_tokens(config, loaded.config),
         scratch=scratch,
     )
+
+
+def step_bytes(
+    scheduler: ResolvedScheduler,
+    model: ModelConfig,
+    *,
+    max_seq_len: int,
+    bytes_per_element: int,
+    graph_tokens: int | None = None,
+    scratch: Scratch = NO_SCRATCH,
+) -> StepBytes:
+    """Return what the steps that this scheduler may plan take.
+
+    `graph_tokens` of prompts are captured at most; None: nothing is, and no state is kept on the device.
+    Sampling a row takes its logits as the model has them, and in float32 the scaled ones, noise and the sum.
+    """
+    num_rows, each = scheduler.max_batch_size, bytes_per_element
+    num_tokens = min(scheduler.max_num_batched_tokens, num_rows * max_seq_len)
+    layers = ALLOCATOR_FACTOR * num_tokens * token_elements(model) * each + scratch.layers
+    logits = num_rows * model.vocab_size * (each + 3 * FLOAT32_BYTES) + scratch.head
+    if graph_tokens is None:
+        return StepBytes(layers, logits, scratch=scratch.layers)
+    captured = (num_rows + graph_tokens) * token_elements(model) * each + scratch.layers
+    splits = SPLITS_PER_ROW * num_rows * model.num_heads * model.head_dim * FLOAT32_BYTES
+    return StepBytes(
+        layers,
+        logits,
+        graphs=graph_pool_bytes(captured, num_rows * model.vocab_size * each + scratch.head),
+        buffers=splits + num_rows * model.vocab_size * SAMPLER_BYTES,
+        scratch=scratch.layers,
+    )
+
+
+def token_elements(model: ModelConfig) -> int:
+    """Return the numbers of one token that live at the same time, layer after layer.
+
+    Four vectors of the hidden size (a block's input and output, the residual stream before and after), and
+    either the MLP's gate, up, activated gate and product, or attention's q, k, v, the turned q and k and the
+    result.
+    """
+    widest_mlp = max(model.mlp_size(layer) for layer in range(model.num_layers))
+    if model.experts is not None:  # each of a token's experts has a result of its own until they are added
+        widest_mlp += model.experts.num_choices * model.hidden_size
+    heads = 3 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return 4 * model.hidden_size + max(4 * widest_mlp, heads)
 
 
 def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
@@ -107,14 +152,30 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
     return most_tokens(model, config.scheduler.max_num_batched_tokens)
 
 
+class KeptCache(NamedTuple):
+    """How keys and values of a model are kept, and what each token of them takes."""
+
+    layout: KVLayout  # which layers share blocks
+    bytes_per_token: int
+    workspace: float  # what attention needs of the cache's size once more
+
+
+def kept_cache(
+    model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, max_seq_len: int, *, gathers: bool
+) -> KeptCache:
+    """Return what a cache of this model takes; attention that `gathers` unpacks codes, beside the codes."""
+    layout, kept = kv_layout(model, cache, max_seq_len), kept_as(cache, dtype)
+    widening = dtype.itemsize / kept.itemsize + (kept != dtype)
+    return KeptCache(
+        layout,
+        kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize),
+        workspace_share(layout.num_planes, gathers=gathers, widening=widening),
+    )
+
+
 def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the type that keys and values of a model in `dtype` are kept in."""
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(cache.kv_cache_dtype, dtype)
-
-
-def gathered_bytes(kept: torch.dtype, dtype: torch.dtype) -> int:
-    """Return what an element takes that attention gathers: in `dtype`, of codes beside its code."""
-    return dtype.itemsize + (kept.itemsize if kept != dtype else 0)
 
 
 def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:
@@ -122,19 +183,3 @@ def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLay
     if cache.kv_cache_backend != "paged":
         return KVLayout.whole(model.num_layers)
     return KVLayout.of([model.window(layer) for layer in range(model.num_layers)], max_seq_len)
-
-
-def layer_sizes(config: ModelConfig) -> LayerSizes:
-    """Return the sizes that decide how much memory a step needs."""
-    widest_mlp = max(config.mlp_size(layer) for layer in range(config.num_layers))
-    if config.experts is not None:  # each of a token's experts has a result of its own until they are added
-        widest_mlp += config.experts.num_choices * config.hidden_size
-    return LayerSizes(
-        hidden_size=config.hidden_size,
-        intermediate_size=widest_mlp,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-    )

@@ -35,8 +35,6 @@ from infer.cache.memory import (
     fit_cache,
     free_host_bytes,
     kv_bytes_per_token,
-    step_bytes,
-    workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
 from infer.config.backends import PLAIN
@@ -51,7 +49,7 @@ from infer.config.resolve import (
 )
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, gathered_bytes, kept_as, kv_layout, layer_sizes, scratch_of
+from infer.engine.cache_fit import fit_to_device, kept_as, kept_cache, scratch_of, step_bytes
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
@@ -135,7 +133,7 @@ class MachineMemory:
         captures = self.keeps_state(config) and config.run.use_cuda_graphs is not False
         return step_bytes(
             scheduler,
-            layer_sizes(model),
+            model,
             max_seq_len=max_seq_len,
             bytes_per_element=bytes_per_element,
             graph_tokens=most_tokens(model, scheduler.max_num_batched_tokens) if captures else None,
@@ -253,15 +251,10 @@ def plan_memory(
     num_parameters, weights, kept_in = counted or count_weights(headers, dtype, weight_format, machine)
     step = machine.steps_of(config, model_config, max_seq_len, bytes_each, kept_in)
     activations = step.activations
-    layout = kv_layout(model_config, config.cache, max_seq_len)
-    kept = kept_as(config.cache, DTYPES[dtype])
-    bytes_per_token = kv_bytes_per_token(
-        layout.num_layers, model_config.num_kv_heads, model_config.head_dim, kept.itemsize
-    )
     can_read = has_c_attention(machine.device, DTYPES[dtype], model_config.head_dim)
     gathers = not (machine.keeps_state(config) or (config.cache.attends_in_c and can_read))
-    share = workspace_share(
-        layout.num_planes, gathers=gathers, widening=gathered_bytes(kept, DTYPES[dtype]) / kept.itemsize
+    layout, bytes_per_token, share = kept_cache(
+        model_config, config.cache, DTYPES[dtype], max_seq_len, gathers=gathers
     )
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
@@ -549,14 +542,6 @@ def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders
     # a GPU need not be here, and is taken to know bfloat16
     dtype = "bfloat16" if load.dtype == "auto" and is_gpu(device) else load.dtype
     return choose_format(load.quantization, dtype, device, _stored(headers), matrices)
-
-
-def weight_bytes(
-    headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str, home: str = "cpu"
-) -> int:
-    """Bytes of all weights: of dense ones by their number, of all others as their projections keep them."""
-    kept = kept_model(headers, dtype, weight_format, home)
-    return kept_bytes(kept) if kept else num_parameters * DTYPES[dtype].itemsize
 
 
 def kept_model(headers: ModelHeaders, dtype: str, weight_format: str, home: str) -> Model | None:

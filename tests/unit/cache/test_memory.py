@@ -10,7 +10,6 @@ import pytest
 from infer.cache.memory import (
     CacheSize,
     DeviceMemory,
-    LayerSizes,
     Scratch,
     StepBytes,
     check_host_blocks,
@@ -19,14 +18,16 @@ from infer.cache.memory import (
     free_host_bytes,
     kv_bytes_per_token,
     size_cache,
-    step_bytes,
     workspace_share,
 )
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig
+from infer.engine.cache_fit import step_bytes
 from infer.errors import ConfigError, NoRoom
+from infer.models.config import ModelConfig
 
-SIZES = LayerSizes(
+SIZES = ModelConfig(  # SmolLM2-135M
+    family="llama",
     hidden_size=576,
     intermediate_size=1536,
     num_layers=30,
@@ -34,6 +35,10 @@ SIZES = LayerSizes(
     num_kv_heads=3,
     head_dim=64,
     vocab_size=49152,
+    context_len=8192,
+    norm_eps=1e-5,
+    activation="silu",
+    tie_embeddings=True,
 )
 
 SCHEDULER = resolve_scheduler(EngineConfig.from_knobs(max_batch_size=8, max_num_batched_tokens=2048), 8192)
@@ -102,7 +107,7 @@ def test_activations_grow_with_the_step_or_with_the_rows_that_sample() -> None:
     """The first figure was measured: 125 MiB for 2048 tokens of SmolLM2-135M in float32."""
 
     def mebibytes(
-        sizes: LayerSizes = SIZES, num_tokens: int = 2048, num_rows: int = 8, bytes_per_element: int = 4
+        sizes: ModelConfig = SIZES, num_tokens: int = 2048, num_rows: int = 8, bytes_per_element: int = 4
     ) -> float:
         scheduler = replace(SCHEDULER, max_num_batched_tokens=num_tokens, max_batch_size=num_rows)
         step = step_bytes(scheduler, sizes, max_seq_len=8192, bytes_per_element=bytes_per_element)

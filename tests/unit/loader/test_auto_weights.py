@@ -27,7 +27,7 @@ from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import StoredMatrix, choose_format, stored_matrices
 from infer.loader.quantization import kept_bytes as bytes_of
 from infer.quant.packed import Packed
-from infer.tools.memory_plan import count_parameters, stored_parameters, weight_bytes
+from infer.tools.memory_plan import build_on_meta, count_parameters, stored_parameters
 from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
@@ -177,15 +177,15 @@ def test_the_experts_of_a_layer_have_one_form(
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("kinds", [{}, MIXED], ids=["Q4_0", "mixed"])
 def test_the_plan_counts_what_is_kept(family: str, kinds: dict[str, str], tmp_path: Path) -> None:
-    """From headers alone, by both counts of the parameters; norms and a router are what little is missing."""
+    """From headers alone, where both counts of the parameters agree."""
     model = reference_model(family, hidden_size=256, intermediate_size=512)
     path = write_gguf(tmp_path / "m.gguf", model, kind="Q4_0", kinds=kinds)
     headers, loaded = read_headers(resolve_model(str(path), show_progress=False)), load(path)
-    for count in (count_parameters(headers)[0], stored_parameters(headers)):
-        planned = weight_bytes(headers, count, "float32", loaded.weights)
-        assert planned == pytest.approx(kept_bytes(loaded), rel=0.02)
-    all_int8 = weight_bytes(headers, count, "float32", "int8")
-    all_int4 = weight_bytes(headers, count, "float32", "int4")
+    assert count_parameters(headers)[0] == stored_parameters(headers)
+    planned, all_int8, all_int4 = (
+        bytes_of(build_on_meta(headers, torch.float32, form)) for form in (loaded.weights, "int8", "int4")
+    )
+    assert planned == pytest.approx(kept_bytes(loaded), rel=0.02)
     assert planned == all_int4 if not kinds else 1.05 * all_int4 < planned < 0.95 * all_int8
 
 
