@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from infer.errors import DeviceLost
 from infer.execution.gpu.readback import Readback
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.runner import StepResult
@@ -288,5 +289,13 @@ def test_the_runner_waits_before_it_gives_out_lines_for_masks() -> None:
     runner: Any = mock.MagicMock()
     runner._readback.arrive.side_effect = lambda: calls.append("arrive")
     runner._rows.masks.take.side_effect = lambda count: calls.append(f"take {count}")
-    DeviceRunner.take_masks(runner, 3)
+    DeviceRunner.take_masks(runner, mock.MagicMock(step=7), 3)
     assert calls == ["arrive", "take 3"]
+
+
+def test_a_device_that_fails_before_masks_are_filled_is_lost() -> None:
+    """As in every other call: the supervisor must start anew, and not only these requests fail."""
+    runner: Any = mock.MagicMock()
+    runner._readback.arrive.side_effect = torch.AcceleratorError("misaligned address")
+    with pytest.raises(DeviceLost, match="before step 7"):
+        DeviceRunner.take_masks(runner, mock.MagicMock(step=7), 3)

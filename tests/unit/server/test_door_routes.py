@@ -76,6 +76,18 @@ def test_a_message_is_the_chat_it_stands_for(oracle: LLM) -> None:
     assert counted.json() == {"input_tokens": usage["prompt_tokens"]}
 
 
+def test_the_end_of_a_history_can_be_counted_and_not_answered(oracle: LLM) -> None:
+    place = site(oracle)
+    block = {"type": "tool_result", "tool_use_id": "toolu_cut", "content": "rain"}
+    said = {"role": "assistant", "content": "It rains."}
+    for history in ([{"role": "user", "content": [block]}, *HELLO["messages"]], [*HELLO["messages"], said]):
+        counted = place.request("POST", COUNT, json={"messages": history})
+        assert counted.status_code == 200, counted.text
+        shorter = place.request("POST", COUNT, json={"messages": HELLO["messages"]})
+        assert counted.json()["input_tokens"] > shorter.json()["input_tokens"]
+        assert place.request("POST", MESSAGES, json=HELLO | {"messages": history}).status_code == 400
+
+
 def test_a_response_is_the_chat_it_stands_for(oracle: LLM) -> None:
     place = site(oracle, saying(oracle, "The river is here."))
     chat = place.request("POST", "/v1/chat/completions", json=HELLO).json()

@@ -335,6 +335,14 @@ def test_a_result_of_no_call_is_400_and_names_the_id(oracle: LLM) -> None:
         talk.choice(messages=[*MESSAGES, *history])
 
 
+def test_the_end_of_a_history_can_be_counted(oracle: LLM) -> None:
+    """An agent that cuts its history asks how long the rest is, also where that begins with a result."""
+    talk = Talk(oracle, CALL)
+    result = {"role": "tool", "tool_call_id": "call_cut_off", "content": "21"}
+    counted = talk.wire.ok("/tokenize", {"messages": [result, *MESSAGES]})
+    assert counted["count"] > talk.wire.ok("/tokenize", {"messages": MESSAGES})["count"]
+
+
 def test_a_call_that_is_cut_does_not_look_complete(oracle: LLM) -> None:
     """A stop string inside the arguments ends the answer: there is no call to make."""
     talk = Talk(oracle, CALL)

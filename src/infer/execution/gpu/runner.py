@@ -375,12 +375,15 @@ class DeviceRunner:
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
-    def take_masks(self, count: int) -> np.ndarray:
-        """So many lines of pinned memory for the masks of the step that was begun.
+    def take_masks(self, plan: StepPlan, count: int) -> np.ndarray:
+        """So many lines of pinned memory for the masks of a plan that was begun.
 
         The steps before it are waited for, whose sampler fetches the same lines; the engine has read them.
         """
-        self._readback.arrive()
+        try:
+            self._readback.arrive()
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed before step {plan.step}") from error
         return self._rows.masks.take(count)
 
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
@@ -657,7 +660,7 @@ class MaskedStep:
 
     def masks(self, num_rows: int) -> np.ndarray:
         """Pinned memory for so many masks: int32 [num_rows, ceil(vocabulary / 32)]."""
-        self._masks_KW = self._runner.take_masks(num_rows)
+        self._masks_KW = self._runner.take_masks(self._plan, num_rows)
         return self._masks_KW
 
     def sample(self, numbers: Sequence[int]) -> WaitForStep:

@@ -14,7 +14,7 @@ from typing import Any
 
 from infer.errors import RequestError
 from infer.server.protocol.errors import show_value
-from infer.server.protocol.schemas import Body, ChatRequest, Name, Neutral
+from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Name, Neutral
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.turns import Path, Turns, spell_path
 
@@ -182,12 +182,13 @@ class OutputConfig(Body):
 
 def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     """The chat that a message is; raises a `RequestError` that names the field of the message."""
-    turns = Turns()
+    is_answered = isinstance(body, MessagesRequest)
+    turns = Turns(is_answered=is_answered)
     if body.system is not None:
         _say(turns, "system", body.system, ("system",))
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
-    if body.messages and body.messages[-1].get("role") == "assistant":
+    if is_answered and body.messages and body.messages[-1].get("role") == "assistant":
         raise RequestError(
             "messages ends with the assistant's turn, which this server cannot continue; end with a user's",
             param="messages",
@@ -206,7 +207,8 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
         }
         fields["stop"] = body.stop_sequences
     body.note_ignored(turns.ignored)
-    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    kind = ChatRequest if is_answered else CountedChat
+    return kind.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def _say(turns: Turns, role: str, content: str | list[Any], path: Path) -> None:

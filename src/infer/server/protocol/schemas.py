@@ -161,13 +161,15 @@ class Body(BaseModel):
 class Conversation(Body):
     """A body that may hold messages."""
 
+    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+
     @model_validator(mode="after")
     def _account_for_message_keys(self) -> Self:
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
         ignored: dict[str, None] = {}  # in the order they were met
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
-            if message.get("role") == "tool":
+            if message.get("role") == "tool" and self.is_answered:
                 check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
             elif calls := message.get("tool_calls"):
                 call_ids.update(_ids_of(calls))
@@ -369,9 +371,16 @@ class ChatRequest(SamplingBody, Conversation):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class CountedChat(ChatRequest):
+    """A chat whose prompt is counted and not answered: it may be the end of a history."""
+
+    is_answered = False
+
+
 class TokenizeRequest(Conversation):
     """`POST /tokenize`: a text, or a conversation."""
 
+    is_answered = False
     neutral = {"add_generation_prompt": CHAT_NEUTRAL["add_generation_prompt"]} | {
         name: CHAT_NEUTRAL[name] for name in ("chat_template", "continue_final_message")
     }

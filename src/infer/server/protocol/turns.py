@@ -29,7 +29,8 @@ Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0
 class Turns:
     """The messages of a conversation, put together in the order in which its parts are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_answered: bool = True) -> None:
+        self._is_answered = is_answered  # by a model: every tool result follows its call
         self._turns: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
         self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
@@ -50,7 +51,8 @@ class Turns:
 
     def answer_call(self, call_id: str, text: str, path: Path) -> None:
         """Add the result of a tool call, whose id stands at `path`."""
-        check_call_id(call_id, self._call_ids, spell_path(path))
+        if self._is_answered:
+            check_call_id(call_id, self._call_ids, spell_path(path))
         self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def messages(self) -> list[dict[str, Any]]:
