@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -242,14 +243,14 @@ def read_peers(paths: Sequence[Path], known: Sequence[str]) -> list[dict[str, An
     return found
 
 
-def measure(directory: Path, args: argparse.Namespace) -> None:
-    """Everything about one shape."""
+def measure(directory: Path, quantization: str, args: argparse.Namespace) -> None:
+    """Everything about one shape, its weights in one form."""
     start = time.perf_counter()
     loaded = load_random(
         directory,
         dtype="bfloat16",
         device="cuda",
-        quantization=args.quantization,
+        quantization=quantization,
         max_seq_len=args.max_seq_len,
     )
     target = BenchTarget(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
@@ -271,11 +272,12 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
         "load_to_first_token_s": round(startup, 2),
         "capture_all_graphs_s": round(capture, 2),
         "knobs": args.knobs,
-        "quantization": args.quantization,
+        "quantization": quantization,
         "peers": [peer for peer in args.peers if peer.get("model") == directory.name],
     }
     print(
-        f"{directory.name}: first token {startup:.1f} s, graphs {capture:.1f} s, ceilings {ceilings}",
+        f"{directory.name} {quantization}: first token {startup:.1f} s, graphs {capture:.1f} s, "
+        f"ceilings {ceilings}",
         flush=True,
     )
     gc.collect()
@@ -289,8 +291,8 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
             if name in peer
         )
         print(
-            f"{directory.name:14} {name:15} {row['out_tok_s']:9.0f} out/s {row['in_tok_s']:10.0f} in/s "
-            f"{row['roofline_share']:6.1%} of the roofline   {peers}",
+            f"{directory.name:14} {quantization:5} {name:15} {row['out_tok_s']:9.0f} out/s "
+            f"{row['in_tok_s']:10.0f} in/s {row['roofline_share']:6.1%} of the roofline   {peers}",
             flush=True,
         )
         write(found, args)
@@ -309,7 +311,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
 def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     """What is known so far, after every workload: a run that is cut short has not been for nothing."""
     if args.out_dir:
-        scheme = "" if args.quantization == "none" else f"-{args.quantization}"
+        scheme = "" if found["quantization"] == "none" else f"-{found['quantization']}"
         path = args.out_dir / f"gpu-{found['model']}{scheme}.json"
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -328,8 +330,9 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--quick", action="store_true", help="the workloads alone")
     parser.add_argument(
-        "--quantization", default="none", help="fp8, int8 or int4, as the flag of `infer serve`"
-    )
+        "--quantization", nargs="+", default=["none"], metavar="FORM",
+        help="none, fp8, int8, int4, as the flag of `infer serve`; several are measured one after the other",
+    )  # fmt: skip
     parser.add_argument("--knobs", type=json.loads, default={}, help='JSON, such as {"use_overlap": false}')
     add_allow_dirty(parser)
     args = parser.parse_args()
@@ -339,8 +342,8 @@ def main() -> int:
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2
     args.peers = read_peers(args.peer, args.peer_version)
-    for directory in args.configs:
-        measure(directory, args)
+    for directory, quantization in itertools.product(args.configs, args.quantization):
+        measure(directory, quantization, args)
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
