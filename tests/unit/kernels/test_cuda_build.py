@@ -232,6 +232,32 @@ def test_of_those_that_want_a_cubin_at_once_one_compiles_it(
     assert [path.suffix for path in cache.iterdir()] == [".cubin"]
 
 
+def test_one_that_hangs_does_not_keep_the_others_from_compiling(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lock is waited for, which is logged, up to a bound; what it makes after all is kept as usual."""
+    monkeypatch.setattr(cubin_cache, "_LONG_SECONDS", 0.01)
+    monkeypatch.setattr(cubin_cache, "_MAX_SECONDS", 0.1)
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def hang() -> bytes:
+        is_in.set()
+        assert may_end.wait(60)
+        return b"made"
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("INFO"):
+        first = pool.submit(cubin_cache.cached, [b"key"], hang)
+        try:
+            assert is_in.wait(60)
+            assert cubin_cache.cached([b"key"], lambda: b"made") == b"made"
+        finally:
+            may_end.set()
+        assert first.result(60) == b"made"
+    waiting, giving_up = (record.getMessage() for record in caplog.records)
+    assert "waiting for another process to compile lock=" in waiting and "compiles too lock=" in giving_up
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+
+
 def test_another_source_define_gpu_or_compiler_is_another_cubin(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
     copy = tmp_path / "copy.cu"
 

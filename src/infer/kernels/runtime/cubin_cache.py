@@ -5,7 +5,8 @@
 The folder is that of the C kernels (kernels/cpu/build.py), and so is the idea: the key is a hash of all that
 a cubin depends on, so nothing is ever stale, and a file is renamed into place when it is whole. What cannot
 be read, or is not what was written, is made again; a folder that cannot be written is no error. Of several
-processes that want the same one, such as the replicas of a server, one makes it and the others wait.
+processes that want the same one, such as the replicas of a server, one makes it and the others wait, up to a
+bound: one that hangs does not keep the others from starting.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from infer.kernels.cpu.build import CBuildError, cache_directory
 
+logger = logging.getLogger(__name__)
+
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+_POLL_SECONDS = 0.02
+_LONG_SECONDS = 10.0  # to wait without a word
+_MAX_SECONDS = 180.0  # to wait at all: longer than any compiler may run (cuda_build.py)
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
@@ -40,7 +49,7 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 
 @contextlib.contextmanager
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
-    """Wait for a process or thread that is in here with this key; without a folder for locks, go on.
+    """Wait for a process or thread that is in here with this key, up to a bound; without a folder, go on.
 
     Where what it made cannot be kept, those that waited may make it at the same time.
     """
@@ -50,8 +59,22 @@ def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.open("wb"))
             stack.callback(_forget, path)  # a process that waits has the file open, and finds all made
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock, path)
         yield
+
+
+def _wait_for(lock: IO[bytes], path: Path) -> None:
+    """Lock an open file, or give up after a bound; a wait that is long is logged."""
+    start, is_said = time.monotonic(), False
+    while (waited := time.monotonic() - start) < _MAX_SECONDS:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if waited > _LONG_SECONDS and not is_said:
+            logger.info("waiting for another process to compile lock=%s seconds=%.0f", path, waited)
+            is_said = True
+        time.sleep(_POLL_SECONDS)
+    logger.warning("another process does not finish compiling, so this one compiles too lock=%s", path)
 
 
 def _forget(path: Path) -> None:
