@@ -264,7 +264,7 @@ def _make_arena(step: StepBytes, device: torch.device) -> Arena:
 
 
 def _rehearse(
-    config: ResolvedConfig, loaded: LoadedModel, wait_for_linears: Callable[[], None]
+    config: ResolvedConfig, loaded: LoadedModel, wait_for_linears: Callable[[], bool]
 ) -> StepBytes | None:
     """Return what the largest step takes of a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_runner and is_gpu(loaded.device)):
@@ -289,7 +289,8 @@ def _rehearse(
 
     def compile_steps(runner: DeviceRunner) -> None:
         runner.compile()  # Triton's kernels, while others compile those in CUDA C++
-        wait_for_linears()
+        if not wait_for_linears():
+            runner.compile()  # Triton's in place of those that could not be had
         runner.wait_for_compilers()
 
     return rehearse(

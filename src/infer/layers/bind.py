@@ -43,9 +43,10 @@ def bind(
     deterministic: bool,
     mlp_backend: str = "kernels",
     cpu_products: str = "exact",
-) -> Callable[[], None]:
+) -> Callable[[], bool]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
+    It says whether products have the kernels that they were expected to have until then.
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`.
     """
     modules = dict(model.named_modules())
@@ -74,14 +75,14 @@ def bind(
         neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
         layer.projection.prepare(compiled, neighbours)
     if not compiled.is_wanted:
-        return lambda: None
+        return lambda: True
     pool = ThreadPoolExecutor(1, "compile-linears")
     compiling = pool.submit(compiled.compiler())
     pool.shutdown(wait=False)
 
-    def wait() -> None:
+    def wait() -> bool:
         compiling.result()
-        compiled.load()
+        return compiled.load()
 
     return wait
 

@@ -269,7 +269,10 @@ class DeviceRunner:
         """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
 
         def kept(stored: Any) -> tuple[object, ...]:
-            return () if stored is None else (type(stored), stored.spec.form, stored.bias is not None)
+            if stored is None:
+                return ()
+            compiled = getattr(stored, "compiled", None)
+            return type(stored), stored.spec.form, stored.bias is not None, compiled and compiled.num_ready
 
         parts = [
             (type(part), *kept(getattr(part, "stored", None)))

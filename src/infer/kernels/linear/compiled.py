@@ -72,10 +72,17 @@ class CompiledLinears:
 
         return run
 
-    def load(self) -> None:
-        """Compile and load all that was wanted; until then no step may run."""
+    def load(self) -> bool:
+        """Compile and load all that was wanted; until then no step may run. False: not what was expected."""
+        expected = self.num_ready
         for kernel, matrices in self._uses():
             kernel.load(matrices, self.device)
+        return self.num_ready == expected
+
+    @property
+    def num_ready(self) -> tuple[int, ...]:
+        """How many kinds of products each kernel is compiled for, or expected to be."""
+        return tuple(len(kernel.ready) for kernel in self._kernels)
 
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels, and the matrices that each is for."""
