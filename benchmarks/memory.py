@@ -12,13 +12,14 @@ that takes whatever memory of the GPU is free, again and again, while the engine
     crowded                the neighbour holds all but 9 GiB before the engine starts, and then the rest
 
 A row is good if `errors` is 0, or if the engine was refused at its start; the reason, which says what would
-fit, stands below the table. `process` is what the process had of the GPU at the end, beside CUDA's runtime.
+fit, stands below the table. `process` is what the process had of the GPU at the end, CUDA's runtime included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import select
 import subprocess
@@ -111,7 +112,6 @@ def run_case(
 
     SmallerSteps.run = counted  # type: ignore[method-assign, assignment]
     on_gpu = target.device.index is not None
-    before = torch.cuda.mem_get_info()[0] if on_gpu else 0
     engine = target.engine(**knobs)
     while engine.prepare():
         pass
@@ -133,8 +133,8 @@ def run_case(
         first["seconds"] + second["seconds"]
     )
     figures["num_repeated_steps"] = float(repeated)
-    if on_gpu and not has_neighbour:
-        figures["process_bytes"] = float(before - torch.cuda.mem_get_info()[0] + target.weight_bytes)
+    if on_gpu and not has_neighbour and (held := process_bytes()) is not None:
+        figures["process_bytes"] = held
     engine.scheduler.pool.check()
     return figures
 
@@ -143,6 +143,14 @@ def kv_bytes(engine: Engine) -> float:
     """Bytes of keys and values, as allocated."""
     store = engine._runner._store  # type: ignore[attr-defined]
     return float(store.num_bytes)
+
+
+def process_bytes() -> float | None:
+    """What this process has of the GPU, CUDA's runtime included; None: the driver does not list it."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    used = dict(line.split(", ") for line in lines)
+    return float(used[str(os.getpid())]) * 2**20 if str(os.getpid()) in used else None
 
 
 @contextmanager
@@ -184,16 +192,17 @@ def _input_closed(timeout: float) -> bool:
 # -- all cases --------------------------------------------------------------------------------------------
 
 
-def cases(limits: Sequence[str]) -> list[tuple[str, dict[str, Any], str]]:
+def cases(limits: Sequence[str], *, alone: bool) -> list[tuple[str, dict[str, Any], str]]:
     """Each row's name, its knobs, and what part a neighbour has in it."""
     plain = [(limit, {"device_memory": limit}, "") for limit in limits]
-    return [*plain, ("neighbour", {}, "while serving"), ("crowded", {}, "from the start")]
+    beside = [("neighbour", {}, "while serving"), ("crowded", {}, "from the start")]
+    return plain if alone else [*plain, *beside]
 
 
 def measure(shape: Path | None, args: argparse.Namespace) -> Iterator[Row]:
     """A row for each case of a shape, measured in a process of its own."""
     where = "tiny" if shape is None else shape.name
-    for name, knobs, part in cases(args.limits):
+    for name, knobs, part in cases(args.limits, alone=args.alone):
         if part and not torch.cuda.is_available():
             continue
         label = f"{where} {name}"
@@ -223,6 +232,7 @@ def main() -> int:
     )
     parser.add_argument("configs", nargs="*", type=Path, metavar="CFG_DIR", help="none: a tiny shape")
     parser.add_argument("--limits", nargs="+", default=list(LIMITS), metavar="SIZE")
+    parser.add_argument("--alone", action="store_true", help="the limits, and no neighbour")
     parser.add_argument("--num-requests", type=int, default=320)
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)

@@ -10,7 +10,11 @@ answer and the rows, pass after pass: the first one is a user's first minute, th
 Prompts are random token ids, each of another length, so that no cache knows them and no length comes twice.
 Clients are processes of their own: one that reads 64 streams would be slower than the server. For each row:
 output tokens per second from the first request to the last token, and milliseconds (p50, p95, p99) to the
-first token and between tokens, as they arrive at a client. A stream that ends early is counted as an error.
+first token, between tokens as they arrive at a client, and per token behind the first. `gpu_busy` is the mean
+of what the server's metrics say of its GPU. A stream that ends early is counted as an error.
+
+Rows that no other server was measured with are run where they are named: 500 streams at once, and sequences
+of 32,000 tokens (which need `--max-seq-len 32768` or more).
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ import random
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +56,7 @@ class Load(NamedTuple):
     prompt_len: int
     max_tokens: int
     num_processes: int
+    spread: float = 0.5  # of prompts around their mean
 
     @property
     def name(self) -> str:
@@ -64,6 +72,12 @@ ROWS = (
     Load(256, 128, 2048, 128, 4),
     Load(1020, 128, 128, 256, 6),
 )
+MORE_ROWS = (
+    Load(1500, 500, 512, 128, 10),
+    Load(16, 4, 32_000, 128, 2, spread=0.01),
+)
+BUSY = re.compile(r"^\S*gpu_utilization(?:{.*})? (\S+)$", re.MULTILINE)
+SCRAPE_S = 0.25  # between two looks at the metrics
 
 
 class Answer(NamedTuple):
@@ -77,7 +91,8 @@ class Answer(NamedTuple):
 async def ask(port: int, load: Load, seed: int) -> Answer:
     """Send one request and note when its tokens come; read from the socket itself, which costs little."""
     draw = random.Random(seed)
-    length = draw.randint(load.prompt_len // 2, load.prompt_len * 3 // 2)
+    away = int(load.prompt_len * load.spread)
+    length = draw.randint(load.prompt_len - away, load.prompt_len + away)
     asked = {
         "model": MODEL,
         "prompt": [draw.randint(300, 9000) for _ in range(length)],
@@ -126,13 +141,40 @@ def run_clients(port: int, load: Load, number: int, seed: int) -> list[Answer]:
     return asyncio.run(ask_all())
 
 
+class BusyGpu(threading.Thread):
+    """Reads from the server's metrics how busy its GPU is, again and again while a row runs."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._url, self._ended = f"http://127.0.0.1:{port}/metrics", threading.Event()
+        self._shares: list[float] = []
+
+    def run(self) -> None:
+        """Read until the row has ended; without a GPU, once."""
+        while not self._ended.wait(SCRAPE_S):
+            with suppress(OSError), urllib.request.urlopen(self._url, timeout=10) as page:
+                found = BUSY.findall(page.read().decode())
+                self._shares += map(float, found)
+                if not found:
+                    return
+
+    def end(self) -> float | None:
+        """The mean of all readings, of which the first tells of the time before; None: there are none."""
+        self._ended.set()
+        self.join()
+        return round(statistics.mean(self._shares[1:]), 3) if len(self._shares) > 1 else None
+
+
 def measure(port: int, load: Load, seed: int) -> dict[str, Any]:
     """One row."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(load.num_processes) as pool:
         pool.map(abs, range(load.num_processes))  # all have started
         shares = [(port, load, number, seed) for number in range(load.num_processes)]
+        busy = BusyGpu(port)
+        busy.start()
         answers = [answer for share in pool.starmap(run_clients, shares, chunksize=1) for answer in share]
+        gpu_busy = busy.end()
     errors = [answer.error for answer in answers if answer.error]
     done = [answer for answer in answers if answer.times]
     if errors:
@@ -141,11 +183,18 @@ def measure(port: int, load: Load, seed: int) -> dict[str, Any]:
         return {"errors": len(errors)}
     first = [answer.times[0] - answer.sent for answer in done]
     gaps = [b - a for answer in done for a, b in zip(answer.times, answer.times[1:], strict=False)]
+    tokens = [
+        (answer.times[-1] - answer.times[0]) / (len(answer.times) - 1)
+        for answer in done
+        if len(answer.times) > 1
+    ]
     seconds = max(answer.times[-1] for answer in done) - min(answer.sent for answer in done)
     return {
         "out_tok_s": round(sum(len(answer.times) for answer in done) / seconds),
         "ttft_ms": [round(percentile(first, p) * 1e3, 2) for p in (50, 95, 99)],
         "gap_ms": [round(percentile(gaps, p) * 1e3, 2) for p in (50, 95, 99)],
+        "tpot_ms": [round(percentile(tokens, p) * 1e3, 2) for p in (50, 95, 99)],
+        "gpu_busy": gpu_busy,
         "requests": len(done),
         "errors": len(errors),
     }
@@ -198,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="what clients of a server see")
     parser.add_argument("model", type=Path, help="a checkpoint's directory")
     parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--rows", nargs="+", choices=[load.name for load in ROWS])
+    parser.add_argument("--rows", nargs="+", choices=[load.name for load in (*ROWS, *MORE_ROWS)])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--log", type=Path, default=Path("serve-rows.log"), help="where the server's log goes"
@@ -217,8 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for number in range(args.passes):
             found[f"pass_{number + 1}"] = rows = {}
-            for load in ROWS:
-                if not args.rows or load.name in args.rows:
+            for load in (*ROWS, *MORE_ROWS):
+                if load.name in (args.rows or [load.name for load in ROWS]):
                     rows[load.name] = row = measure(server.port, load, args.seed + number * 10_000_000)
                     print(f"pass {number + 1} {load.name:14} {json.dumps(row)}", flush=True)
                     write(found, args.out)

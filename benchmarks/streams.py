@@ -1,11 +1,12 @@
 """Tokens that leave a server: how many, how evenly, and what each costs, by the number of API processes.
 
     python -m benchmarks.streams [--api-processes 1,2,4,8] [--streams 192] [--tokens 256] [--pace 0]
-                                 [--clients 6] [--rounds 1] [--out FILE]
+                                 [--clients 6] [--rounds 1] [--server-cores N] [--out FILE]
 
 The server is the whole server; its engine is the real one around a model that costs nothing. With `--pace`
 the engine makes that many steps per second, else as many as it can. Clients are processes of their own that
-read bytes and parse no JSON. One line per number of API processes:
+read bytes and parse no JSON. With `--server-cores` the server and its engine have that many cores, and the
+clients the others. One line per number of API processes:
 
     tok_s         tokens per second, from the first request sent to the last token read
     ttft, gap     milliseconds to the first event, and between two events of a stream, as a client reads them
@@ -154,7 +155,10 @@ def measure(model: str, args: argparse.Namespace, num_processes: int) -> dict[st
     """Start a server, load it, stop it."""
     command = [sys.executable, "-m", "benchmarks.streams", "--serve", model, "--streams", str(args.streams)]
     command += ["--pace", str(args.pace), "--api-processes", str(num_processes)]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[: args.server_cores])  # which the server's processes inherit
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    os.sched_setaffinity(0, cores[args.server_cores or 0 :])
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline().rsplit(":", 1)[1])
@@ -183,6 +187,7 @@ def measure(model: str, args: argparse.Namespace, num_processes: int) -> dict[st
     finally:
         process.terminate()
         process.wait(60)
+        os.sched_setaffinity(0, cores)
 
 
 def main() -> int:
@@ -196,8 +201,11 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, help="loads of each; the one with most tokens counts"
     )
+    parser.add_argument("--server-cores", type=int, help="for server and engine; the clients get the others")
     parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
     args = parse(parser)
+    if args.server_cores is not None and not 0 < args.server_cores < len(os.sched_getaffinity(0)):
+        parser.error(f"--server-cores is {args.server_cores}, of {len(os.sched_getaffinity(0))} cores")
     if args.serve:
         serve_null(args.serve, args.streams, args.pace, int(args.api_processes))
         return 0
@@ -209,7 +217,8 @@ def main() -> int:
         for number in map(int, args.api_processes.split(",")):
             rows.append(measure(directory, args, number))
             print(json.dumps(rows[-1]), flush=True)
-    write({"machine": facts(), "streams": args.streams, "pace": args.pace, "rows": rows}, args.out)
+    found = {"machine": facts(), "streams": args.streams, "tokens": args.tokens, "pace": args.pace}
+    write({**found, "server_cores": args.server_cores, "rows": rows}, args.out)
     return 0
 
 
