@@ -7,7 +7,7 @@ nothing else. All that is said here goes to standard error:
     stderr   log lines (warnings only, unless --log-level says more), progress bars, notices
 
 A library must not configure its host's logging: `import infer` touches nothing, the command line
-calls `setup_logging` once. A module logs with `logger = get_logger(__name__)`.
+calls `setup_logging` once. A module logs with `logger = logging.getLogger(__name__)`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LEVELS = ("debug", "info", "warning", "error")
-
-
-def get_logger(name: str) -> logging.Logger:
-    """Return the logger of one module; pass `__name__`."""
-    return logging.getLogger(name)
 
 
 def setup_logging(level: str) -> None:

@@ -44,14 +44,9 @@ class ListStep(StepContext):
     def __init__(self, caches: Sequence[ListCache], lengths: Sequence[int]) -> None:
         self.caches, self.lengths = caches, list(lengths)
         starts = [cache.num_computed for cache in caches]
-        self._positions = torch.cat(
+        self.positions = torch.cat(
             [torch.arange(a, a + n) for a, n in zip(starts, self.lengths, strict=True)]
         )
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token stands in its own sequence."""
-        return self._positions
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 
@@ -9,10 +10,9 @@ import torch
 
 from infer.config.settings import EngineConfig
 from infer.loader.load import LoadedModel, ModelHeaders, load_model
-from infer.log import get_logger
 from infer.tools.memory_plan import check_settings
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:

@@ -8,6 +8,7 @@ is what a record has, and a replay, which compiles while it adds, does the same 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,13 +19,12 @@ from typing import NamedTuple
 
 from infer.engine.stats import GRAMMAR_SECONDS, Histogram
 from infer.errors import RequestError
-from infer.log import get_logger
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import SequenceGroup
 from infer.structured.compiler import Compiler, Grammar
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 STACK_BYTES = 256 << 20  # of their address space: the library calls itself for a rule inside of a rule

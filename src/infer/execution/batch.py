@@ -179,16 +179,11 @@ class PagedStep(StepContext):
     """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
 
     def __init__(self, batch: StepBatch, store: KVStore, *, use_reference: bool) -> None:
-        self._batch = batch
-        self._store = store
+        self._batch, self._store = batch, store
+        self.positions = batch.positions_T
         self._use_reference = use_reference
         self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token stands in its own sequence."""
-        return self._batch.positions_T
 
     def attend(
         self,

@@ -117,16 +117,11 @@ class CpuStep(StepContext):
     ) -> None:
         self._library, self._store, self._block_size = library, store, state.block_size
         self._parts = parts
-        self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
+        self.positions = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
         self._slots_KT = torch.from_numpy(inputs.slots)[:, :num_rows]
         self._items_I6 = torch.from_numpy(inputs.items)[: inputs.num_items]
         self._tables_KRB = torch.from_numpy(state.tables)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token stands in its own sequence."""
-        return self._positions_T
 
     def attend(
         self,

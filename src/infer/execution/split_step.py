@@ -23,12 +23,7 @@ class SplitStep(StepContext):
     """Contexts, each for some of a step's tokens."""
 
     def __init__(self, positions_T: torch.Tensor, parts: Sequence[tuple[StepContext, torch.Tensor]]) -> None:
-        self._positions_T, self._parts = positions_T, parts
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token stands in its own sequence."""
-        return self._positions_T
+        self.positions, self._parts = positions_T, parts
 
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, **options: Any

@@ -30,12 +30,8 @@ from infer.quant.residual import ResidualStream
 class StepContext(Protocol):
     """What a model needs to know about the step it is part of."""
 
+    positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each of the T tokens stands in its own sequence, from 0; int64."""
-        ...
 
     def slots(self, layer: int) -> CacheSlots | None:
         """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""
@@ -69,12 +65,8 @@ class LastLayerStep(StepContext):
 
     def __init__(self, step: StepContext, stream: ResidualStream, indices_S: torch.Tensor) -> None:
         self._step, self._indices_S = step, indices_S
+        self.positions = step.positions  # those of tokens without logits included
         self._stream: ResidualStream | None = stream  # until its rows are selected
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token of the step stands in its own sequence, those without logits included."""
-        return self._step.positions
 
     def slots(self, layer: int) -> CacheSlots | None:
         """The cache slots of all the step's tokens; None: `attend` itself caches keys and values."""

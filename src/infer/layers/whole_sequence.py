@@ -40,18 +40,13 @@ class WholeSequence(StepContext):
 
     def __init__(self, attend: Attend, device: torch.device) -> None:
         self._attend = attend
-        self._positions = torch.arange(0, device=device)
+        self.positions = torch.arange(0, device=device)  # of this chunk's tokens
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each
 
     def advance(self, num_tokens: int) -> None:
         """Say how long the next chunk is."""
-        first = int(self._positions[-1]) + 1 if len(self._positions) else 0
-        self._positions = torch.arange(first, first + num_tokens, device=self._positions.device)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """The positions of this chunk's tokens in the sequence."""
-        return self._positions
+        first = int(self.positions[-1]) + 1 if len(self.positions) else 0
+        self.positions = torch.arange(first, first + num_tokens, device=self.positions.device)
 
     def attend(
         self,

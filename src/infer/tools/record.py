@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import stat
@@ -44,7 +45,6 @@ from infer.cache.memory import CacheSize
 from infer.engine.observer import EngineObserver
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
-from infer.log import get_logger
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
@@ -56,7 +56,7 @@ VERSION = 1
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Recorder(EngineObserver):

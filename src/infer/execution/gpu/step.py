@@ -78,7 +78,7 @@ class DeviceStep(StepContext):
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
-        self._positions_T, self._slots = positions_T, slots_KT.unbind()
+        self.positions, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
         self._backend = backend
@@ -90,11 +90,6 @@ class DeviceStep(StepContext):
             for window in windows:
                 work.plan(rows_S, lens_S, window=window)
         self._num_rows = self._rows_S.shape[0]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where each token stands in its own sequence."""
-        return self._positions_T
 
     def slots(self, layer: int) -> CacheSlots:
         """The cache of one layer, and the slots of this step's tokens in it."""
