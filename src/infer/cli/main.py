@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     setup_logging(args.log_level)
+    from infer.client.imports import keep_bytecode  # here: a help text needs none of it
+
+    keep_bytecode()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks ends nothing
     try:

@@ -3,16 +3,26 @@
 Two things make it slow. The garbage collector walks again and again through modules that stay for good. And a
 third of the rest is `torch._meta_registrations`: the shapes of all operations on tensors without numbers, for
 PyTorch's compiler. An engine makes such tensors to count bytes and computes nothing with them.
+
+A third one doubles it: in many containers no module has its bytecode beside it, because the installer makes
+none and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
+PyTorch is compiled at every start. There, bytecode is kept where compiled kernels are (`keep_bytecode`).
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
+
+from infer.errors import ModelSourceError
+from infer.loader.find.default_model import models_dir
 
 
 @contextmanager
@@ -46,3 +56,18 @@ def put_off(name: str) -> None:
 
     vars(empty)["__getattr__"] = load
     sys.modules[name] = empty
+
+
+def keep_bytecode(of: str = "torch") -> None:
+    """Let this process, and those it starts, keep bytecode in a folder of ours where Python keeps none.
+
+    What tells is a large package that every start imports. A folder that the user has named stays.
+    """
+    spec = importlib.util.find_spec(of)
+    if sys.pycache_prefix is not None or spec is None or spec.cached is None or spec.origin is None:
+        return
+    cannot_write = sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
+    if cannot_write and not os.path.exists(spec.cached):
+        with suppress(ModelSourceError):  # there is no home
+            sys.pycache_prefix, sys.dont_write_bytecode = str(models_dir().parent / "bytecode"), False
+            os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,37 @@ def test_an_import_that_fails_late_says_so_each_time(tmp_path: Path, monkeypatch
         with pytest.raises(RuntimeError, match="broken"):
             _ = module.anything
     assert "fails_late" not in sys.modules
+
+
+LARGE = """
+import subprocess, sys
+from infer.client.imports import keep_bytecode
+keep_bytecode("large")
+import large
+assert large.__cached__ == sys.argv[1], large.__cached__
+child = [sys.executable, "-c", "import large; print(large.__cached__)"]
+assert subprocess.run(child, capture_output=True, text=True).stdout.strip() == sys.argv[1]
+"""
+
+
+@pytest.mark.parametrize("case", ["none is written", "there is some", "the user's folder"])
+def test_bytecode_is_kept_where_python_keeps_none(case: str, tmp_path: Path) -> None:
+    """A package without bytecode, in a process that writes none: as in many containers."""
+    package = tmp_path / "large"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    name = f"__init__.{sys.implementation.cache_tag}.pyc"
+    beside = package / "__pycache__" / name
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env |= {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = tmp_path / "home" / "infer" / "bytecode" / package.relative_to("/") / name
+    if case == "there is some":
+        beside.parent.mkdir()
+        beside.write_bytes(b"")
+        kept = beside
+    if case == "the user's folder":
+        env["PYTHONPYCACHEPREFIX"] = str(tmp_path / "named")
+        kept = tmp_path / "named" / package.relative_to("/") / name
+    done = subprocess.run([sys.executable, "-c", LARGE, str(kept)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (kept.exists(), kept.parent.exists()) == ((case != "the user's folder",) * 2)
