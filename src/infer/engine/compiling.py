@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from threading import Event, Lock, stack_size
+from threading import Event, Lock
 from time import perf_counter
 from typing import NamedTuple
 
@@ -22,13 +22,11 @@ from infer.errors import RequestError
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import SequenceGroup
-from infer.structured.compiler import Compiler, Grammar
+from infer.structured.compiler import Compiler, Grammar, deep_stacks
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-STACK_BYTES = 256 << 20  # of their address space: the library calls itself for a rule inside of a rule
-_starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
 class _Waiting(NamedTuple):
@@ -102,12 +100,8 @@ class CompilingRequests:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
         with self._counting:
             self._num_unfinished += 1
-        with _starting:
-            usual = stack_size(STACK_BYTES)
-            try:
-                return self._threads.submit(self._compile, structured, is_aborted)  # may start a thread
-            finally:
-                stack_size(usual)
+        with deep_stacks():
+            return self._threads.submit(self._compile, structured, is_aborted)  # may start a thread
 
     def _compile(self, structured: Structured, is_aborted: Event) -> Grammar:
         begun, is_wanted, has_failed = perf_counter(), not is_aborted.is_set(), True

@@ -2,12 +2,14 @@ r"""From the text of a constraint to a grammar, within limits.
 
     Structured ──► llguidance ──► Grammar, or a RequestError that says what is wrong
 
-Every request compiles its constraint anew, also one that another request has as well. Copies of a matcher
-share its lexer, whose states are only ever added to: if a grammar outlived its request, the next ones would
-meet a limit that others have used up. An ordinary schema takes a millisecond, one of 13 KB some 13; masks are
-hardly slower for it (25 microseconds instead of 23). Compiling lets go of the interpreter, so other requests
-are served meanwhile. What it may take is bounded by counts, of items and states, and so is every mask and
-every token later: a constraint that goes beyond them while it is used ends its own request.
+An ordinary schema takes a millisecond, one of 13 KB some 13. Compiling lets go of the interpreter, so other
+requests are served meanwhile. What it may take is bounded by counts, of items and states, and so is every
+mask and every token later: a constraint that goes beyond them while it is used ends its own request.
+
+Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
+request's first masks, so what was compiled is kept for the next requests with the same constraint. Several
+are kept of each, because only one thread at a time uses a lexer, and requests are spread over them. States
+are only ever added: a request that finds the limit used up by others starts over with a lexer of its own.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -16,8 +18,13 @@ sometimes write nothing else.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock, stack_size
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from infer.errors import RequestError
 from infer.sampling.json_schema import is_ebnf
@@ -32,25 +39,59 @@ MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a requ
 MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
+MAX_LEXERS = 8  # that are kept of one constraint
+MAX_KEPT = 64  # of all constraints
+STACK_BYTES = 256 << 20  # of address space: the library calls itself for a rule inside of a rule
+_starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
-class Grammar:
-    """A compiled constraint of one request: copied for every sequence, never used itself.
+class Lexer:
+    """A compiled constraint at its start, and the requests that use copies of it."""
 
-    The copies share the lexer and its limit of states.
-    """
-
-    __slots__ = ("_matcher", "param", "probes", "tokenizer", "triggers")
-
-    def __init__(self, matcher: LLMatcher, token_bytes: TokenBytes, structured: Structured) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
-        self.triggers = tuple(text.encode() for text in structured.triggers)
-        self.param = structured.param
+        self.users: WeakSet[Grammar] = WeakSet()  # now
+        self.num_users = 0  # so far
+        self.is_full = False  # a limit was reached: of no use to other requests
 
     def matcher(self) -> LLMatcher:
         """A matcher at the start of the grammar."""
         return self._matcher.deep_copy()
+
+    def serve(self, grammar: Grammar) -> None:
+        """Take note of a request that uses it."""
+        self.users.add(grammar)
+        self.num_users += 1
+
+
+class Grammar:
+    """The compiled constraint of one request."""
+
+    __slots__ = ("__weakref__", "_structured", "lexer", "param", "probes", "tokenizer", "triggers")
+
+    def __init__(self, lexer: Lexer, token_bytes: TokenBytes, structured: Structured) -> None:
+        self.lexer, self._structured = lexer, structured
+        self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
+        self.triggers = tuple(text.encode() for text in structured.triggers)
+        self.param = structured.param
+        lexer.serve(self)
+
+    def lexer_after(self, full: Lexer) -> Lexer | None:
+        """The lexer to start over with where a limit of another was reached.
+
+        None: no other request had a part in that.
+        """
+        full.is_full = True
+        if full is self.lexer:
+            if full.num_users == 1:
+                return None
+            thread = ThreadPoolExecutor(1, "infer-grammar")
+            with deep_stacks():
+                made = thread.submit(_compile, self._structured, self.tokenizer)
+            thread.shutdown(wait=False)
+            self.lexer = Lexer(made.result())
+            self.lexer.serve(self)
+        return self.lexer
 
 
 class Compiler:
@@ -58,14 +99,46 @@ class Compiler:
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
+        self._kept: OrderedDict[tuple[str, ...], list[Lexer]] = OrderedDict()  # the last asked for at the end
+        self._lock = Lock()
 
     def compile(self, structured: Structured) -> Grammar:
-        """A grammar of its own; raises `RequestError` that names what cannot be compiled."""
+        """The grammar of a request; raises `RequestError` that names what cannot be compiled."""
+        key = structured.kind, structured.text, structured.whitespace or WHITESPACE
+        with self._lock:
+            lexer = self._free_one(key)
         try:
-            matcher = _compile(structured, self.token_bytes.tokenizer())
-            return Grammar(matcher, self.token_bytes, structured)
+            lexer = lexer or Lexer(_compile(structured, self.token_bytes.tokenizer()))
         except RequestError as error:
             raise RequestError(str(error), param=structured.param) from None
+        with self._lock:
+            self._keep(key, lexer)
+            return Grammar(lexer, self.token_bytes, structured)
+
+    def _free_one(self, key: tuple[str, ...]) -> Lexer | None:
+        """The lexer of this constraint that fewest requests use; None: another is worth compiling."""
+        lexers = [lexer for lexer in self._kept.get(key, ()) if not lexer.is_full]
+        best = min(lexers, key=lambda lexer: len(lexer.users), default=None)
+        return None if best is None or (best.users and len(lexers) < MAX_LEXERS) else best
+
+    def _keep(self, key: tuple[str, ...], lexer: Lexer) -> None:
+        """Keep a lexer for later requests, and none that is full or was not asked for in a long time."""
+        kept = [each for each in self._kept.get(key, ()) if not each.is_full and each is not lexer]
+        self._kept[key] = [*kept, lexer][-MAX_LEXERS:]
+        self._kept.move_to_end(key)
+        while sum(map(len, self._kept.values())) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Let threads that are started inside have room to compile."""
+    with _starting:
+        usual = stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            stack_size(usual)
 
 
 def limits() -> LLParserLimits:

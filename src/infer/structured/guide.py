@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from infer.sampling.structured import Reasoning
-from infer.structured.compiler import Grammar
+from infer.structured.compiler import Grammar, Lexer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -35,13 +35,15 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_num_reasoned", "_tail", "_taken", "error", "grammar", "is_wide",
-        "matcher", "reasoning", "state",
+        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "error",
+        "grammar", "is_wide", "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
         self.grammar, self.reasoning = grammar, reasoning
         self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
+        self._lexer: Lexer | None = None  # the matcher's
+        self._matched: list[int] = []  # ids that it was given
         self.error: str | None = None  # why it cannot go on
         self._num_reasoned = 0  # tokens
         self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
@@ -61,12 +63,18 @@ class Guide:
         for name in Guide.__slots__:
             setattr(made, name, getattr(self, name))
         made.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        made._matched = list(self._matched)
         return made
 
     @property
     def has_mask(self) -> bool:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
+
+    @property
+    def lexer_id(self) -> int:
+        """The same number for guides whose matchers share a lexer."""
+        return id(self._lexer)
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -91,24 +99,39 @@ class Guide:
             return
         assert self.matcher is not None, f"a guide that is {self.state} has no mask"
         self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        self.check()
+        if self.matcher.is_error():
+            self.refill(mask_W)
 
-    def note_mask(self, *, is_wide: bool, has_choice: bool) -> None:
+    def refill(self, mask_W: np.ndarray) -> bool:
+        """Whether the mask could be filled after all, where the matcher has reached a limit."""
+        if self._starts_over():
+            self.fill(mask_W)
+        return self.error is None
+
+    def note_mask(self, *, is_wide: bool) -> None:
         """Take note of the mask that was filled last, which is that of the next id.
 
-        `has_choice`: it allows two bytes that differ, so none must come, and the grammar need not be asked.
+        One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
         """
         self.is_wide = is_wide
-        if has_choice and self._due is None:
+        if is_wide and self._due is None:
             self._due = ()
 
-    def check(self) -> None:
-        """Find out whether the matcher has reached a limit."""
-        if self.matcher is not None and self.matcher.is_error():
-            self.error = (
-                "the output reached a limit of its constraint, which is too complex there: "
-                f"{self.matcher.get_error().splitlines()[0]}"
-            )
+    def _starts_over(self) -> bool:
+        """Whether the matcher had reached a limit that others have used up, and was replaced by another.
+
+        A limit that this sequence has reached itself is its `error`.
+        """
+        if self.matcher is None or not self.matcher.is_error():
+            return False
+        assert self.grammar is not None and self._lexer is not None
+        said, lexer = self.matcher.get_error().splitlines()[0], self.grammar.lexer_after(self._lexer)
+        if lexer is not None:
+            self.matcher, self._lexer = lexer.matcher(), lexer
+            if self.matcher.consume_tokens(self._matched):
+                return True
+        self.error = f"the output reached a limit of its constraint, which is too complex there: {said}"
+        return False
 
     def validate(self, ids: Sequence[int]) -> int:
         """How many of these ids could follow, from the first on; the state stays as it is."""
@@ -184,7 +207,12 @@ class Guide:
         elif self.grammar.triggers:
             self.state, self._tail = FREE, b""
         else:
-            self.state, self.matcher, self._due = CONSTRAINED, self.grammar.matcher(), None
+            self._start(self.grammar.lexer.matcher())
+
+    def _start(self, matcher: LLMatcher) -> None:
+        assert self.grammar is not None
+        self.state, self.matcher, self._lexer = CONSTRAINED, matcher, self.grammar.lexer
+        self._due, self._matched, self._tail = None, [], b""
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -196,11 +224,11 @@ class Guide:
         for end in range(len(text) + 1) if any(trigger in text for trigger in triggers) else ():
             if not text.endswith(triggers, 0, end):
                 continue
-            matcher, rest = self.grammar.matcher(), text[end:]
+            matcher, rest = self.grammar.lexer.matcher(), text[end:]
             ids = tokenizer.tokenize_bytes(rest) if rest else []
             if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
                 continue
-            self.state, self.matcher, self._due, self._tail = CONSTRAINED, matcher, None, b""
+            self._start(matcher)
             for each in ids:
                 self._match(each)
             return
@@ -209,9 +237,10 @@ class Guide:
         matcher, due = self.matcher, self._due
         assert matcher is not None and self.grammar is not None
         self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
+        self._matched.append(token_id)
         if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
-        self.check()
-        if matcher.is_stopped():
+        self._starts_over()
+        if self.matcher is not None and self.matcher.is_stopped():
             self.matcher, self._due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED

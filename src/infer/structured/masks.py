@@ -5,7 +5,8 @@ and fetch the matchers into the caches of their cores (one H200's host, 32 rows,
 most are in a text, 0.88 where most are not; 0.46 in eight threads). A mask in the middle of a text allows
 any letter and is quick; so is, as a rule, the one after it. What a row took here is kept for those whose last
 mask was *wide* and for the others, and what rows took in threads. The way that should be quicker now is used,
-and now and then, ever more rarely, the other one. The masks are the same.
+and now and then, ever more rarely, the other one. The masks are the same. Rows that share a lexer stand
+beside each other, where one thread finds them: two threads cannot use it at once.
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ class MaskFiller:
         Their rows allow everything: what they draw is not wanted.
         """
         assert masks_KW.flags.c_contiguous
+        guides, broken = list(guides), list[Guide]()
         wide: list[tuple[LLMatcher, int]] = []
         narrow: list[tuple[LLMatcher, int]] = []
         for row, guide in enumerate(guides):
-            if guide.known or guide.matcher is None:
-                guide.fill(masks_KW[row])
+            if guide.matcher is None or (guide.known if guide.is_wide else guide.forced()):
+                guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
                 (wide if guide.is_wide else narrow).append((guide.matcher, row))
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
         if self._prefers_threads(len(narrow), len(wide)):
             executor, start = self._threads(), perf_counter()
-            executor.unsafe_compute_mask_ptr(narrow + wide, first, num_bytes, len(masks_KW))
+            rows = sorted(
+                narrow + wide, key=lambda each: guides[each[1]].lexer_id
+            )  # neighbours share a thread
+            executor.unsafe_compute_mask_ptr(rows, first, num_bytes, len(masks_KW))
             self._threads_s = _newer(self._threads_s, start, len(narrow) + len(wide))
         else:
             start = perf_counter()
@@ -70,13 +75,11 @@ class MaskFiller:
             for matcher, row in wide:
                 matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
             self._wide_s = _newer(self._wide_s, start, len(wide))
-        broken: list[Guide] = []
-        for row, guide in enumerate(guides):
-            guide.check()
-            if guide.error is not None:
+        for matcher, row in narrow + wide:
+            if matcher.is_error() and not guides[row].refill(masks_KW[row]):
                 masks_KW[row] = -1
-                broken.append(guide)
-        self._last = list(guides), masks_KW
+                broken.append(guides[row])
+        self._last = guides, masks_KW
         return broken
 
     def look_back(self) -> None:
@@ -86,10 +89,9 @@ class MaskFiller:
         probes = next((guide.grammar.probes for guide in guides if guide.grammar is not None), ())
         if not probes:
             return
-        ids_P = np.array(probes)
-        bits_KP = masks_KW[:, ids_P // 32] >> (ids_P % 32).astype(np.int32) & 1
-        for guide, count in zip(guides, bits_KP.sum(axis=1).tolist(), strict=True):
-            guide.note_mask(is_wide=count > len(probes) // 2, has_choice=count > 1)
+        first, second = (masks_KW[:, token_id // 32] >> token_id % 32 for token_id in probes)
+        for guide, is_wide in zip(guides, (first & second & 1).tolist(), strict=True):
+            guide.note_mask(is_wide=bool(is_wide))
 
     def _prefers_threads(self, num_narrow: int, num_wide: int) -> bool:
         count = num_narrow + num_wide

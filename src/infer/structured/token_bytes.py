@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBES = b'etaoin12 \n",}]'  # letters of texts, and what stands between and in values
+PROBES = b"xz"  # letters that are allowed together in texts and hardly anywhere else
 
 
 class TokenBytes:
@@ -37,7 +37,7 @@ class TokenBytes:
         self._eos_ids = eos_ids
         self._is_started = False
         self._built: LLTokenizer | None = None
-        self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, those that are tokens of their own
+        self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, if these are tokens of their own
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
@@ -79,7 +79,8 @@ class TokenBytes:
 
 def _probes_of(tokenizer: LLTokenizer) -> tuple[int, ...]:
     found = [(bytes([byte]), tokenizer.tokenize_bytes(bytes([byte]))) for byte in PROBES]
-    return tuple(ids[0] for byte, ids in found if len(ids) == 1 and tokenizer.decode_bytes(ids) == byte)
+    are_tokens = all(len(ids) == 1 and tokenizer.decode_bytes(ids) == byte for byte, ids in found)
+    return tuple(ids[0] for _, ids in found) if are_tokens else ()
 
 
 def tokenizer_json(path: Path, gguf_metadata: Mapping[str, Any] | None) -> str:

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from infer.engine import compiling as compiling_module
 from infer.engine.compiling import CompilingRequests
 from infer.sampling.structured import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
+from infer.structured import compiler as compiler_module
 from infer.structured.compiler import Compiler
 from infer.structured.token_bytes import TokenBytes
 
@@ -83,12 +83,12 @@ def test_engines_of_one_process_change_the_stack_of_new_threads_one_at_a_time(
         if not second:  # another engine comes here now, if it may
             second.append(threading.Thread(target=compile_aside, args=(aside,)))
             second[0].start()
-            second[0].join(0 if compiling_module._starting.locked() else 60)
+            second[0].join(0 if compiler_module._starting.locked() else 60)
         old, size = size, new
         return old
 
     usual = size
-    monkeypatch.setattr(compiling_module, "stack_size", change)
+    monkeypatch.setattr(compiler_module, "stack_size", change)
     compile_aside(aside)
     second[0].join(60)
-    assert sizes == [compiling_module.STACK_BYTES, usual] * 2 and size == usual
+    assert sizes == [compiler_module.STACK_BYTES, usual] * 2 and size == usual

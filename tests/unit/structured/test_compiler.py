@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ TEXTS = [
 
 
 def accepts(structured: Structured, text: str) -> bool:
-    matcher, ids = compiled(structured).matcher(), ids_of(text)
+    matcher, ids = compiled(structured).lexer.matcher(), ids_of(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -82,8 +83,8 @@ def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, wo
     assert caught.value.param == "structured"
 
 
-def test_equal_constraints_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own lexer: the states that one has made do not count for another."""
+def test_no_output_meets_a_limit_that_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lexers are shared, and the states that one output has made fill them; it does not fail another."""
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 200)
     rng = random.Random(1)
     for _ in range(40):
@@ -92,6 +93,49 @@ def test_equal_constraints_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             allowed_ids(guide)
             assert guide.error is None, guide.error
             guide.consume(ids_of(rng.choice("ab")))
+
+
+def test_what_was_compiled_is_used_again_by_few_requests_at_a_time() -> None:
+    own, structured = Compiler(token_bytes()), Structured.regex("[a-z]+;")
+    first = own.compile(structured)
+    second = own.compile(Structured.regex("[a-z]+;", param="guided_regex", triggers=("<tc>",)))
+    assert second.lexer is not first.lexer, "the first is in use"
+    assert (second.param, second.triggers) == ("guided_regex", (b"<tc>",)), "these are the request's"
+    free = first.lexer
+    del first
+    third = own.compile(structured)
+    assert third.lexer is free
+    many = [own.compile(structured) for _ in range(4 * compiler_module.MAX_LEXERS - 2)]
+    users = Counter(grammar.lexer for grammar in [second, third, *many])
+    assert len(users) == compiler_module.MAX_LEXERS and set(users.values()) == {4}
+    assert own.compile(Structured.regex("[a-z]+.")).lexer not in users
+
+
+def test_a_lexer_that_is_full_is_not_used_again() -> None:
+    own, structured = Compiler(token_bytes()), Structured.regex("[a-z]+;")
+    grammar = own.compile(structured)
+    full = grammar.lexer
+    assert grammar.lexer_after(full) is None, "no other request had a part in that"
+    del grammar
+    grammar = own.compile(structured)
+    assert grammar.lexer is not full
+    second = grammar.lexer
+    del grammar
+    grammar = own.compile(structured)
+    assert grammar.lexer is second
+    fresh = grammar.lexer_after(second)
+    assert fresh is not None and fresh is not second
+    assert grammar.lexer_after(second) is fresh, "of another sequence of this request"
+    assert grammar.lexer_after(fresh) is None
+
+
+def test_few_compiled_constraints_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 4)
+    own = Compiler(token_bytes())
+    kept = [own.compile(Structured.regex(f"{letter}+")).lexer for letter in "abcdef"]
+    again = [own.compile(Structured.regex(f"{letter}+")).lexer for letter in "fedc"]
+    assert again == kept[:1:-1]
+    assert own.compile(Structured.regex("a+")).lexer is not kept[0]
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def grammar_of(schema: Any) -> Grammar:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    matcher, ids = grammar.matcher(), ids_of(text)
+    matcher, ids = grammar.lexer.matcher(), ids_of(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 

@@ -42,7 +42,7 @@ def test_every_id_has_the_bytes_that_the_text_side_writes(metadata: Mapping[str,
 def test_a_grammar_accepts_what_the_text_side_encodes(metadata: Mapping[str, Any]) -> None:
     made, tokenizer = bytes_of(metadata)
     text = '{"the": "in a 한 ü", "b": [1, 2]}'
-    matcher = Compiler(made).compile(Structured.json_object()).matcher()
+    matcher = Compiler(made).compile(Structured.json_object()).lexer.matcher()
     ids = tokenizer.encode("x" + text, add_special=False)
     start = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[n:]).strip() == text)
     assert matcher.try_consume_tokens(ids[start:]) == len(ids) - start
