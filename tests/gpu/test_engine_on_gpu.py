@@ -17,7 +17,8 @@ import torch
 from infer import LLM, SamplingParams
 from infer.config import resolve
 from infer.errors import InferError
-from infer.execution.gpu.graphs import StepSize
+from infer.execution.gpu import graphs
+from infer.execution.gpu.graphs import StepGraphs, StepSize
 from infer.kernels.attention import decode
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import pdl
@@ -256,6 +257,37 @@ def test_prompts_from_a_graph_have_the_tokens_of_prompts_that_are_launched(tmp_p
         return [[answer.token_ids for answer in llm.generate(batch, GREEDY)] for batch in batches]
 
     assert tokens(prepared=True) == tokens(prepared=False) == tokens(prepared=False, use_cuda_graphs=False)
+
+
+def test_a_short_step_from_a_graph_has_the_tokens_of_one_that_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model in the place of a large one: 960 tokens of prompts beside a row that decodes."""
+    make_checkpoint("qwen3", tmp_path, sizes=Sizes(context_len=4096))
+    monkeypatch.setattr(graphs, "_LAUNCHED_LAYER", 1)
+    monkeypatch.setattr(resolve, "SMALL_MODEL_MIXED_TOKENS", 960)
+    monkeypatch.setattr(resolve, "SMALL_MODEL_BUSY_TOKENS", 1024)
+    prompts = [[(7 * i + j) % 200 + 10 for j in range(length)] for i, length in enumerate((10, 2040, 1500))]
+    taken: list[StepSize | None] = []
+    size_for = StepGraphs.size_for
+
+    def spy(self: StepGraphs, num_rows: int, num_tokens: int) -> StepSize | None:
+        taken.append(size_for(self, num_rows, num_tokens))
+        return taken[-1]
+
+    monkeypatch.setattr(StepGraphs, "size_for", spy)
+
+    def tokens(*, prepared: bool) -> list[list[int]]:
+        knobs: dict[str, Any] = {"max_batch_size": 64, "max_num_batched_tokens": 2048}
+        llm = LLM(str(tmp_path), device="cuda", dtype="float32", **knobs)
+        while prepared and llm.engine.prepare():
+            pass
+        return [answer.token_ids for answer in llm.generate(prompts, GREEDY)]
+
+    launched = tokens(prepared=False)
+    assert StepSize(32, 992) not in taken  # it is not captured while others wait
+    assert tokens(prepared=True) == launched
+    assert StepSize(32, 992) in taken
 
 
 def test_out_of_memory_ends_the_request_and_not_the_engine(

@@ -205,7 +205,8 @@ def load_engine(config: EngineConfig) -> Engine:
         headers = read_headers(source)
     token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids, headers)
     with phases("load weights"):
-        threading.Thread(target=wake_libraries, args=(config,), name="infer-wake", daemon=True).start()
+        given = config, token_bytes
+        threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
         loaded = load_weights(config, headers)
     return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
 

@@ -188,10 +188,14 @@ def token_bytes_of(
     return TokenBytes(read if has_text else None, vocab_size=config.vocab_size, eos_ids=eos_ids)
 
 
-def wake_libraries(settings: EngineConfig) -> None:
-    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second."""
+def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
+    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second.
+
+    The vocabulary is begun first: it keeps Python's lock for half a second, which copies do not need.
+    """
     device = choose_device(settings.load.device)
     if is_gpu(device):
+        token_bytes.start()
         with suppress(Exception), torch.cuda.device(device):  # it will be said where they are needed
             x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
             copy_block(x.view(1, 2, 1, 64, 1, 64), 0, 0)
@@ -330,6 +334,7 @@ def _make_runner(
         decode_attention_backend=config.backends.decode_attention,
         steps_ahead=config.steps_ahead,
         graph_bytes=graph_bytes,
+        busy_tokens=config.scheduler.busy_step_tokens,
     )
 
 

@@ -29,7 +29,7 @@ from infer.config.defaults import CPU_SHARE
 from infer.config.resolve import ResolvedConfig, ResolvedScheduler
 from infer.config.settings import CacheConfig
 from infer.engine.device_memory import look
-from infer.execution.gpu.graphs import most_tokens
+from infer.execution.gpu.graphs import captured_tokens
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.layers.linear import Projected
 from infer.loader.load import LoadChoice, LoadedModel
@@ -149,7 +149,8 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
     """Return how many tokens of prompts the largest captured step has; None: none is captured."""
     if not config.use_cuda_graphs:
         return None
-    return most_tokens(model, config.scheduler.max_num_batched_tokens)
+    scheduler = config.scheduler
+    return captured_tokens(model, scheduler.max_num_batched_tokens, scheduler.busy_step_tokens)
 
 
 class KeptCache(NamedTuple):

@@ -53,7 +53,7 @@ from infer.engine.cache_fit import fit_to_device, kept_as, kept_cache, scratch_o
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
-from infer.execution.gpu.graphs import most_tokens
+from infer.execution.gpu.graphs import captured_tokens
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
@@ -131,12 +131,13 @@ class MachineMemory:
         """
         scheduler = self.scheduler_for(config, model, max_seq_len)
         captures = self.keeps_state(config) and config.run.use_cuda_graphs is not False
+        most = captured_tokens(model, scheduler.max_num_batched_tokens, scheduler.busy_step_tokens)
         return step_bytes(
             scheduler,
             model,
             max_seq_len=max_seq_len,
             bytes_per_element=bytes_per_element,
-            graph_tokens=most_tokens(model, scheduler.max_num_batched_tokens) if captures else None,
+            graph_tokens=most if captures else None,
             scratch=scratch_of(kept, scheduler) if kept else NO_SCRATCH,
         )
 

@@ -9,7 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infer.execution.gpu.graphs import CapturedStep, StepGraphs, StepSize, most_tokens
+from infer.execution.gpu.graphs import (
+    CapturedStep,
+    StepGraphs,
+    StepSize,
+    captured_tokens,
+    most_tokens,
+    short_step,
+)
 from infer.models.config import ExpertConfig, ModelConfig
 
 SIZE = StepSize(4, 0)
@@ -37,15 +44,21 @@ class Recorder:
 
 class Steps:
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, num_failures: int = 0, max_rows: int = 4, max_tokens: int = 0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        num_failures: int = 0,
+        max_rows: int = 4,
+        max_tokens: int = 0,
+        short_step: int = 0,
     ) -> None:
         self.launched: list[StepSize] = []
         self.emptied = 0
         self.recorder = Recorder(num_failures)
         self.sampled: list[StepSize] = []
         self.graphs = StepGraphs(
-            self._forward, self._sample, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
-        )
+            self._forward, self._sample, lambda: None, max_rows=max_rows, max_tokens=max_tokens,
+            short_step=short_step, captures=True,
+        )  # fmt: skip
         monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
 
@@ -180,6 +193,51 @@ def test_few_prompt_tokens_beside_rows_are_hardly_padded(
     """A step of 64 tokens decodes through kernels that a step of 96 may not use."""
     graphs = Steps(monkeypatch, max_rows=256, max_tokens=512).graphs
     assert graphs.size_for(rows, tokens) == size
+
+
+LARGE = model_of(4096, 14336, (32, 8, 128))
+
+
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "num_tokens", "short", "most"),
+    [
+        (LARGE, 8192, 1024, 1024, 992),
+        (LARGE, 2048, 1024, 1024, 992),
+        (LARGE, 1024, 1024, 0, 512),  # no room for it in the memory of graphs
+        (LARGE, 8192, 0, 0, 512),  # prompts never hurry, or as the operator says
+        (SMALL, 16384, 4096, 0, 4096),  # other sizes do
+    ],
+)
+def test_short_steps_have_sizes_of_their_own_where_no_others_do(
+    config: ModelConfig, max_tokens: int, num_tokens: int, short: int, most: int
+) -> None:
+    assert short_step(config, max_tokens, num_tokens) == short
+    assert captured_tokens(config, max_tokens, num_tokens) == most
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "size"),
+    [
+        (170, 832, (192, 832)),
+        (192, 832, (192, 832)),
+        (161, 705, (192, 832)),  # as much padding as there may be
+        (161, 704, None),
+        (192, 833, None),
+        (1, 992, (32, 992)),
+        (0, 1024, None),  # no row waits for it
+        (256, 768, (256, 768)),
+        (257, 736, None),  # more rows than there can be
+        (170, 512, (256, 512)),
+    ],
+)
+def test_a_short_step_is_hardly_padded(
+    monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, size: tuple[int, int] | None
+) -> None:
+    graphs = Steps(monkeypatch, max_rows=256, max_tokens=512, short_step=1024).graphs
+    while graphs.prepare():
+        pass
+    assert graphs.size_for(rows, tokens) == size
+    assert max(map(sum, graphs.sizes)) == 1024
 
 
 def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ a step does not fill is padding, for which every kernel does nothing.
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
+    170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
 fill token masks while the forward runs, and launches the sampler when they are there.
@@ -24,6 +25,10 @@ More tokens are worth a graph as long as it takes longer to launch a layer than 
 launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
 GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
 `prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
+
+Of a large model the *short steps* are captured too, in which a busy server computes its prompts
+(scheduling/scheduler.py). All of them have the same number of tokens, rows included, and one follows the
+other: where the host launches a layer hardly faster than the GPU computes it, streams wait for the host.
 
 PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
 host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
@@ -54,6 +59,7 @@ MIXED_TOKENS = (32, 64, 128, 256, 512)
 _PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
 _MANY_ROWS = (16, 64, 256)
 _MANY_TOKENS = (768, 1024, 1536, 2048, 3072, 4096)  # with rows
+_MOST_PADDING = 128  # prompt tokens that a short step may lack: with fewer it is launched kernel by kernel
 _LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 
 
@@ -89,14 +95,24 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
     return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
 
 
+def short_step(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
+    """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own."""
+    return num_tokens if most_tokens(config, max_tokens) < num_tokens <= max_tokens // 2 else 0
+
+
+def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
+    """How many tokens of prompts the largest captured step has; a short one has `num_tokens` in all."""
+    return max(most_tokens(config, max_tokens), short_step(config, max_tokens, num_tokens) - _STEP)
+
+
 class StepGraphs:
     """One captured step per size.
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
     (default: all of it). `pool_bytes` are those of the block with which the pool
-    begins. `splits`: False records both as one graph, for steps without masks: to measure what the second one
-    costs.
+    begins. `short_step`: the tokens of a short step, rows included; 0: there is none. `splits`: False records
+    both as one graph, for steps without masks: to measure what the second one costs.
     """
 
     def __init__(
@@ -110,6 +126,7 @@ class StepGraphs:
         captures: bool,
         warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
+        short_step: int = 0,
         splits: bool = True,
     ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
@@ -122,11 +139,15 @@ class StepGraphs:
         self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
         self._many_tokens = [tokens for tokens in _MANY_TOKENS if tokens <= max_tokens]
         self._many_rows = [*(rows for rows in _MANY_ROWS if rows < max_rows), max_rows]
+        self._short_step = short_step
+        short_rows = range(_STEP, max_rows + 1, _STEP) if short_step else ()
+        self._short_sizes = [StepSize(rows, short_step - rows) for rows in short_rows]
         sizes = [
             *(StepSize(rows, 0) for rows in self.decode_rows),
             *(StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows),
             *(StepSize(0, tokens) for tokens in self._prompt_tokens),
             *(StepSize(rows, tokens) for tokens in self._many_tokens for rows in self._many_rows),
+            *self._short_sizes,
         ]
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
@@ -152,9 +173,14 @@ class StepGraphs:
     def _large_size(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The size for many tokens of prompts; None unless its graph has been captured."""
         sizes = self._many_tokens if num_rows else self._prompt_tokens
-        if not sizes or num_tokens > sizes[-1]:
-            return None
-        size = StepSize(_at_least(self._many_rows, num_rows) if num_rows else 0, _at_least(sizes, num_tokens))
+        if sizes and num_tokens <= sizes[-1]:
+            rows = _at_least(self._many_rows, num_rows) if num_rows else 0
+            size = StepSize(rows, _at_least(sizes, num_tokens))
+        else:
+            rows = -(-num_rows // _STEP) * _STEP
+            size = StepSize(rows, self._short_step - rows)
+            if size not in self._short_sizes or not 0 <= size.num_tokens - num_tokens < _MOST_PADDING:
+                return None
         return size if size in self._graphs or not self._captures else None
 
     def ensure(self, size: StepSize) -> bool:

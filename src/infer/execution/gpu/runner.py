@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
 from infer.execution.batch import has_embeddings, needed_tokens, reads_prompt
 from infer.execution.embedding import Pooled, pool_hidden
-from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
+from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows
 from infer.execution.gpu.sending import send
@@ -82,6 +82,7 @@ class DeviceRunner:
         self, model: Model, store: KVStore, state: BatchState, *, max_batch_size: int, max_tokens: int,
         max_seq_len: int, use_cuda_graphs: bool, attention_backend: str = "triton",
         decode_attention_backend: str = "triton", steps_ahead: int = 1, graph_bytes: int = 0,
+        busy_tokens: int = 0,
     ) -> None:  # fmt: skip
         config, device = model.config, store.device
         self._model, self._store, self._state, self._device = model, store, state, device
@@ -105,7 +106,7 @@ class DeviceRunner:
             backend=chosen,
         )  # fmt: skip
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
-        max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
+        max_graph_tokens = captured_tokens(config, max_tokens, busy_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(
             max_batch_size, max_tokens, max_graph_tokens, tile_len, device, len(state.tables)
         )
@@ -126,8 +127,9 @@ class DeviceRunner:
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._compute_logits, self._sample_logits, self._inputs.blank, warm_up=self._warm_up,
-            max_rows=max_batch_size, max_tokens=max_graph_tokens, pool_bytes=graph_bytes,
-            captures=use_cuda_graphs and is_gpu(device),
+            max_rows=max_batch_size, max_tokens=most_tokens(config, max_tokens) if use_cuda_graphs else 0,
+            short_step=short_step(config, max_tokens, busy_tokens) if use_cuda_graphs else 0,
+            pool_bytes=graph_bytes, captures=use_cuda_graphs and is_gpu(device),
         )  # fmt: skip
 
     def wait_for_compilers(self) -> None:
@@ -248,16 +250,21 @@ class DeviceRunner:
 
         A step of padding then takes the kernels and the memory of a whole one, and a fraction of its time.
         """
+        layers, self._model.layers = self._model.layers, self._end_layers
+        try:
+            yield
+        finally:
+            self._model.layers = layers
+
+    @cached_property
+    def _end_layers(self) -> nn.ModuleList:
+        """The first and the last layer of each kind; asked for while the model has all its layers."""
         layers = self._model.layers
         kinds = [self._kind(number) for number in range(len(layers))]
         ends = {
             place for kind in kinds for place in (kinds.index(kind), len(kinds) - 1 - kinds[::-1].index(kind))
         }
-        self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
-        try:
-            yield
-        finally:
-            self._model.layers = layers
+        return nn.ModuleList(layers[number] for number in sorted(ends))
 
     def _warm_up(self, size: StepSize) -> None:
         """Run a step of padding of this size: what it needs is loaded when it is captured."""
