@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _STEP = 32  # between the sizes above
-MIXED_ROWS = (0, 4, 16, 32, 64, 256)
+MIXED_ROWS = (0, 16, 32, 64, 256)
 MIXED_TOKENS = (32, 64, 128, 256, 512)
 _PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
 _MANY_ROWS = (16, 64, 256)
