@@ -30,8 +30,10 @@ from infer.errors import ConfigError, NoRoom
 
 FLOAT32_BYTES = 4
 GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
-GRAPH_WORKSPACE = 32 << 20  # of the matrix library, for the stream in which steps are captured; on Hopper
-GPU_RUNTIME_BYTES = 800 << 20  # CUDA's context, libraries, graph nodes; 693 MiB on an H200 before any graph
+GRAPH_WORKSPACE = (
+    32 << 20
+)  # of the matrix library, for a stream or thread in which steps are captured; on Hopper
+GPU_RUNTIME_BYTES = 896 << 20  # CUDA's context, libraries, nodes of graphs; up to 878 MiB on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
