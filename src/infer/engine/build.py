@@ -23,7 +23,7 @@ from infer import __version__
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
-from infer.cache.memory import CacheSize, StepBytes, format_bytes
+from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
@@ -259,7 +259,9 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
 
 def _make_arena(step: StepBytes, device: torch.device) -> Arena:
     try:
-        return Arena(step.activations, device)
+        return Arena(
+            step.activations + GRAPH_WORKSPACE, device
+        )  # the thread that captures keeps one for good
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the {format_bytes(step.activations)} of the largest step were free and are taken by another "

@@ -14,6 +14,7 @@ import torch
 from infer.cache.layout import KVLayout
 from infer.cache.memory import (
     FLOAT32_BYTES,
+    GRAPH_WORKSPACE,
     NO_SCRATCH,
     CacheSize,
     Scratch,
@@ -118,7 +119,7 @@ def step_bytes(
         layers,
         logits,
         graphs=graph_pool_bytes(captured, num_rows * model.vocab_size * each + scratch.head),
-        buffers=splits + num_rows * model.vocab_size * SAMPLER_BYTES,
+        buffers=splits + num_rows * model.vocab_size * SAMPLER_BYTES + GRAPH_WORKSPACE,
         scratch=scratch.layers,
     )
 

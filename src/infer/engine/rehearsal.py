@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import StepBytes, format_bytes, graph_pool_bytes
+from infer.cache.memory import GRAPH_WORKSPACE, StepBytes, format_bytes, graph_pool_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.engine import device_memory
 from infer.engine.gc_freeze import collect
@@ -68,6 +68,7 @@ def rehearse(
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
         scratch = min(computed.scratch, layers)
         graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits)
+        buffers += GRAPH_WORKSPACE  # of the thread that captures them
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers

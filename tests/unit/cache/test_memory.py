@@ -209,7 +209,7 @@ def test_captured_steps_and_buffers_are_counted_on_a_gpu() -> None:
     per_token = (4 * 576 + 4 * 1536) * 2
     block, workspace = (8 + 512) * per_token + 8 * 49152 * 2, 32 << 20
     assert step.graphs == int(1.25 * block) + workspace and step.graph_block == block + workspace
-    assert step.buffers == 16 * 8 * 9 * 64 * 4 + 8 * 49152 * 6
+    assert step.buffers == 16 * 8 * 9 * 64 * 4 + 8 * 49152 * 6 + workspace
     assert StepBytes(5, 7, 2, 1).activations == 7
     less = fit_cache(
         CacheConfig(), SCHEDULER, step, max_seq_len=8192, bytes_per_token=23040, free_bytes=1 << 28, share=1.0

@@ -62,6 +62,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
     monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
+    monkeypatch.setattr(cache_fit, "GRAPH_WORKSPACE", 0)
 
 
 def planned(infer: Infer, *arguments: str | Path) -> dict[str, Any]:

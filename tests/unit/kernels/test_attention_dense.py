@@ -164,6 +164,6 @@ def test_plans_that_cannot_be_made_leave_those_that_could(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise error
 
-    monkeypatch.setattr(torch, "randn", refuse)
+    monkeypatch.setattr(torch, "zeros", refuse)
     assert not blank.prepare() and not blank.prepare()
     assert blank.ready == {Shape(1, 8)}

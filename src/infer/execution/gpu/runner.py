@@ -168,12 +168,32 @@ class DeviceRunner:
                 yield "try"
             self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
+            self._capture_beside_plans()
+            yield "capture"
         while self._graphs.prepare():
             yield "capture"
         while self._dense is not None and self._dense.prepare():
             yield "plan_attention"
         seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
         logger.info("steps prepared %s", seconds)
+
+    def _capture_beside_plans(self) -> None:
+        """Capture all sizes in a thread, while this one makes cuDNN's plans: PyTorch keeps them by thread.
+
+        Making a plan takes no part in Python's lock, and capturing a step hardly anything else.
+        """
+        with ThreadPoolExecutor(1, "capture-steps") as pool:
+            captured = pool.submit(self._capture_all)
+            while self._dense is not None and self._dense.prepare():
+                pass
+            captured.result()
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        if is_gpu(self._device):
+            torch.cuda.set_device(self._device)  # of this thread
+        while self._graphs.prepare():
+            pass
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int) -> float:

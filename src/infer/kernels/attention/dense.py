@@ -107,8 +107,8 @@ class DenseAttention:
         num_heads, num_kv_heads, head_dim = self._heads
         num_tokens = shape.num * shape.length
         try:
-            q, k, v = (
-                torch.randn(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
+            q, k, v = (  # not random: another thread may be capturing steps, which owns the generator
+                torch.zeros(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
                 for heads in (num_heads, num_kv_heads, num_kv_heads)
             )
             self._attend(q, k, v, shape)
