@@ -145,7 +145,8 @@ def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
         if row.skipped:
-            cells = [row.skipped if len(row.skipped) <= SHORT else "not measured", *[""] * (len(names) - 1)]
+            said = row.skipped if len(row.skipped) <= SHORT else row.skipped.partition(":")[0]  # "refused"
+            cells = [said if len(said) <= SHORT else "not measured", *[""] * (len(names) - 1)]
         if any(cells):
             rows.append([row.name, *cells])
     return rows
