@@ -59,6 +59,7 @@ MIXED_TOKENS = (32, 64, 128, 256, 512)
 _PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
 _MANY_ROWS = (16, 64, 256)
 _MANY_TOKENS = (768, 1024, 1536, 2048, 3072, 4096)  # with rows
+_SHORT = 16  # parts of the largest step: a short one is at most one
 _MOST_PADDING = 128  # prompt tokens that a short step may lack: with fewer it is launched kernel by kernel
 _LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 
@@ -96,8 +97,11 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
 
 
 def short_step(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
-    """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own."""
-    return num_tokens if most_tokens(config, max_tokens) < num_tokens <= max_tokens // 2 else 0
+    """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own.
+
+    On a small GPU it has none: so many streams would not fit, and graphs take memory from the cache.
+    """
+    return num_tokens if most_tokens(config, max_tokens) < num_tokens <= max_tokens // _SHORT else 0
 
 
 def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
