@@ -3,7 +3,7 @@
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
 
 It takes about a second of one core, and other threads wait for much of it. A server therefore builds it in a
-thread (`start`): while graphs are captured, where there are any, or else in its first idle second, so that no
+thread (`start`): while weights go to a GPU, where there is one, or else in its first idle second, so that no
 request shares the core with it; a constrained request that comes earlier waits for it. A program that never
 constrains an output never builds it.
 """
