@@ -164,10 +164,10 @@ def spell_context(context_len: int) -> str:
 
 
 def spell_limit(context_len: int, model_len: int | None) -> str:
-    """Return a last clause where a setting allows less than the model could do."""
+    """Return a last clause where a setting, or the KV cache, allows less than the model could do."""
     if model_len is None or model_len <= context_len:
         return ""
-    return f" (this is the setting max_seq_len; the model itself could do {model_len})"
+    return f" (max_seq_len or the size of the KV cache sets this; the model itself could do {model_len})"
 
 
 def closest(

@@ -137,8 +137,9 @@ def test_a_prompt_larger_than_the_whole_cache_is_refused_and_the_queue_goes_on(c
     llm = LLM(str(checkpoint), dtype="float32", device="cpu", num_blocks=8, block_size=4)
     stream = llm.stream(list(range(20)), greedy(8))
     first = next(stream)
-    with pytest.raises(RequestError, match="the whole cache holds 32"):
+    with pytest.raises(ContextOverflow, match="is 33 tokens; shorten the prompt to at most 32 tokens"):
         llm.generate(list(range(40)), greedy(8))
+    assert llm.context_len == 33, "32 in the cache, and the last token, which is never computed"
     rest = [delta.token_ids[0] for delta in stream]
     assert [first.token_ids[0], *rest] == generate_greedy(tiny_model("llama").model, list(range(20)), 8)
     check_idle(llm.engine)

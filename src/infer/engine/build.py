@@ -97,6 +97,15 @@ def build_engine(
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
         cost = measure_cost(loaded.model, store, size.block_size, loaded.device)
+    served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
+    if served_len < config.max_seq_len:
+        logger.warning(
+            "the KV cache holds less than max_seq_len of one sequence: longer requests are refused "
+            "max_seq_len=%d served=%d kv_cache=%s",
+            config.max_seq_len,
+            served_len,
+            format_bytes(size.num_bytes).replace(" ", ""),
+        )
     scheduler = Scheduler(
         pool,
         config.scheduler,
@@ -141,7 +150,7 @@ def build_engine(
     engine = Engine(
         scheduler,
         runner,
-        context_len=config.max_seq_len,
+        context_len=served_len,
         model_len=loaded.config.context_len,
         family=loaded.config.family,
         vocab_size=loaded.config.vocab_size,

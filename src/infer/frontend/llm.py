@@ -74,7 +74,7 @@ class TextModel:
         self.encoder, loaded = open_model(self.config, show_progress=show_progress)
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
-        self.context_len = engine.context_len  # the longest prompt + output in tokens
+        self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
         self._start(engine)
 
     def _start(self, engine: Engine) -> None:

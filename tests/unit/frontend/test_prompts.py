@@ -78,7 +78,7 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
         ),
         (
             encoder_of(folder, max_seq_len=64),
-            "length is 64 tokens; shorten the prompt to at most 63 tokens (this is the setting max_seq_len",
+            "length is 64 tokens; shorten the prompt to at most 63 tokens (max_seq_len or the size",
         ),
     ):
         for encode in (partial(encoder.encode, text), partial(encoder.encode_chat, message)):

@@ -215,6 +215,7 @@ class Fleet:
                 )
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(own, loaded) for _ in range(self.state.config.replicas)]
+            encoder.context_len = min(engine.context_len for engine in engines)
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
 
         return await asyncio.to_thread(build)
