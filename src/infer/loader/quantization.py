@@ -211,7 +211,7 @@ def _checked(quantization: str, kind: str, matrices: Iterable[StoredMatrix]) -> 
         names = ["auto", *sorted(found), *_forms_on(kind)]
         raise ConfigError(
             f"quantization is {quantization}, but this checkpoint is stored as {held}; "
-            f"leave quantization out, or use one of {', '.join(dict.fromkeys(names))}"
+            f"leave quantization out, or use one of {_possible(names)}"
         )
     return quantization
 
@@ -220,6 +220,16 @@ def _forms_on(kind: str) -> list[str]:
     """The forms that a device can give any file."""
     forms = _CPU_FORMS if kind == "cpu" else ("auto", DENSE)
     return [*forms, *(row.name for row in SCHEMES.values() if not row.stored_as and kind in row.devices)]
+
+
+def _possible(names: Iterable[str]) -> str:
+    """Names for an error, each once and without those that this machine would refuse."""
+    return ", ".join(name for name in dict.fromkeys(names) if name != "bf16" or _multiplies_bf16())
+
+
+def _multiplies_bf16() -> bool:
+    """Whether this CPU has any instruction for products of bfloat16."""
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(cpu_flags().split()))
 
 
 def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
@@ -239,7 +249,7 @@ def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
     allowed = [*_forms_on(kind), *on_disk]
     if quantization in allowed:
         return
-    names = ", ".join(dict.fromkeys(allowed))
+    names = _possible(allowed)
     if quantization in SCHEMES and kind in SCHEMES[quantization].devices:
         raise ConfigError(
             f"quantization is {quantization}, but this checkpoint is not stored so; possible here: {names}"
@@ -289,8 +299,7 @@ def _mixed(stored: torch.dtype | None, matrices: Mapping[str, StoredMatrix]) -> 
 def _bf16(dtype: str) -> WeightFormat:
     if dtype not in ("auto", "bfloat16"):
         raise ConfigError(f"quantization=bf16 computes in bfloat16, but dtype is {dtype}; drop one of them")
-    flags = cpu_flags().split()
-    if not {"amx_bf16", "avx512_bf16", "bf16"} & set(flags):
+    if not _multiplies_bf16():
         raise ConfigError(
             "quantization=bf16 needs a CPU that multiplies bfloat16; this one does not: use int8"
         )

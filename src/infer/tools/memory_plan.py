@@ -298,10 +298,17 @@ def plan_memory(
         config=config,
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
+        ways = [f"max_seq_len={plan.longest_sequence}"]
+        is_sized = config.cache.kv_cache_memory or config.cache.num_blocks or config.cache.kv_cache_share
+        asked = (plan.kv_bytes(max_seq_len) >> 20) + 1  # MiB
+        if not is_sized and (asked << 20) * (1 + share) <= left - needed:
+            ways.append(f"kv_cache_memory={asked}MiB")
+        if not is_sized and config.cache.kv_cache_dtype == "auto":
+            ways.append("kv_cache_dtype=int8 for longer sequences in the same memory")
         raise ConfigError(
             f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(plan.kv_bytes(max_seq_len))} "
             f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
-            f"{format_bytes(machine.memory)}; what would fit: max_seq_len={plan.longest_sequence}"
+            f"{format_bytes(machine.memory)}; what would fit: {', or '.join(ways)}"
         )
     return plan
 
@@ -381,14 +388,16 @@ def _smaller(config: EngineConfig, dtype: str, *, on_gpu: bool) -> list[tuple[st
     words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
     if can_shrink:
         found.append((dtype, small, words))
-    if DTYPES[dtype].itemsize > 2:
+    if DTYPES[dtype].itemsize > 2 and on_gpu:
         found.append(("bfloat16", config, "dtype=bfloat16"))
         if can_shrink:
             found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
-    asked = [
-        name for name in ("fp8", "int8", "int4") if on_gpu and config.load.quantization in ("auto", "none")
-    ]
-    for name in asked:
+    form = config.load.quantization
+    if on_gpu:
+        forms = ("fp8", "int8", "int4") if form in ("auto", "none") else ()
+    else:  # int8 and int4 need fewer bytes than bfloat16, and compute in float32
+        forms = ("int8", "int4") if form in ("auto", "none", "fp32") and dtype == "float32" else ()
+    for name in forms:
         for settings, also in ((config, ""), (small, f", {words}"))[: 1 + can_shrink]:
             rounded = replace(settings, load=replace(settings.load, quantization=name))
             found.append((dtype, rounded, f"quantization={name}{also}"))

@@ -276,8 +276,21 @@ def test_what_would_fit_does_fit(infer: Infer, shape: Path) -> None:
     small = ["--max-num-batched-tokens", "256", "--max-batch-size", "8"]
     assert infer("plan", str(shape), "--gpu-memory", "15.4GiB", *small).code == 0
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", "100000")
-    longest = outcome.err.strip().rpartition("max_seq_len=")[2]
+    longest = outcome.err.rpartition("max_seq_len=")[2].partition(",")[0]
     assert infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", longest).code == 0
+
+
+def test_what_would_fit_on_a_cpu_does_fit(infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 24 << 30)
+    outcome = infer("plan", str(shape), "--device", "cpu", "--quantization", "fp32")
+    assert "what would fit: quantization=int8 or int4" in outcome.err
+    whole = ["plan", str(shape), "--device", "cpu", "--quantization", "int8", "--max-seq-len", "50000"]
+    outcome = infer(*whole)
+    size = outcome.err.rpartition("kv_cache_memory=")[2].partition(",")[0]
+    assert infer(*whole, "--kv-cache-memory", size).code == 0
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 7 << 30)
+    outcome = infer("plan", str(shape), "--device", "cpu")
+    assert "what would fit: quantization=int4" in outcome.err
 
 
 def test_the_default_is_this_machine(infer: Infer, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
