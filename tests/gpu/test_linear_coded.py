@@ -40,6 +40,7 @@ def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
     form, place = form_of(name), list(FORMS).index(name)
     if not form.has_minima:
         yield 5, PdlConfig(1 + place % 2, (1, 4, 8)[place % 3], 1 + place % 4, form)
+    yield 40, WgmmaConfig(48, 64, 4, 1, 1, form, 128, teams=3)
     for number, num_tokens in enumerate(TOKENS):
         if (number + place) % 3:
             continue
@@ -53,7 +54,9 @@ def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
         if columns == 256:
             cut = (cut[0], 2, *cut[2:])
         by_warps = num_tokens <= 32 and number % 3 != 1
-        yield num_tokens, WgmmaConfig(coded_width(num_tokens), *cut, form, columns, by_warps)
+        teams = 2 if cut[1] > 2 and cut[0] < 192 else 1
+        width = coded_width(num_tokens)
+        yield num_tokens, WgmmaConfig(width, *cut, form, columns, by_warps, teams=teams)
 
 
 @pytest.fixture(scope="module", autouse=True)

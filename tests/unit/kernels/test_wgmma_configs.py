@@ -210,6 +210,27 @@ def test_more_tokens_than_a_block_multiplies_have_several(form: CodedForm, M: in
     assert choose_coded(513, 4096, 4096, form, gated=False) is None
 
 
+@pytest.mark.parametrize(
+    "form", [CodedForm("fp8"), CodedForm("int4", 128), CodedForm("int4", 32, True)], ids=str
+)
+@pytest.mark.parametrize("M", [8, 16, 32, 48, 64])
+def test_teams_have_work_and_come_to_an_end(form: CodedForm, M: int) -> None:
+    """A team gives a stage back with its next one: another must have come until then."""
+    for N, K, gated in SHAPES:
+        if K % 64 or (gated and N % 32):
+            continue
+        config = choose_coded(M, N, K, form, gated=gated)
+        assert config is not None
+        num_stages = -(-K // config.columns // config.split)
+        assert config.teams <= num_stages, config
+        assert config.teams < config.stages or config.stages >= num_stages, config
+        assert config.blocks * config.num_threads <= 2048, config
+        assert config.blocks * (config.shared_bytes + BLOCK_BYTES) <= SHARED_BYTES, config
+        if config.teams > 1:
+            assert M > 16 and not form.has_minima and config.blocks == 1, config
+            assert config.num_blocks(M, N, gated=gated) <= NUM_SMS, config
+
+
 @pytest.mark.parametrize("form", [CodedForm("fp8"), CodedForm("int8", 32), CodedForm("int4", 32)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 128])
 def test_coded_weights_have_a_cut_where_x_is_whole_boxes(

@@ -1,7 +1,7 @@
 """Products with coded weights (coded.py): which kernel runs, for how many tokens.
 
-    up to 8 tokens, Hopper        small models: one kernel with prologue and epilogue, as dense
-                                  weights have                                                 pdl.cu
+    up to 8 tokens, Hopper        small models (to 16 with a stream of 1,024 or less): one kernel
+                                  with prologue and epilogue, as dense weights have            pdl.cu
     up to 512 tokens, Hopper      the same for all other matrices (fp8: up to 384)             wgmma.cu
     up to 64 tokens               unpacked tile by tile                                        coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,

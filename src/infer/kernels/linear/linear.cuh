@@ -125,6 +125,23 @@ __device__ __forceinline__ float2 unpack(u32 pair) {
 
 #endif
 
+// ---- lanes in fours --------------------------------------------------------------------------------
+
+// Lane t of four, each with four words, receives word t of each: columns 8t .. 8t + 7 become 2t, 2t + 1 of every eight.
+__device__ __forceinline__ void exchange_in_fours(Piece& piece, int t) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const bool is_upper = t & distance;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 &low = piece.r[distance == 1 ? 2 * i : i], &high = piece.r[distance == 1 ? 2 * i + 1 : i + 2];
+            const u32 other = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, distance);
+            low = is_upper ? other : low;
+            high = is_upper ? high : other;
+        }
+    }
+}
+
 // ---- the gate -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }

@@ -50,8 +50,11 @@
 
    With WEIGHTS, W comes in codes of 8 or 4 bits: a chunk of a tile is two pieces of 16 bytes for each lane, or one, and
    is held as it is. It is unpacked (codes.cuh) while x is on its way, and has the columns of the matrix instruction in
-   their own order, so x comes in words. The sums of a group of columns are multiplied with its scale and added up:
+   their own order. A lane reads x in 16 bytes even so, and the four of a row then exchange words: in words of 4 bytes
+   there would be four times as many requests, one for each token and 16 columns. One token is read in words. The sums
+   of a group of columns are multiplied with its scale and added up:
 
+       BY_WORDS               whether x is read in words
        GROUP                  columns that share a scale; 0: a row has one, applied to a warp's sums
        SCALE_ROWS             rows that share a scale, 1 or 128 */
 
@@ -59,6 +62,7 @@ typedef unsigned int u32;
 
 #ifndef WEIGHTS
 #define WEIGHTS 0
+#define BY_WORDS 0
 #endif
 
 #include "linear.cuh"
@@ -154,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     // -- weights, before the wait
 
     const int first_row = blockIdx.x * ROWS;
-    const long long column = warp * CHUNK + t * (WEIGHTS ? 2 : 8);
+    const long long column = warp * CHUNK + t * (BY_WORDS ? 2 : 8);
     Chunk held[HELD];
 #if WEIGHTS
     auto band_of = [&](int i) { return (long long)(first_row / 16 + i % RT) / 2 + (i < RT ? 0 : N / BAND_ROWS); };
@@ -241,13 +245,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
             for (int half = 0; half < 2; ++half) {
                 if (IS_RAGGED) slot[m][half] = Piece{{0, 0, 0, 0}};
                 const char* const at = x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64;
-#if WEIGHTS
+                if (!BY_WORDS) load_activations<always.value && !IS_RAGGED>(slot[m][half], at, is_wanted);
 #pragma unroll
-                for (int j = 0; j < 4; ++j)  // columns 2t and 2t + 8 of two times 16
+                for (int j = 0; j < (BY_WORDS ? 4 : 0); ++j)  // columns 2t and 2t + 8 of two times 16
                     load_word_of_x<always.value && !IS_RAGGED>(slot[m][half].r[j], at + j * 16, is_wanted);
-#else
-                load_activations<always.value && !IS_RAGGED>(slot[m][half], at, is_wanted);
-#endif
             }
         }
     };
@@ -288,6 +289,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 
     auto take_turn = [&](int turn, Chunk& weights, Piece(&inputs)[MT][2]) {
 #if WEIGHTS
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < (BY_WORDS ? 0 : 2); ++half) exchange_in_fours(inputs[m][half], t);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             float products[MT][4];

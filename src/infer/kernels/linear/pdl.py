@@ -17,7 +17,8 @@ How a matrix is cut into blocks decides how much of W is on its way before the w
                 to an SM, and the next ones load while these compute
 
 Weights of 8 or 4 bits (coded.py) have half of the bytes or less: blocks of 16 rows and 8 or 16 warps, and of
-32 rows where there are many. With one token long rows of a large model are faster here, too.
+32 rows where there are many. With one token long rows of a large model are faster here, too, and with up to
+16 tokens a model whose stream is narrow: there waiting and unpacking take longer than reading x does.
 
 In a chain of layers of two models, 1 and 8 tokens, a sweep over some fifty cuts found nothing faster by more
 than 2.5 %: clusters of blocks that share K were as good, and nothing was gained by asking L2 for more.
@@ -54,18 +55,20 @@ from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.launch_mode import compiles_only
 
-PDL_MAX_M = 8
+PDL_MAX_M, CODED_MAX_M = 8, 16
 MAX_TOKENS = 64  # that the kernel can be compiled for
 
 _CHUNK = 64  # columns
 _DEPTHS = (4, 3, 2, 1)
+_MAX_WARPS = 16
 _MAX_REGISTERS = 212  # as estimated; with more, addresses spill
 _REGISTERS_PER_SM = 65536
 _SHARED_BYTES = 48 << 10  # that a block may have without asking
 
 SOURCE = Path(__file__).with_name("pdl.cu")
-_ARCH = "sm_90"
+ARCH = "sm_90"
 _MAX_STREAM = 2048  # one side of every matrix of a layer is the residual stream's width
+_NARROW = 1024  # up to which more than 8 tokens have coded weights here
 _MAX_BYTES = 128 << 20  # of a matrix
 _LONG, _MANY_ROWS = 12288, 3840  # coded weights of one token: columns and rows of `down` of a large model
 _TYPES = (
@@ -86,6 +89,7 @@ class PdlConfig:
     warps: int
     depth: int = 2  # chunks of 64 columns in registers
     form: CodedForm | None = None  # of coded weights
+    by_words: bool = False  # coded weights of one token: x in the order of the codes, 4 bytes at a time
 
     @property
     def rows(self) -> int:
@@ -112,19 +116,21 @@ def token_tiles(num_tokens: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def choose_config(M: int, N: int, K: int, *, gated: bool, form: CodedForm | None = None) -> PdlConfig | None:
     """What the rule says, and with fewer warps where that would not fit; None: this matrix is not for us."""
-    for config in _by_preference(N, K, form):
+    for config in _by_preference(M, N, K, form):
         if can_launch(config, M, N, K, gated=gated, adds=not gated):
             return config
     return None
 
 
-def _by_preference(N: int, K: int, form: CodedForm | None) -> Iterator[PdlConfig]:
-    num_chunks = K // _CHUNK
-    rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), 16
+def _by_preference(M: int, N: int, K: int, form: CodedForm | None) -> Iterator[PdlConfig]:
+    num_chunks, by_words = K // _CHUNK, form is not None and M == 1
+    if form is not None and form.bits == 8 and M > 1 and N > 16 * NUM_SMS and num_chunks == _MAX_WARPS:
+        yield PdlConfig(2, _MAX_WARPS, 1, form)  # x is read by half as many blocks
+    rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), _MAX_WARPS
     if N > 32 * NUM_SMS:
         rows_tiles, warps = 1, 4
     if form is not None:  # half of the bytes, or less: smaller blocks, and two to an SM
-        rows_tiles, warps = (2, 8) if N > 32 * NUM_SMS or K >= _LONG else (1, 16)
+        rows_tiles, warps = (2, 8) if N > 32 * NUM_SMS or K >= _LONG else (1, _MAX_WARPS)
     while warps > 4 and warps >= num_chunks:  # two chunks for each, if K has them
         warps //= 2
     while warps >= 1:
@@ -132,7 +138,7 @@ def _by_preference(N: int, K: int, form: CodedForm | None) -> Iterator[PdlConfig
         most = turns if form is None or turns > 8 else min(turns, 3)
         depths = [depth for depth in _DEPTHS if depth <= most]
         depths.sort(key=lambda depth: depth == 1 or turns % depth != 0)  # as many as come out even
-        yield from (PdlConfig(rows_tiles, warps, depth, form) for depth in depths)
+        yield from (PdlConfig(rows_tiles, warps, depth, form, by_words) for depth in depths)
         warps //= 2
 
 
@@ -189,6 +195,7 @@ def defines_of(
         ("WARPS", config.warps),
         ("DEPTH", config.depth),
         *form_defines(config.form),
+        *(() if config.form is None else (("BY_WORDS", int(config.by_words)),)),
         *outer_defines(activation, bias, adds, parts),
     )
 
@@ -231,7 +238,7 @@ def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
 @functools.cache
 def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
+        kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
         types = _TYPES if form_of(dict(defines)) is None else _CODED_TYPES
         return kernels.prepare("linear_pdl", num_threads, types, pdl=with_pdl)
@@ -241,25 +248,28 @@ def choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
     """The cut of a matrix of a model; None: it is another kernel's."""
     N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
-    is_wanted = min(N, K) <= _MAX_STREAM and num_rows * K * 2 <= _MAX_BYTES
+    most = _MAX_STREAM if num_tokens <= PDL_MAX_M else _NARROW
+    is_wanted = min(N, K) <= most and num_rows * K * 2 <= _MAX_BYTES
     if form is not None and num_tokens == 1 and not activation:
         is_wanted |= K >= _LONG and _MANY_ROWS <= N <= 2 * _MANY_ROWS
     return choose_config(num_tokens, N, K, gated=bool(activation), form=form) if is_wanted else None
 
 
-def _defines(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
+def defines_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
+    """The constants of a matrix of a model, for so many tokens."""
     N, K, activation, bias, *_ = matrix
     return defines_of(config, torch.bfloat16, token_tiles(num_tokens), N, K, activation, bias, adds, parts)
 
 
 def _coded_bucket(num_tokens: int) -> int:
     """As many tokens as have the same cut as this many; one has its own."""
-    return 1 if num_tokens == 1 else PDL_MAX_M
+    return 1 if num_tokens == 1 else 8 * token_tiles(num_tokens)
 
 
 def make_kernel(*, coded: bool = False) -> CudaLinear[PdlConfig]:
     """The kernel, compiled for no matrix yet."""
+    tokens = range(1, (CODED_MAX_M if coded else PDL_MAX_M) + 1)
     return CudaLinear(
-        SOURCE, _ARCH, range(1, PDL_MAX_M + 1), _coded_bucket if coded else token_tiles, choose, _defines,
+        SOURCE, ARCH, tokens, _coded_bucket if coded else token_tiles, choose, defines_for,
         lambda *variant: _load(*variant), is_for_each=coded,
     )  # fmt: skip

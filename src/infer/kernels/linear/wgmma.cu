@@ -44,6 +44,8 @@
    are multiplied with its scale in float32, and added up:
 
        COLUMNS                of a stage, 128 or 256
+       TEAMS                  of ROWS / 16 warps, which take the stages in turn. Of few stages unpacking is most of the time;
+                              with several teams each unpacks its first one before the kernel before has finished
        BY_WARPS               whether warps multiply by themselves
        GROUP                  columns that share a scale; 0: a row has one, applied at the end
        MINIMA                 sums += minimum * sum of x, which is a product with ones
@@ -64,6 +66,7 @@ typedef unsigned int u32;
 #ifndef WEIGHTS
 #define WEIGHTS 0
 #define MANY 0
+#define TEAMS 1
 #endif
 
 #include "linear.cuh"
@@ -73,9 +76,9 @@ typedef unsigned int u32;
 #include "coded.cuh"
 #endif
 
-constexpr bool CODED = WEIGHTS != 0;
+constexpr bool CODED = WEIGHTS != 0, EARLY = TEAMS > 1;
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int WARPS = ROWS / 16;  // that multiply
+constexpr int OF_TEAM = ROWS / 16, WARPS = TEAMS * OF_TEAM;  // that multiply
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 
@@ -98,6 +101,7 @@ constexpr bool ADDS_ONES = MINIMA && !ROUNDS;
 constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that do not wait for each other
 static_assert(SCALE_ROWS == 1 || SPANS == 1, "one scale for each stage of a band");
 static_assert(!ROUNDS || GROUP && !BY_WARPS, "what is not grouped is scaled at the end");
+static_assert(TEAMS <= STAGES, "a stage to begin with for each");
 #else
 constexpr int BANDS = 1, W_BYTES = ROWS * CHUNK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 #endif
@@ -117,9 +121,9 @@ static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the 
 struct Shared {
     union {
         alignas(1024) char stages[STAGES][STAGE_BYTES];
-        float sums[TOKENS][PITCH];
+        float sums[TEAMS][TOKENS][PITCH];
     };
-    u64 full[STAGES], empty[STAGES];
+    u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: of the first stages, whose W comes before
     double squares[3][OWN];
 };
 
@@ -171,7 +175,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         u64* full = &shared.full[i % STAGES];
         char* to = shared.stages[i % STAGES];
 #if WEIGHTS
-        if (lane == 0) expect_bytes(full, W_BYTES + X_BYTES);
+        if (lane == 0) expect_bytes(full, EARLY && i < STAGES ? W_BYTES : W_BYTES + X_BYTES);
         copy_bytes(to + X_BYTES + lane * BAND_BYTES, cells + (loaded_band * num_chunks + first_chunk + i) * BAND_BYTES,
                    BAND_BYTES, full);
 #else
@@ -183,9 +187,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     };
     auto load_tokens_of = [&](int i) {
 #if WEIGHTS
-        if (lane == 0)
-            copy_boxes(shared.stages[i % STAGES], x_map, first_token, (first_chunk + i) * (CHUNK / BOX),
-                       &shared.full[i % STAGES]);
+        u64* barrier = EARLY && i < STAGES ? &shared.has_x[i] : &shared.full[i % STAGES];
+        if (lane == 0) {
+            if (EARLY && i < STAGES) expect_bytes(barrier, X_BYTES);
+            copy_boxes(shared.stages[i % STAGES], x_map, first_token, (first_chunk + i) * (CHUNK / BOX), barrier);
+        }
 #else
         char* to = shared.stages[i % STAGES] + W_BYTES;
         copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
@@ -197,7 +203,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     if (threadIdx.x == 32 * WARPS) {
         for (int s = 0; s < STAGES; ++s) {
             make_barrier(&shared.full[s], 1);
-            make_barrier(&shared.empty[s], WARPS);
+            make_barrier(&shared.empty[s], OF_TEAM);
+            if (EARLY) make_barrier(&shared.has_x[s], 1);
         }
         publish_barriers();
     }
@@ -228,24 +235,26 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         }
     }
 
-    wait_for_kernel_before();
+    if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else when the first weights are unpacked
 
     u32 residuals[HOLDS_RESIDUAL ? OWN_OF_WARP : 1][TURNS];
     auto residual_at = [&](int token, int turn) {
         return load_pair(residual + token * residual_stride + (first_row + (turn * 32 + lane) * 2) * 2ll);
     };
-    if (warp < WARPS) {
-        if (HOLDS_RESIDUAL) {
+    auto ask_for_residuals = [&] {
 #pragma unroll
-            for (int j = 0; j < OWN_OF_WARP; ++j) {
-                const int token = split + SPLIT * (warp + WARPS * j);
+        for (int j = 0; j < (HOLDS_RESIDUAL ? OWN_OF_WARP : 0); ++j) {
+            const int token = split + SPLIT * (warp + WARPS * j);
 #pragma unroll
-                for (int turn = 0; turn < TURNS; ++turn) {
-                    residuals[j][turn] = 0;
-                    if (token < num_tokens && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
-                }
+            for (int turn = 0; turn < TURNS; ++turn) {
+                residuals[j][turn] = 0;
+                if (token < num_tokens && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
             }
         }
+    };
+    if (warp < WARPS) {
+        const int team = EARLY ? warp / OF_TEAM : 0, of_team = warp - team * OF_TEAM;
+        if (!EARLY) ask_for_residuals();
 
         // -- the product
 
@@ -264,8 +273,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         clear(sums);
 #pragma unroll
         for (int kept = 0; kept < KEPT; ++kept) clear_group(kept);
-        const long long band = band_of(warp / 2);
-        const int row_of_band = warp % 2 * 16 + lane / 4;
+        const long long band = band_of(of_team / 2);
+        const int row_of_band = of_team % 2 * 16 + lane / 4;
         const float* const own_band = scales + band * ((num_chunks * CHUNK - 1) / SHARED + 1);  // where 128 rows share one
         u32 words[SPANS][2];
         float least[SPANS][2], next = 0.0f;
@@ -275,8 +284,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 words[0][r] = __float_as_uint(load_scale(scales + band * BAND_ROWS + row_of_band + 8 * r));
                 least[0][r] = MINIMA ? load_scale(minima + band * BAND_ROWS + row_of_band + 8 * r) : 0.0f;
             }
-        } else if (!HAS_SCALES) {
-            next = load_scale(own_band + first_chunk * CHUNK / SHARED);
+        } else if (!HAS_SCALES && team < count) {
+            next = load_scale(own_band + (first_chunk + team) * CHUNK / SHARED);
         }
         auto add_up = [&](int span, int kept) {
             const float scale[2] = {ROUNDS ? 1.0f : scale_of(words[span][0]), ROUNDS ? 1.0f : scale_of(words[span][1])};
@@ -295,17 +304,17 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             add_up(span, kept);
         };
         const u32 stages = held(shared_address(shared.stages)), full = held(shared_address(shared.full));
-        const u32 empty = held(shared_address(shared.empty));
-        const u32 codes_of_lane = X_BYTES + warp / 2 * BAND_BYTES + warp % 2 * BLOCK_BYTES + lane * 16;
-        const u32 scales_of_lane = X_BYTES + warp / 2 * BAND_BYTES + CODE_BYTES + row_of_band * 4;
+        const u32 empty = held(shared_address(shared.empty)), has_x = EARLY ? held(shared_address(shared.has_x)) : 0;
+        const u32 codes_of_lane = X_BYTES + of_team / 2 * BAND_BYTES + of_team % 2 * BLOCK_BYTES + lane * 16;
+        const u32 scales_of_lane = X_BYTES + of_team / 2 * BAND_BYTES + CODE_BYTES + row_of_band * 4;
         const u32 tokens_of_lane = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;  // as ldmatrix wants them
-        u32 slot = 0, parity = 0;
+        u32 slot = team, parity = 0;
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
+        for (int i = team; i < count; i += TEAMS) {
             const u32 stage = stages + slot * STAGE_BYTES;
             if (GROUP && !HAS_SCALES) {
                 words[0][0] = words[0][1] = __float_as_uint(next);
-                if (i + 1 < count) next = load_scale(own_band + (first_chunk + i + 1) * CHUNK / SHARED);
+                if (i + TEAMS < count) next = load_scale(own_band + (first_chunk + i + TEAMS) * CHUNK / SHARED);
             }
             wait_at(full + slot * 8, parity);
             if (HAS_SCALES) {
@@ -347,6 +356,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     else
                         w[box * 4 + step] = pairs_of(pieces, step, words[span]);
                 }
+                if (EARLY && box == 0 && i == team) {
+                    wait_for_kernel_before();
+                    ask_for_residuals();
+                }
+                if (EARLY && box == 0 && i < STAGES) wait_at(has_x + slot * 8, 0);
                 if constexpr (BY_WARPS) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -388,7 +402,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 end_products();
                 if (!SCALES_SUMS) {
                     wait_for_products<1>();  // of the columns before
-                    if (box == 0 && i > 0 && lane == 0) arrive_at(empty + (slot ? slot - 1 : STAGES - 1) * 8);
+                    const u32 before = slot < TEAMS ? slot + STAGES - TEAMS : slot - TEAMS;
+                    if (box == 0 && i > team && lane == 0) arrive_at(empty + before * 8);
                 }
             }
             if (BY_WARPS) {
@@ -402,7 +417,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     for (int span = 0; span < SPANS; ++span) take_up(span, span);
                 }
             }
-            if (++slot == STAGES) slot = 0, parity ^= 1;
+            slot += TEAMS;
+            if (slot >= STAGES) slot -= STAGES, parity ^= 1;
+        }
+        if (EARLY && team >= count) {  // nothing to do
+            wait_for_kernel_before();
+            ask_for_residuals();
         }
         if (!BY_WARPS) wait_for_products<0>();
         if (!SCALES_SUMS) take_up(0, 0);
@@ -429,11 +449,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         // -- the sums, to where any thread can read them
 
         meet(1, 32 * WARPS);  // no warp reads stages any more
-        const int row = warp * 16 + lane / 4, t = lane % 4;
+        const int row = of_team * 16 + lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
             if (j * 8 < num_tokens) {
-                float* at = &shared.sums[j * 8 + 2 * t][row];
+                float* at = &shared.sums[team][j * 8 + 2 * t][row];
                 at[0] = sums[4 * j];
                 at[PITCH] = sums[4 * j + 1];
                 at[8] = sums[4 * j + 2];
@@ -480,15 +500,17 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     // -- what follows the product
 
     auto sum_at = [&](int token, int row) {
-        const float* at = &shared.sums[token][row];
-        float2 parts[SPLIT];
+        float2 parts[SPLIT * TEAMS];
 #pragma unroll
-        for (int s = 0; s < SPLIT; ++s) parts[s] = SPLIT == 1 ? *(const float2*)at : load_from(at, s);
+        for (int p = 0; p < SPLIT * TEAMS; ++p) {
+            const float* at = &shared.sums[p % TEAMS][token][row];
+            parts[p] = SPLIT == 1 ? *(const float2*)at : load_from(at, p / TEAMS);
+        }
         float2 total = parts[0];
 #pragma unroll
-        for (int s = 1; s < SPLIT; ++s) {
-            total.x += parts[s].x;
-            total.y += parts[s].y;
+        for (int p = 1; p < SPLIT * TEAMS; ++p) {
+            total.x += parts[p].x;
+            total.y += parts[p].y;
         }
         return total;
     };

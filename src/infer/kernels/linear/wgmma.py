@@ -22,12 +22,14 @@ steps of three models.
 Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
 to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
 while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
-read: taller tiles, or one block to an SM. Some dozens of cuts of each matrix were tried in chains of layers
-of two models, with 1, 16, 32 and 64 tokens. With more than 64 there is one block to an SM, and that cut is
-chosen whose rounds of blocks are the shortest; there are blocks for each 96 or 128 tokens, neighbours that
-read the same W from L2. Of nine cuts of each matrix of two models, with 128 and 256 tokens, none was faster
-than what the rule chooses by more than 1.5 %. There the weights of groups are scaled and rounded as a dense
-matrix has them, in place of the sums of groups, which would take as many registers again.
+read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and unpacking the first
+ones is most of its time: there teams of warps share the stages of a block. Some dozens of cuts of each matrix
+were tried in chains of layers of three models, with 1 to 64 tokens. With more than 64 there is one block to
+an SM, and that cut is chosen whose rounds of blocks are the shortest; there are blocks for each 96 or 128
+tokens, neighbours that read the same W from L2. Of nine cuts of each matrix of two models, with 128 and 256
+tokens, none was faster than what the rule chooses by more than 1.5 %. There the weights of groups are scaled
+and rounded as a dense matrix has them, in place of the sums of groups, which would take as many registers
+again.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -76,7 +78,7 @@ _SHARED_BYTES = 227 << 10  # of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # of each block
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-_ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
+ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
 TOKENS = range(2, 65)  # one token needs no tensor cores
 MORE_TOKENS = range(65, MAX_TOKENS + 1)
 MAX_CODED, MAX_CODED_FP8 = 512, 384  # tokens with coded weights; with more, unpacking W once is faster
@@ -87,6 +89,7 @@ _MAX_STAGES = 8  # of those: as many as fit, so that matrices of any length shar
 _BLOCK_COST = 4.0  # of a block, in cells: its start, and what follows the product
 _FEW_TOKENS = 16  # which warps read from shared memory for themselves
 _LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of rows
+_FEW_CELLS = 24  # of a row
 _OUTER_TYPES = (
     TensorMap,
     *(ctypes.c_void_p,) * 6,
@@ -112,6 +115,7 @@ class WgmmaConfig:
     by_warps: bool = False  # coded weights: no warpgroups, whose instructions take long for few tokens
     rounds: bool = False  # coded weights: scaled and rounded before they are multiplied, not their sums after
     many: bool = False  # coded weights: there are more than `width` tokens, and a block for each so many
+    teams: int = 1  # coded weights: of warps, which take the stages of a block in turn
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
         """How many tiles the N outputs of a matrix are cut into."""
@@ -131,15 +135,16 @@ class WgmmaConfig:
 
     @property
     def num_threads(self) -> int:
-        """Four warps for each 64 rows, one that loads, three that add up squares."""
-        return 2 * self.rows + 128
+        """Four warps for each 64 rows and team, one that loads, three that add up squares."""
+        return 2 * self.rows * self.teams + 128
 
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
         stages = self.stages * stage_bytes(self)
-        sums = self.width * (self.rows + 4) * 4
-        barriers, squares = 16 * self.stages, 3 * 8 * -(-self.width // self.split)
+        sums = self.teams * self.width * (self.rows + 4) * 4
+        barriers = (16 if self.form is None else 24) * self.stages
+        squares = 3 * 8 * -(-self.width // self.split)
         return max(stages, sums) + barriers + squares + 2 * 1024
 
 
@@ -226,8 +231,15 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
             s for s in (1, 2, 4) if s == 1 or (num_tiles[rows] * s <= most and num_cells >= s * min_cells)
         )
 
-    rows, is_short = 64, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
-    if width <= 32:
+    rows, teams, is_short = 64, 1, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
+    keeps_sums = form.group > 0 and width > 32  # of groups, in registers that further teams would need
+    is_small = num_cells <= _FEW_CELLS and num_tiles[64] <= _MOST_SMS and not (gated and keeps_sums)
+    if is_small and not by_warps and not form.has_minima:
+        split, blocks = split_of(64, _MOST_SMS), 1
+        if split == 1 and keeps_sums:
+            split = min(2, split_of(64, NUM_SMS))
+        teams = 4 if split == 1 and not keeps_sums else 2
+    elif width <= 32:
         split = split_of(64, 2 * NUM_SMS)
         blocks = 2 if split == 2 else 3
         if is_short and num_tiles[128] * 4 <= 2 * NUM_SMS:
@@ -240,11 +252,12 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
             rows, split = 128, split_of(128, NUM_SMS)
         is_alone = form.group or num_tiles[rows] * split <= NUM_SMS
         blocks = 1 if is_alone and (rows == 128 or num_tiles[rows] * split <= NUM_SMS) else 2
+        if rows == 64 and blocks == 1:
+            blocks, teams = (2, 1) if split == 4 else (1, 2 if form.group else 1)
     if form.has_minima and not by_warps:  # whose sums of x take registers
-        rows, blocks = 64, 2 if width <= 32 else 1
-    return _with_stages(
-        WgmmaConfig(width, rows, -(-K // columns // split), split, blocks, form, columns, by_warps)
-    )
+        rows, blocks, teams = 64, 2 if width <= 32 else 1, 1
+    stages, teams = -(-K // columns // split), max(1, min(teams, num_cells // split))
+    return _with_stages(WgmmaConfig(width, rows, stages, split, blocks, form, columns, by_warps, teams=teams))
 
 
 def _choose_wide(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig:
@@ -285,6 +298,7 @@ def defines_of(
             ("BY_WARPS", int(config.by_warps)),
             ("ROUNDS", int(config.rounds)),
             ("MANY", int(config.many)),
+            ("TEAMS", config.teams),
         )
     )
     return (
@@ -341,7 +355,7 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
     config = _config_of(dict(defines))
     types = _TYPES if config.form is None else _CODED_TYPES
     with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
+        kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
         return kernels.prepare(
             "linear_wgmma", config.num_threads, types,
             pdl=with_pdl, shared_bytes=config.shared_bytes,
@@ -355,21 +369,24 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
     config = WgmmaConfig(width, rows, stages, split, blocks)
     if (form := form_of(known)) is not None:
         by_warps, rounds, many = (bool(known[name]) for name in ("BY_WARPS", "ROUNDS", "MANY"))
-        columns = known["COLUMNS"]
-        return replace(config, form=form, columns=columns, by_warps=by_warps, rounds=rounds, many=many)
+        columns, teams = known["COLUMNS"], known["TEAMS"]
+        return replace(
+            config, form=form, columns=columns, by_warps=by_warps, rounds=rounds, many=many, teams=teams
+        )
     return config
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
     gated = bool(matrix.activation)
     if matrix.form is not None:
-        if num_tokens <= pdl.PDL_MAX_M and pdl.choose(num_tokens, matrix) is not None:
+        if num_tokens <= pdl.CODED_MAX_M and pdl.choose(num_tokens, matrix) is not None:
             return None
         return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated)
     return choose_config(num_tokens, matrix.N, matrix.K, gated=gated)
 
 
-def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
+def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
+    """The constants of a matrix of a model."""
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
@@ -377,5 +394,5 @@ def make_kernel(tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
     width = coded_width if coded else token_width
     return CudaLinear(
-        SOURCE, _ARCH, tokens, width, _choose, _defines, lambda *variant: _load(*variant), is_for_each=coded
+        SOURCE, ARCH, tokens, width, _choose, defines_for, lambda *variant: _load(*variant), is_for_each=coded
     )
