@@ -5,16 +5,18 @@
 A chain is qkv, o, gate and up, down of several layers, captured into a graph, each kernel reading what the
 one before has added; attention is left out. What no kernel with prologue and epilogue multiplies is a norm, a
 product of the library (of W unpacked, where it is coded) and a gate, as in an engine; `--unpacked` does so
-with all coded weights. The bytes of all layers together do not fit the L2 cache. Beside the time of a layer
-stands the share of it that reading its weights takes at 4.2 TB/s (an H200).
+with all coded weights. Kernels are compiled side by side before the first chain. The bytes of all layers
+together do not fit the L2 cache. Beside the time of a layer stands the share of it that reading its weights
+takes at 4.2 TB/s (an H200).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import coded_linear
-from infer.kernels.linear.cuda import Matrix
+from infer.kernels.linear.cuda import Matrix, Variant, compile_variants
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch, launch_add, launch_of_sum, linear, norm_linear
@@ -89,12 +91,24 @@ def random_weights(num_rows: int, size: int, form: CodedForm | None) -> Weights:
 
 def choose(num_tokens: int, matrix: Matrix) -> Plan:
     """The cut that an engine's product of so many tokens has."""
-    few = pdl.choose(num_tokens, matrix) if num_tokens <= pdl.PDL_MAX_M else None
+    most = pdl.PDL_MAX_M if matrix.form is None else pdl.CODED_MAX_M
+    few = pdl.choose(num_tokens, matrix) if num_tokens <= most else None
     N, K, gated = matrix.N, matrix.K, bool(matrix.activation)
     if few is not None or matrix.form is not None:
         return few or wgmma.choose_coded(num_tokens, N, K, matrix.form, gated=gated)
     is_cut = num_tokens in wgmma.TOKENS or (num_tokens in wgmma.MORE_TOKENS and (gated or matrix.writes))
     return wgmma.choose_config(num_tokens, N, K, gated=gated) if is_cut else None
+
+
+def variants(shape: Shape, form: CodedForm | None, num_tokens: int) -> Iterator[Variant]:
+    """What is to be compiled for a chain with so many tokens."""
+    for matrix in shape.matrices(form).values():
+        plan = choose(num_tokens, matrix)
+        outer = matrix, num_tokens, matrix.writes, matrix.reads
+        if isinstance(plan, PdlConfig):
+            yield pdl.SOURCE, pdl.ARCH, pdl.defines_for(plan, *outer)
+        elif plan is not None:
+            yield wgmma.SOURCE, wgmma.ARCH, wgmma.defines_for(plan, *outer)
 
 
 @dataclass
@@ -103,7 +117,6 @@ class Chain:
 
     shape: Shape
     form: CodedForm | None
-    num_tokens: int
 
     def __post_init__(self) -> None:
         self.matrices = self.shape.matrices(self.form)
@@ -114,9 +127,12 @@ class Chain:
             }
             for _ in range(self.shape.num_layers)
         ]
-        self.plans = {name: choose(self.num_tokens, matrix) for name, matrix in self.matrices.items()}
         self.gain = torch.ones(self.shape.hidden, dtype=torch.bfloat16, device="cuda")
-        self.x = torch.randn(self.num_tokens, self.shape.hidden, device="cuda").bfloat16()
+
+    def take(self, num_tokens: int) -> None:
+        """Cut the matrices for so many tokens, as the rule says."""
+        self.plans = {name: choose(num_tokens, matrix) for name, matrix in self.matrices.items()}
+        self.x = torch.randn(num_tokens, self.shape.hidden, device="cuda").bfloat16()
 
     @property
     def layer_bytes(self) -> int:
@@ -200,10 +216,18 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2
+    if not args.unpacked:
+        asked = itertools.product(args.models, args.forms, args.tokens)
+        compile_variants(
+            list(
+                dict.fromkeys(v for model, form, n in asked for v in variants(MODELS[model], FORMS[form], n))
+            )
+        )
     for model in args.models:
         for form in args.forms:
+            chain = Chain(MODELS[model], FORMS[form])
             for num_tokens in args.tokens:
-                chain = Chain(MODELS[model], FORMS[form], num_tokens)
+                chain.take(num_tokens)
                 if args.unpacked:
                     chain.plans = dict.fromkeys(chain.plans)
                 seconds = time_graph(chain.run) / chain.shape.num_layers
