@@ -40,6 +40,7 @@ def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
     form, place = form_of(name), list(FORMS).index(name)
     if not form.has_minima:
         yield 5, PdlConfig(1 + place % 2, (1, 4, 8)[place % 3], 1 + place % 4, form)
+        yield (1, PdlConfig(1, 8, 2, form, by_words=True)) if place % 2 else (13, PdlConfig(1, 8, 1, form))
     yield 40, WgmmaConfig(48, 64, 4, 1, 1, form, 128, teams=3)
     for number, num_tokens in enumerate(TOKENS):
         if (number + place) % 3:
@@ -152,7 +153,8 @@ def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[t
     gains = [random(512) for _ in layers]
 
     def rule(N: int, K: int, *, gated: bool = False) -> WgmmaConfig | PdlConfig:
-        config = pdl.choose_config(num_tokens, N, K, gated=gated, form=form) if num_tokens <= 8 else None
+        is_few = num_tokens <= pdl.CODED_MAX_M
+        config = pdl.choose_config(num_tokens, N, K, gated=gated, form=form) if is_few else None
         chosen = config or choose_coded(num_tokens, N, K, form, gated=gated)
         assert chosen is not None
         return chosen
@@ -171,7 +173,8 @@ def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[t
 
 
 @pytest.mark.parametrize(
-    ("name", "num_tokens"), [("fp8", 1), ("int4-128", 1), ("fp8-blocks", 16), ("int4-128", 64), ("int8", 200)]
+    ("name", "num_tokens"),
+    [("fp8", 1), ("int4-128", 12), ("fp8-blocks", 16), ("fp8", 32), ("int4-128", 64), ("int8", 200)],
 )
 def test_a_step_that_starts_early_waits_for_its_input(
     name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
