@@ -38,6 +38,7 @@ import json
 import math
 import os
 import platform
+import resource
 import shutil
 import socket
 import statistics
@@ -392,6 +393,32 @@ def run_elsewhere(python: str, engine: str, path: Path, work: Work) -> dict[str,
     return result
 
 
+class Others:
+    """How much of the machine other programs, and a hypervisor, have taken since this was made."""
+
+    def __init__(self) -> None:
+        self._seconds, self._own, self._began = self._busy(), self._of_children(), time.perf_counter()
+
+    @staticmethod
+    def _busy() -> float:
+        """Seconds of all cores that were not idle, those stolen from this machine included."""
+        user, nice, system, _idle, _waiting, *rest = (
+            Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        )
+        return sum(map(int, (user, nice, system, *rest))) / os.sysconf("SC_CLK_TCK")
+
+    @staticmethod
+    def _of_children() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def share(self) -> float:
+        """The share of all cores' time, from 0 to 1."""
+        taken = self._busy() - self._seconds - (self._of_children() - self._own)
+        cores = os.cpu_count() or 1
+        return round(max(0.0, taken) / (time.perf_counter() - self._began) / cores, 2)
+
+
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Figure by figure."""
     return {
@@ -436,7 +463,7 @@ def main() -> None:
     from infer.loader.find.default_model import default_model_file
 
     source = args.model or default_model_file()
-    load = [round(load, 1) for load in os.getloadavg()]
+    load, others = [round(load, 1) for load in os.getloadavg()], Others()
     facts_of: dict[str, dict[str, Any]] = {}  # of each engine, whatever the threads
     results: dict[int, dict[str, list[dict[str, Any]]]] = {threads: {} for threads in args.threads}
     if args.llama_server is not None and args.http:
@@ -475,6 +502,7 @@ def main() -> None:
                 "repeats": args.repeats,
                 "long": args.long,
                 "load": load,
+                "others": others.share(),
                 "of": facts_of,
                 "threads": {str(threads): table(found, facts_of) for threads, found in results.items()},
             }

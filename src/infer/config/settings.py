@@ -412,7 +412,7 @@ class ServerConfig:
     tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl_certfile",))
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
     max_body_size: str = knob("8MiB", "largest request body", is_size=True)
-    max_prompts: int = knob(256, "prompts in one completion request")
+    max_prompts: int = knob(256, "prompts in one completion request (embeddings: 2048 inputs)")
     max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
     request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
     drain_timeout: float = knob(

@@ -166,7 +166,7 @@ def test_the_library_and_the_route_refuse_in_the_same_words(
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"pooling": "max"}, "pooling"),
         ({"input": []}, "input"),
-        ({"input": ["x"] * 9}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
         ({"input": [10**6]}, "input"),
         ({"input": [[5], []]}, "input"),
     ],

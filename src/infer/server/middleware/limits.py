@@ -50,7 +50,7 @@ class BodyLimit:
             async with asyncio.timeout(self._timeout_s):
                 body = await self._read(receive)
         except BodyTooLarge:
-            message = f"the request body is larger than {self._max_text}; send less at a time"
+            message = f"the request body is larger than {self._max_text} (max_body_size); send less at a time"
             await ApiError(status=413, message=message, headers=CLOSE).send(send)
             return
         except TimeoutError:
@@ -103,7 +103,7 @@ class Gate:
         board.count_request(1)  # before the look at the flags: a drain of all processes misses none
         try:
             if board.is_starting or board.is_draining:
-                what = "shutting down" if board.is_draining else "starting"
+                what = "draining and takes no new requests" if board.is_draining else "starting"
                 message = f"the server is {what}; try again in a few seconds"
                 headers = {"retry-after": str(RETRY_LATER_S)}
                 await ApiError(status=503, message=message, headers=headers).send(send)

@@ -66,7 +66,9 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     """The job of a completion body; raises a `RequestError` that names the wrong field."""
     mark("parse")
     model = state.get_model(body.model)
-    prompts = split_prompts(body.prompt, state.config.max_prompts, "prompt")
+    prompts = split_prompts(
+        body.prompt, state.config.max_prompts, "prompt", "send fewer, or serve with a larger max_prompts"
+    )
     check_queue(model, len(prompts))
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0:
@@ -217,17 +219,20 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
         check_streams(params, "leave stream out")
 
 
-def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | list[int]]:
-    """The prompts of a body as a list; a text and a list of token ids are one prompt."""
+def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[str | list[int]]:
+    """The prompts of a body as a list, with `advice` for more than `most`.
+
+    A text and a list of token ids are one prompt.
+    """
     if isinstance(given, str):
         return [given]
     if not given:
         raise RequestError(f"{param} is an empty list; give at least one prompt", param=param)
     if isinstance(given[0], int):
         return [given]
-    if len(given) > max_prompts:
+    if len(given) > most:
         raise RequestError(
-            f"{param} holds {len(given)} prompts, at most {max_prompts} are allowed", param=param
+            f"{param} is a list of {len(given)}, at most {most} are allowed; {advice}", param=param
         )
     return list(given)
 

@@ -31,6 +31,7 @@ from infer.server.state import ServedModel, engine_id, mark
 router = make_router()
 
 FORMATS = ("float", "base64")
+MAX_INPUTS = 2048  # of one body, as in OpenAI's API
 MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 
 
@@ -45,7 +46,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
             f"encoding_format must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}",
             param="encoding_format",
         )
-    inputs = split_prompts(body.input, state.config.max_prompts, "input")
+    inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
     mark("parse")
     job = await asyncio.to_thread(
         open_embeddings,
