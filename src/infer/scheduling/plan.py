@@ -54,17 +54,10 @@ class Chunks(Sequence[Chunk]):
     )  # fmt: skip
 
     def __init__(
-        self,
-        seq_ids: np.ndarray,
-        starts: np.ndarray,
-        stops: np.ndarray,
-        num_samples: np.ndarray,
-        rows: np.ndarray,
-        *,
-        sequences: list[TokenSequence] | None = None,
-        places: np.ndarray | slice = slice(0),
-        version: int = 0,
-    ) -> None:
+        self, seq_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, num_samples: np.ndarray,
+        rows: np.ndarray, *, sequences: list[TokenSequence] | None = None,
+        places: np.ndarray | slice = slice(0), version: int = 0,
+    ) -> None:  # fmt: skip
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
         self.ends = stops  # where the tokens end that were not refused
         self.rows = rows  # of the block tables
@@ -168,14 +161,8 @@ class PlanDraft:
     """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
 
     __slots__ = (
-        "budget",
-        "num_prompts",
-        "num_tokens",
-        "num_turns",
-        "preempted",
-        "table_changes",
-        "transfers",
-    )
+        "budget", "num_prompts", "num_tokens", "num_turns", "preempted", "table_changes", "transfers",
+    )  # fmt: skip
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added

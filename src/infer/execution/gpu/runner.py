@@ -168,19 +168,15 @@ class DeviceRunner:
                 yield "try"
             self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
-            self._capture_beside_plans()
-            yield "capture"
-        while self._graphs.prepare():
-            yield "capture"
-        while self._dense is not None and self._dense.prepare():
-            yield "plan_attention"
+        self._capture_beside_plans()
+        yield "capture"
         seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
         logger.info("steps prepared %s", seconds)
 
     def _capture_beside_plans(self) -> None:
         """Capture all sizes in a thread, while this one makes cuDNN's plans: PyTorch keeps them by thread.
 
-        Making a plan takes no part in Python's lock, and capturing a step hardly anything else.
+        A plan is made without Python's lock; a capture holds it nearly all the time.
         """
         with ThreadPoolExecutor(1, "capture-steps") as pool:
             captured = pool.submit(self._capture_all)

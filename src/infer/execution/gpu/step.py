@@ -60,21 +60,11 @@ class DeviceStep(StepContext):
     """One step: where its tokens stand, where their keys and values go, and what each may see."""
 
     def __init__(
-        self,
-        store: KVStore,
-        tables_KRB: torch.Tensor,
-        work: DecodeWork,
-        *,
-        block_size: int,
-        positions_T: torch.Tensor,
-        slots_KT: torch.Tensor,
-        rows_S: torch.Tensor,
-        lens_S: torch.Tensor,
-        chunks: PrefillChunks | None = None,
-        dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
-        windows: Sequence[int | None] = (None,),
-        backend: str = "triton",
-    ) -> None:
+        self, store: KVStore, tables_KRB: torch.Tensor, work: DecodeWork, *, block_size: int,
+        positions_T: torch.Tensor, slots_KT: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
+        chunks: PrefillChunks | None = None, dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
+        windows: Sequence[int | None] = (None,), backend: str = "triton",
+    ) -> None:  # fmt: skip
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
@@ -117,15 +107,9 @@ class DeviceStep(StepContext):
         )  # fmt: skip
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
+        self, layer: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, *, scale: float,
         window: int | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
