@@ -195,7 +195,10 @@ def _input_closed(timeout: float) -> bool:
 def cases(limits: Sequence[str], *, alone: bool) -> list[tuple[str, dict[str, Any], str]]:
     """Each row's name, its knobs, and what part a neighbour has in it."""
     plain = [(limit, {"device_memory": limit}, "") for limit in limits]
-    beside = [("neighbour", {}, "while serving"), ("crowded", {}, "from the start")]
+    beside: list[tuple[str, dict[str, Any], str]] = [
+        ("neighbour", {}, "while serving"),
+        ("crowded", {}, "from the start"),
+    ]
     return plain if alone else [*plain, *beside]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,46 @@ def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
     assert {rows for _, rows in tried} == {0, MAX_ROWS}
     assert outputs == set(range(1, 18))
     assert all(bool((keys == 1.0).all()) for keys in store.keys), "padding is written nowhere"
+
+
+class Pieces:
+    """In place of graphs or plans: three of them, each of which notes its thread and may wait for the other."""
+
+    def __init__(
+        self, mine: threading.Event, others: threading.Event, error: Exception | None = None
+    ) -> None:
+        self._mine, self._others, self._error = mine, others, error
+        self.threads: list[int] = []
+
+    def prepare(self) -> bool:
+        self.threads.append(threading.get_ident())
+        self._mine.set()
+        assert self._others.wait(10), "one waits for all of the other"
+        if self._error is not None:
+            raise self._error
+        return len(self.threads) < 3
+
+
+def test_steps_are_captured_beside_plans_which_belong_to_this_thread(
+    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = threading.Event(), threading.Event()
+    graphs, plans = Pieces(first, second), Pieces(second, first)
+    monkeypatch.setattr(runner, "_graphs", graphs)
+    monkeypatch.setattr(runner, "_dense", plans)
+    runner._capture_beside_plans()
+    assert plans.threads == [threading.get_ident()] * 3
+    assert len(graphs.threads) == 3 and threading.get_ident() not in graphs.threads
+
+
+def test_a_capture_that_fails_is_not_lost_in_its_thread(
+    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = threading.Event(), threading.Event()
+    monkeypatch.setattr(runner, "_graphs", Pieces(first, second, RuntimeError("device lost")))
+    monkeypatch.setattr(runner, "_dense", Pieces(second, first))
+    with pytest.raises(RuntimeError, match="device lost"):
+        runner._capture_beside_plans()
 
 
 def test_the_largest_step_is_rehearsed_with_few_layers(
