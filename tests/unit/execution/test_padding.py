@@ -75,7 +75,7 @@ def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
 
 
 class Pieces:
-    """In place of graphs or plans: three of them, each of which notes its thread and may wait for the other."""
+    """In place of graphs or plans: three of them, each of which notes its thread and waits for the other."""
 
     def __init__(
         self, mine: threading.Event, others: threading.Event, error: Exception | None = None
