@@ -27,6 +27,7 @@ from infer import __version__
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.cli.parser import Parser
+from infer.client.imports import keep_bytecode
 from infer.config.knobs import spell_as_given
 from infer.errors import InferError
 from infer.log import setup_logging
@@ -75,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     setup_logging(args.log_level)
-    from infer.client.imports import keep_bytecode  # here: a help text needs none of it
-
     keep_bytecode()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks ends nothing

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -63,7 +63,7 @@ def keep_bytecode(of: str = "torch") -> None:
 
     What tells is a large package that every start imports. A folder that the user has named stays.
     """
-    spec = importlib.util.find_spec(of)
+    spec = PathFinder.find_spec(of)
     if sys.pycache_prefix is not None or spec is None or spec.cached is None or spec.origin is None:
         return
     cannot_write = sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
