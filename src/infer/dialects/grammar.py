@@ -25,7 +25,7 @@ from urllib.parse import unquote
 from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
-from infer.sampling.json_schema import check_keywords
+from infer.sampling.json_schema import check_keywords, close_objects
 from infer.sampling.structured import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -72,6 +72,10 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
 def _followed(tool: Tool, where: str) -> Tool:
     """The tool with a schema that can be followed."""
     schema = dict(tool.parameters)
+    is_plain = not set(schema) - {"type", "properties", "required", "$defs", "definitions", "$schema"}
+    if is_plain:
+        schema.setdefault("properties", {})  # what a schema does not name, no tool can use
+    close_objects(schema)
     try:
         check_keywords(schema, param=where, is_lenient=not tool.is_strict)
     except RequestError:
@@ -79,8 +83,8 @@ def _followed(tool: Tool, where: str) -> Tool:
             raise
         schema = {"type": "object"}
     else:
-        if not set(schema) - {"type", "properties", "required", "$defs", "definitions", "$schema"}:
-            schema["additionalProperties"] = False  # what a schema does not name, no tool can use
+        if is_plain:
+            schema["additionalProperties"] = False
     return replace(tool, parameters=schema)
 
 

@@ -3,7 +3,7 @@
 Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
 
     no constraint can follow it     `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
-    it means nothing                a type that JSON does not have, a bound that is no number
+    it means nothing                a type that JSON does not have, a bound that is no number, `enum: []`
     it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
 
 A compiler says all this too, but not where, and only after it has spent the time. Every schema is visited
@@ -91,14 +91,16 @@ def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> N
 
     A lenient check lets keywords and formats pass that a lenient compiler passes over.
     """
-    _SchemaCheck(schema, param, is_lenient).visit(schema, "#", 0)
+    _SchemaCheck(schema, param, is_lenient).run()
 
 
 def close_objects(schema: Any) -> bool:
     """Let objects that name their properties have no others, where the schema does not say; whether any did.
 
-    It changes `schema` itself. What is allowed then was allowed before. A schema that combines objects
-    (`allOf`, or properties beside `anyOf`) is left as it is: each of its parts names some of the properties.
+    It changes `schema` itself. What is allowed then was allowed before. Names are those of `properties` and
+    `required` and the patterns; an object without `properties` and patterns names none and stays free. A
+    schema that combines objects (`allOf`, or properties beside `anyOf`) is left as it is: each of its parts
+    names some of the properties.
     """
     found, stack = [], [schema]
     while stack:
@@ -113,20 +115,23 @@ def close_objects(schema: Any) -> bool:
             stack += inner if isinstance(inner, list) else [inner]
     if any(
         (isinstance(every := each.get("allOf"), list) and len(every) > 1)
-        or ("properties" in each and each.keys() & _COMBINING)
+        or (each.keys() & set(_SCHEMAS_BY_NAME) and each.keys() & _COMBINING)
         for each in found
     ):
         return False
     closable = [
         each
         for each in found
-        if isinstance(names := each.get("properties"), dict)
-        and not each.keys() & {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+        if each.keys() & set(_SCHEMAS_BY_NAME)
+        and "additionalProperties" not in each
+        and isinstance(each.get("properties", {}), dict)
         and isinstance(needed := each.get("required", []), list)
-        and all(isinstance(name, str) and name in names for name in needed)
+        and all(isinstance(name, str) for name in needed)
     ]
     for each in closable:
         each["additionalProperties"] = False
+        for name in each.get("required", []):
+            each.setdefault("properties", {}).setdefault(name, True)
     return bool(closable)
 
 
@@ -317,6 +322,32 @@ class _SchemaCheck:
         self._is_lenient = is_lenient
         self._num_enum = 0
         self._by_id: dict[int, int] = {}  # alternatives of every schema; 1 while it is visited
+        self._same: dict[int, dict[int, str]] = {}  # schemas for the same value, each with its place
+
+    def run(self) -> None:
+        if self._root is False:
+            raise self._refuse("#", "is false, which allows nothing; true allows any JSON")
+        self.visit(self._root, "#", 0)
+        self._check_circles()
+
+    def _check_circles(self) -> None:
+        """Refuse a schema that is said to be itself: `$ref` and `allOf` lead back to it."""
+        done: set[int] = set()
+        for start in self._same:
+            path, stack = {start}, [(start, iter(self._same[start].items()))]
+            while stack:
+                schema, following = stack[-1]
+                for other, where in following:
+                    if other in path:
+                        raise self._refuse(where, "leads back to its own schema and says nothing about it")
+                    if other not in done and other in self._same:
+                        path.add(other)
+                        stack.append((other, iter(self._same[other].items())))
+                        break
+                else:
+                    done.add(schema)
+                    path.discard(schema)
+                    stack.pop()
 
     def visit(self, schema: object, where: str, depth: int) -> int:
         if isinstance(schema, bool):
@@ -346,8 +377,10 @@ class _SchemaCheck:
                 factors.append(sum(self._visit_list(schema, keyword, where, depth)))
         if "allOf" in schema:
             factors += self._visit_list(schema, "allOf", where, depth)
+            same = self._same.setdefault(id(schema), {})
+            same |= {id(each): f"{where}/allOf" for each in schema["allOf"]}
         if "$ref" in schema:
-            factors.append(self._visit_ref(schema["$ref"], f"{where}/$ref", depth))
+            factors.append(self._visit_ref(schema, f"{where}/$ref", depth))
         return self._multiply(factors, where)
 
     def _visit_list(self, schema: dict[str, Any], keyword: str, where: str, depth: int) -> list[int]:
@@ -355,10 +388,13 @@ class _SchemaCheck:
             self.visit(each, f"{where}/{keyword}/{i}", depth + 1) for i, each in enumerate(schema[keyword])
         ]
 
-    def _visit_ref(self, ref: object, where: str, depth: int) -> int:
+    def _visit_ref(self, schema: dict[str, Any], where: str, depth: int) -> int:
+        ref = schema["$ref"]
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
             raise self._error(where, "must point into this schema, such as #/$defs/name", ref)
-        return self.visit(self._resolve(ref, where), ref, depth + 1)
+        found = self._resolve(ref, where)
+        self._same.setdefault(id(schema), {})[id(found)] = where
+        return self.visit(found, ref, depth + 1)
 
     def _resolve(self, ref: str, where: str) -> object:
         found: Any = self._root
@@ -418,6 +454,8 @@ class _SchemaCheck:
             bound = schema.get(keyword, 0)
             if not (_is_number(bound) or (keyword.startswith("exclusive") and isinstance(bound, bool))):
                 raise self._error(f"{where}/{keyword}", "must be a number", bound)
+            if keyword == "multipleOf" and keyword in schema and bound <= 0:
+                raise self._error(f"{where}/{keyword}", "must be above 0", bound)
             if not -MAX_BOUND <= bound <= MAX_BOUND:
                 wanted = f"must be from -{MAX_BOUND} to {MAX_BOUND}, where numbers are exact; leave it out"
                 raise self._error(f"{where}/{keyword}", wanted, bound)
@@ -429,9 +467,44 @@ class _SchemaCheck:
                 f"{where}/multipleOf", f"must be at most {MAX_MULTIPLE_OF}", schema["multipleOf"]
             )
         self._check_words(schema, where)
+        self._check_names(schema, where)
+
+    def _check_names(self, schema: dict[str, Any], where: str) -> None:
+        """Whether the properties that an object must have can be there, and can be counted.
+
+        Keys that are no property by name may repeat each other, and a parser takes equal ones for one: of
+        them one can be counted on, and no more.
+        """
+        required, named = set(schema.get("required", [])), schema.get("properties", {})
+        names = named.keys() | required
+        is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        for name in sorted(required):
+            if named.get(name, not is_closed) is False:
+                why = "names a property that cannot be: its schema, or additionalProperties, is false"
+                raise self._error(f"{where}/required", why, name)
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", MAX_BOUND)
+        if most < len(required):
+            raise self._refuse(f"{where}/maxProperties", f"is below the {len(required)} that are required")
+        if is_closed and least > len(names):
+            why = f"is above {len(names)}, the number of properties that the schema names; name more of them"
+            raise self._refuse(f"{where}/minProperties", f"{why}, or allow others with additionalProperties")
+        if least > len(required) + 1 and not (is_closed and names == required):
+            why = f"must be at most {len(required) + 1}, one more than are required; require more by name"
+            raise self._error(f"{where}/minProperties", why, least)
+        if names == required or (is_closed and most == MAX_BOUND):
+            return
+        for keyword, is_used in (
+            ("minProperties", least > len(required)),
+            ("maxProperties", most < MAX_BOUND),
+        ):
+            if is_used:
+                why = "needs all properties to be required by name; require them, or leave it out"
+                raise self._refuse(f"{where}/{keyword}", why)
 
     def _check_words(self, schema: dict[str, Any], where: str) -> None:
         types = schema.get("type", [])
+        if types == [] and "type" in schema:
+            raise self._refuse(f"{where}/type", "is an empty list, which allows nothing; leave it out")
         for name in types if isinstance(types, list) else [types]:
             if name not in TYPES:
                 raise self._error(f"{where}/type", f"must be one of {', '.join(TYPES)}", name)
@@ -442,8 +515,8 @@ class _SchemaCheck:
         what = "properties that are not required; require some"
         self._check_count(f"{where}/properties", len(named.keys() - set(required)), MAX_OPTIONAL, what)
         values = schema.get("enum", [])
-        if not isinstance(values, list):
-            raise self._error(f"{where}/enum", "must be a list", values)
+        if not isinstance(values, list) or ("enum" in schema and not values):
+            raise self._error(f"{where}/enum", "must be a list of at least one value", values)
         self._num_enum += len(values)
         self._check_count(f"{where}/enum", self._num_enum, MAX_ENUM, "values, with those of other enums")
         if "pattern" in schema:

@@ -97,8 +97,9 @@ class Structured:
         text = schema if isinstance(schema, str) else _dump(schema, param)
         made = cls(kind="json_schema", text=text, **options)
         parsed = json.loads(text)
+        is_closed = close_objects(parsed)
         check_keywords(parsed, param=param)
-        return replace(made, text=_dump(parsed, param)) if close_objects(parsed) else made
+        return replace(made, text=_dump(parsed, param)) if is_closed else made
 
     @classmethod
     def json_object(cls, **options: Any) -> Structured:

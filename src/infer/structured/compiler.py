@@ -220,19 +220,23 @@ def _explain(structured: Structured, message: str) -> str:
     said = reasons[-1] if reasons else lines[0]
     if structured.kind != "json_schema":
         return f"the {structured.kind} cannot be compiled: {said}"
-    where = ""
+    places: list[str] = []
     if message.startswith("oneOf constraints"):
         said = "oneOf is not supported where its branches may overlap; use anyOf"
-        places = list(_places(json.loads(structured.text), "oneOf", "#"))
-        where = f" at {' or '.join(places[:3])}" if places else ""
+        places = [place for place, _ in _places(json.loads(structured.text), "oneOf", "#")]
+    elif message.startswith("regex parse error") and len(lines) > 1:
+        schema, pattern = json.loads(structured.text), lines[1].replace("\\/", "/")  # as it was given
+        places = [place for place, given in _places(schema, "pattern", "#") if given == pattern]
+        places += [place for place, _ in _places(schema, pattern, "#") if "/patternProperties/" in place]
+    where = f" at {' or '.join(places[:3])}" if places else ""
     return f"the schema cannot be compiled{where}: {said}"
 
 
-def _places(value: object, keyword: str, pointer: str) -> Iterator[str]:
-    """JSON pointers to a keyword, wherever it stands."""
+def _places(value: object, keyword: str, pointer: str) -> Iterator[tuple[str, object]]:
+    """JSON pointers to a keyword, wherever it stands, and its values."""
     inner = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for name, each in inner:
         place = f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}"
         if name == keyword:
-            yield place
+            yield place, each
         yield from _places(each, keyword, place)

@@ -45,6 +45,15 @@ def compile_error(schema: Any) -> str:
     return said
 
 
+def accepts(schema: Any, text: str) -> bool:
+    """Whether a text is one of a schema's."""
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    assert not matcher.is_error(), matcher.get_error()
+    return bool(
+        matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+    )
+
+
 def refusal(schema: Any) -> str:
     with pytest.raises(RequestError) as caught:
         check_keywords(schema, param="response_format")
@@ -114,6 +123,12 @@ def test_the_types_are_the_compilers() -> None:
         (at_a(multipleOf=10_001), "must be at most 10000"),
         (at_a(required="a"), "/required must be a list of names"),
         (at_a(enum="a"), "/enum must be a list"),
+        (
+            at_a(enum=[]),
+            "'enum' of the schema at #/properties/a~1b/enum must be a list of at least one value",
+        ),
+        (at_a(type=[]), "'type' of the schema at #/properties/a~1b/type is an empty list"),
+        (at_a(multipleOf=0), "/multipleOf must be above 0, got 0"),
         (at_a(pattern=3), "/pattern must be a string"),
         (at_a(anyOf=[]), "/anyOf must be a list of schemas"),
         (at_a(anyOf=[3]), "the schema at #/properties/a~1b/anyOf/0 must be an object, true or false, got 3"),
@@ -448,6 +463,96 @@ def test_objects_are_closed_where_the_schema_does_not_say(schema: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"patternProperties": {"^x": A}}, '{"x1": "v"}', '{"y": "v"}'),
+        ({"properties": {"a": A}, "patternProperties": {"^x": A}}, '{"a": "", "x": ""}', '{"b": ""}'),
+        ({"properties": {"a": A}, "required": ["z"]}, '{"a": "", "z": 1}', '{"z": 1, "b": 1}'),
+        ({"patternProperties": {"^x": A}, "required": ["xy"]}, '{"xy": "", "xz": ""}', '{"xy": 3}'),
+        ({"properties": {"a": A, "b": A}, "minProperties": 1}, '{"b": ""}', '{"c": ""}'),
+        ({"properties": {"a": {"type": "object"}}}, '{"a": {"k": 1}}', '{"b": 1}'),
+    ],
+)
+def test_an_object_with_names_or_patterns_has_only_those(schema: Any, allowed: str, refused: str) -> None:
+    schema = {"type": "object", **schema}
+    close_objects(schema)
+    check_keywords(schema, param="x")
+    assert accepts(schema, allowed) and not accepts(schema, refused)
+
+
+FREE = {"additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "words"),
+    [
+        (FREE | {"minProperties": 3, "maxProperties": 3}, "minProperties", "must be at most 1"),
+        (FREE | {"required": ["a"], "minProperties": 3}, "minProperties", "must be at most 2, one more"),
+        (FREE | {"required": ["a", "a"], "minProperties": 3}, "minProperties", "must be at most 2, one more"),
+        ({"patternProperties": {"^x$": {}}, "minProperties": 2}, "minProperties", "must be at most 1"),
+        (FREE | {"properties": {"a": {}}, "minProperties": 1}, "minProperties", "needs all properties to be"),
+        (FREE | {"properties": {"a": {}}, "maxProperties": 9}, "maxProperties", "needs all properties to be"),
+        ({"properties": {"a": {}, "b": {}}, "minProperties": 2}, "minProperties", "must be at most 1"),
+        ({"properties": {"a": {}}, "minProperties": 2}, "minProperties", "is above 1, the number of"),
+        ({"required": ["a", "b"], "maxProperties": 1}, "maxProperties", "is below the 2 that are required"),
+        ({"properties": {"a": False}, "required": ["a"]}, "required", "names a property that cannot be"),
+        ({"additionalProperties": False, "required": ["a"]}, "required", "names a property that cannot be"),
+    ],
+)
+def test_properties_that_cannot_be_counted_or_be_there_are_refused(
+    schema: Any, place: str, words: str
+) -> None:
+    schema = {"type": "object", **copy.deepcopy(schema)}
+    close_objects(schema)
+    assert f"{place!r} of the schema at #/{place} {words}" in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "minProperties": 1},
+        {
+            "type": "object",
+            "patternProperties": {"^x$": {}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+        FREE | {"type": "object", "required": ["a"], "minProperties": 2},
+        FREE | {"type": "object", "required": ["a"], "maxProperties": 2},
+    ],
+)
+def test_one_free_key_can_be_counted_on(schema: Any) -> None:
+    check_keywords(schema, param="x")
+    assert not accepts(schema, "{}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$ref": "#"}, "#/$ref"),
+        ({"allOf": [{"$ref": "#"}]}, "#/allOf"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "b/$ref"),
+        (
+            {
+                "$ref": "#/$defs/b",
+                "$defs": {
+                    "a": {"$ref": "#/$defs/b"},
+                    "b": {"items": {"$ref": "#/$defs/a"}, "$ref": "#/$defs/a"},
+                },
+            },
+            "/$ref",
+        ),
+    ],
+)
+def test_a_schema_that_is_said_to_be_itself_is_refused(schema: Any, place: str) -> None:
+    assert f"{place} leads back to its own schema" in refusal(schema)
+
+
+def test_false_allows_nothing() -> None:
+    assert "the schema at # is false, which allows nothing" in refusal(False)
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         True,
@@ -455,9 +560,9 @@ def test_objects_are_closed_where_the_schema_does_not_say(schema: dict[str, Any]
         {"type": "object"},
         {"properties": {"properties": A}, "additionalProperties": True},
         {"properties": {"a": A}, "additionalProperties": A},
-        {"properties": {"a": A}, "patternProperties": {"^x": A}},
-        {"properties": {"a": A}, "required": ["z"]},
-        {"properties": {"a": A}, "minProperties": 1},
+        {"patternProperties": {"^x": A}, "additionalProperties": A},
+        {"type": "object", "required": ["z"]},
+        {"patternProperties": {"^x": A}, "anyOf": [B, {"properties": {"c": A}}]},
         {"allOf": [{"properties": {"a": A}}, B]},
         {"properties": {"a": A}, "anyOf": [B, {"properties": {"c": A}}]},
         {"properties": {"a": A}, "allOf": [B]},

@@ -97,7 +97,10 @@ REFUSED = [
     ({"type": "strin"}, "#/type", "strin"),
     ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "#/oneOf:", "anyOf"),
     ({"type": "integer", "minimum": 5, "maximum": 2}, "", "minimum"),
-    ({"type": "object", "minProperties": 1, "properties": {"a": {"type": "null"}}}, "", "Properties"),
+    ({"properties": {"a": {"pattern": "("}, "b": {"pattern": "x"}}}, "#/properties/a/pattern:", "unclosed"),
+    ({"patternProperties": {"a/(": {}}}, "#/patternProperties/a~1(:", "unclosed group"),
+    ({"items": {"additionalProperties": True, "minProperties": 2}}, "#/items/minProperties", "at most 1"),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/1"}]}, "#/anyOf/1/$ref", "leads back"),
     ({"x-guidance": {"lenient": True}, "not": {}}, "#/not", "not"),
 ]
 
