@@ -24,7 +24,6 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import facts, parse, write
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
@@ -61,7 +60,7 @@ def make_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
     return [(draw(150, 1.0, 16, 1500), draw(120, 0.8, 8, 500)) for _ in range(count)]
 
 
-def make_pool(layout: str) -> KVCachePool:
+def make_pool(layout: str) -> PagedKVCachePool:
     """The same memory, cut in one way or the other."""
     if layout == "contiguous":
         return SlottedKVCachePool(NUM_SLOTS // MAX_SEQ_LEN, MAX_SEQ_LEN)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
@@ -102,7 +101,7 @@ class OracleRunner(SyncRunner):
 
     can_embed = True
 
-    def __init__(self, pool: KVCachePool, state: BatchState, num_host_blocks: int = 0) -> None:
+    def __init__(self, pool: PagedKVCachePool, state: BatchState, num_host_blocks: int = 0) -> None:
         self.pool = pool
         self.state = state
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
@@ -266,7 +265,7 @@ class OracleWorld:
             1,
             SIMULATED_STEPS,
         )
-        self.pool: KVCachePool
+        self.pool: PagedKVCachePool
         if kv_cache_backend == "contiguous":
             self.pool = SlottedKVCachePool(
                 max(1, num_blocks * block_size // context_len),

@@ -61,7 +61,6 @@ ALLOWED: dict[str, set[str]] = {
 INTEGERS_ONLY = [
     "cache/block_allocator.py",
     "cache/prefix_tree.py",
-    "cache/kv_pool.py",
     "cache/layout.py",
     "cache/paged_pool.py",
     "cache/sequence_books.py",

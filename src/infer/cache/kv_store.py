@@ -3,7 +3,7 @@
 One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
 `block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. Layers with other windows
 lie in other blocks, so L is the number of layers to a block, and a layer's *plane* its place among them
-(`layout.py`). The books (`kv_pool.py`) say what owns which block; this file only moves bytes where it is
+(`layout.py`). The books (`paged_pool.py`) say what owns which block; this file only moves bytes where it is
 told to.
 
 Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has

@@ -1,8 +1,26 @@
-"""The pools: block tables, the prefix tree and host memory, kept in agreement.
+"""The books of the KV cache: block tables, the prefix tree and host memory, kept in agreement.
 
     BlockAllocator   device and host: what owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
     SequenceBooks    of every sequence: its tables, and how much of them the tree knows
+
+The scheduler makes the same few calls whatever the layout of the cache:
+
+    match_prefix   a sequence comes in: attach the cached start of its prompt
+    reserve        make room up to a length, and let go of what lies behind a window
+    commit         tokens are computed: full blocks become visible to the prefix tree
+    fork           a second sequence goes on from the same tokens
+    swap_out/in    move a sequence's tokens to host memory and back
+    release        the sequence is finished, aborted or preempted
+
+**What may be written.** A block with more than one owner is never written. A sequence that is about to write
+into a shared block (after a fork, or because its whole prompt was cached and the last token must be
+computed once more) gets a copy: `reserve` returns the pair (source, destination) and has already put
+the destination into the sequence's table.
+
+**Transfers run in order.** Copies and swaps come back as pairs of blocks. All of them, even those of a
+sequence preempted since, must be carried out in the order in which the pool returned them and before
+the step's tokens are written. A source may be given to another sequence at once: it is written later.
 
 **A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
 sequence may write (`reserve`) and when its next block is full (`commit`).
@@ -15,19 +33,47 @@ prompt at once than the window and one chunk take.
 preempt a sequence is the scheduler's decision.
 
 Two pools share this code. The paged one has many small blocks. The slotted one is the contiguous
-layout of old: one block of `max_seq_len` tokens per sequence, nothing cached between requests.
+layout of old: one block of `max_seq_len` tokens per sequence, nothing cached between requests. A pool is
+integers; the tensors are in `kv_store.py`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
-from infer.cache.kv_pool import NEVER, BlockPair, PoolUsage, blocks_for
 from infer.cache.layout import blocks_of_sequence, longest_table, window_blocks
 from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
+
+BlockPair = tuple[int, int]  # (source, destination)
+NEVER: Final = sys.maxsize  # a num_computed that no sequence reaches
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks it takes to hold this many tokens."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUsage:
+    """How full the cache is, for metrics and people."""
+
+    num_blocks: int
+    num_free: int  # without an owner
+    num_idle: int  # held by the prefix tree alone: can be had at once
+    num_cached: int  # held by the prefix tree, idle ones included
+    num_used: int  # held by sequences
+    num_unfilled_slots: int  # this and the next: 0 unless they were asked for
+    fragmentation: float  # unfilled slots / all slots of the blocks of sequences
+    num_free_host_blocks: int
+    num_queried_tokens: int  # of all prompts admitted
+    num_hit_tokens: int  # of these, found in the cache
+    num_evicted_blocks: int
 
 
 class PagedKVCachePool:
@@ -56,7 +102,7 @@ class PagedKVCachePool:
             )
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.windows = tuple(windows)
+        self.windows = tuple(windows)  # of each table: the tokens that its layers see back; None: all
         self.max_chunk = max_chunk
         self._use_prefix_caching = use_prefix_caching
         self._longest_table = longest_table(windows, num_blocks, block_size, max_chunk)
@@ -71,7 +117,7 @@ class PagedKVCachePool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and idle blocks."""
+        """Blocks that can be had at once, those included that only the prefix tree holds."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -89,17 +135,17 @@ class PagedKVCachePool:
         table_len = longest_table(self.windows, share, self.block_size, self.max_chunk)
         return min(table_len, self._longest_table) * self.block_size
 
-    def block_table(self, seq_id: int, table: int = 0) -> list[int]:
-        """One of the sequence's tables; the live list, to be read and not changed."""
-        return self._books(seq_id).tables[table]
-
     def block_tables(self, seq_id: int) -> list[list[int]]:
         """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
         books = self._sequences.get(seq_id) or self._books(seq_id)
         return books.tables
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Enter a sequence and share the cached blocks of its prompt, at least one token short of all."""
+        """Enter a sequence and attach its cached prefix; returns how many tokens need no computing.
+
+        At least the last token is left to compute. Give the blocks back with `release` if the sequence
+        is not admitted after all.
+        """
         books = self._enter(seq_id, salt)
         if not self._use_prefix_caching:
             return 0
@@ -138,7 +184,14 @@ class PagedKVCachePool:
         return num_cached
 
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
-        """Take blocks for tokens without a slot, and a private copy of a shared one about to be written."""
+        """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
+
+        Of a long prompt a table with a window gets less at once, at least the tokens of one step: the rest
+        has to be asked for again.
+        Blocks behind a window are let go of, cached ones that no sequence uses are evicted as needed; after
+        None every sequence has what it needs and had.
+        A pair in the answer means that one entry of a table of the sequence has changed.
+        """
         device, size, books = self._device, self.block_size, self._sequences.get(seq_id)
         if books is None or books.host_tables is not None:
             raise self._not_resident(seq_id)
@@ -191,7 +244,10 @@ class PagedKVCachePool:
                 books.starts[table] = now
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
-        """Enter the blocks filled since the last commit into the tree, and only those."""
+        """Let the full blocks of the first `num_computed` tokens, which are in the cache for good, be shared.
+
+        Returns the `num_computed` at which the next block is full: until then there is nothing to commit.
+        """
         size, books = self.block_size, self._sequences.get(seq_id)
         if books is None or books.host_tables is not None:
             raise self._not_resident(seq_id)
@@ -210,7 +266,11 @@ class PagedKVCachePool:
         return (books.num_entered + 1) * size
 
     def fork(self, parent_id: int, child_id: int, num_computed: int) -> None:
-        """Share the parent's computed blocks; the first of the two to write copies the last one."""
+        """Enter a second sequence that shares the `num_computed` tokens of its parent.
+
+        Between steps only: a parent with a write under way must commit it first. The first of the two to
+        write copies the last block.
+        """
         parent = self._resident(parent_id)
         child = self._enter(child_id, parent.salt)
         num_blocks = blocks_for(num_computed, self.block_size)
@@ -221,14 +281,14 @@ class PagedKVCachePool:
         self._device.share(child.holdings(), child_id)
 
     def release(self, seq_id: int) -> None:
-        """Drop the sequence's references; what the tree holds as well stays cached."""
+        """Let go of all a sequence holds; one that holds nothing is fine, so abort may come at any time."""
         books = self._sequences.pop(seq_id, None)
         if books is not None:
             self._device.drop(books.holdings(), seq_id)
             self._host.drop(books.host_holdings(), seq_id)
 
     def swap_out(self, seq_id: int, num_computed: int) -> list[BlockPair] | None:
-        """Take a host block for every block that is needed to go on, and let go of all device blocks."""
+        """Move a sequence's computed tokens to host memory; returns (device, host) pairs, None: no room."""
         books = self._resident(seq_id)
         self._slide(books, num_computed)
         num_blocks = blocks_for(num_computed, self.block_size)
@@ -252,7 +312,10 @@ class PagedKVCachePool:
         return list(zip(sources, targets, strict=True))
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
-        """Take fresh device blocks and give back the host ones; the next commit enters the tree anew."""
+        """Bring a sequence back; returns (host, device) pairs to copy, None: no room.
+
+        The next commit enters its blocks into the tree anew.
+        """
         books = self._books(seq_id)
         if books.host_tables is None:
             raise EngineError(f"sequence {seq_id} is not swapped out; swap_out comes before swap_in")
@@ -270,7 +333,10 @@ class PagedKVCachePool:
         return list(zip(sources, targets, strict=True))
 
     def reset_prefix_cache(self) -> int:
-        """Empty the tree. Sequences in the pool keep their blocks but enter nothing any more."""
+        """Forget all cached prefixes; returns how many blocks that were.
+
+        Sequences in the pool keep their blocks but enter nothing any more.
+        """
         for books in self._sequences.values():
             books.cursor, books.num_entered = ROOT, 0
             books.enters_tree = False
@@ -289,7 +355,7 @@ class PagedKVCachePool:
         return sum(size - n for block, n in filled.items() if block not in self._tree)
 
     def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
-        """Count what the allocators and the tree hold, and the slots that nothing is in yet."""
+        """How full the cache is; unfilled slots are counted by what each sequence (by id) has computed."""
         num_unfilled = 0 if num_computed is None else self._count_unfilled(num_computed)
         num_used = self.num_blocks - self.num_free_blocks
         return PoolUsage(
@@ -307,7 +373,7 @@ class PagedKVCachePool:
         )
 
     def audit_blocks(self) -> list[Leak]:
-        """Name every block whose owner is neither the tree nor a sequence in the pool."""
+        """Name every block whose owner is neither the tree nor a sequence here; none after a normal life."""
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from infer.cache.kv_pool import KVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.errors import ContextOverflow, QueueFull, RequestError
 from infer.scheduling.request import POOLINGS, Request
 from infer.scheduling.scheduler import Scheduler
@@ -139,7 +139,7 @@ def check_width(request: Request, max_batch_size: int, budget: int) -> None:
         )
 
 
-def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
+def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) -> int:
     """How many tokens each sequence may reach, prompt included; without max_tokens, all that fit.
 
     The last token of an output is never computed, so it needs no place in the cache. Beams advance
@@ -166,7 +166,7 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
     )
 
 
-def _pooled_total(num_prompt: int, context_len: int, pool: KVCachePool) -> int:
+def _pooled_total(num_prompt: int, context_len: int, pool: PagedKVCachePool) -> int:
     """The total of an embedding: its prompt may fill the context, and one token follows that never comes."""
     if num_prompt > context_len:
         raise ContextOverflow(num_prompt, 0, context_len)

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from infer import __version__
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
@@ -202,9 +201,13 @@ def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> Res
 
 
 def make_pool(
-    settings: EngineConfig, size: CacheSize, *, windows: Sequence[int | None] = (None,),
-    max_chunk: int | None = None, placement_seed: int | None = None,
-) -> KVCachePool:  # fmt: skip
+    settings: EngineConfig,
+    size: CacheSize,
+    *,
+    windows: Sequence[int | None] = (None,),
+    max_chunk: int | None = None,
+    placement_seed: int | None = None,
+) -> PagedKVCachePool:
     """Return the books of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
     if cache.kv_cache_backend == "contiguous":

@@ -11,34 +11,17 @@ models. Nothing of it is shared and nothing is left of it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from infer.layers.attention import StepContext
 
 
-class Attend(Protocol):
-    """One of the functions of kernels/attention/reference.py."""
-
-    def __call__(
-        self,
-        q_QNH: torch.Tensor,
-        k_KGH: torch.Tensor,
-        v_KGH: torch.Tensor,
-        /,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Attention of the last Q of K positions; [Q, N, H]."""
-        ...
-
-
 class WholeSequence(StepContext):
-    """One sequence from its first token, chunk after chunk."""
+    """One sequence from its first token, chunk after chunk; `attend` is of kernels/attention/reference.py."""
 
-    def __init__(self, attend: Attend, device: torch.device) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._attend = attend
         self.positions = torch.arange(0, device=device)  # of this chunk's tokens
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each

@@ -40,7 +40,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from infer.cache.kv_pool import NEVER, KVCachePool
+from infer.cache.paged_pool import NEVER, PagedKVCachePool
 from infer.errors import EngineError
 from infer.scheduling.plan import Chunks
 from infer.scheduling.sequence import (
@@ -285,7 +285,7 @@ class BatchState:
             seq.num_computed = max(seq.num_computed - count, 0)
         self.num_steady = 0
 
-    def check(self, pool: KVCachePool) -> None:
+    def check(self, pool: PagedKVCachePool) -> None:
         """Raise EngineError unless rows, counts and tables are what the sequences and the pool say."""
         rows = self.row.tolist()
         num_rows = len(rows) + len(self._free_rows)

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from infer.cache.kv_pool import KVCachePool, PoolUsage
+from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import MAX_DRAFTS, ResolvedScheduler
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: KVCachePool,
+        pool: PagedKVCachePool,
         config: ResolvedScheduler,
         *,
         cost: PreemptionCost | None = None,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from infer.cache.kv_pool import BlockPair, PoolUsage
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import BlockPair, PagedKVCachePool, PoolUsage, SlottedKVCachePool
 
 
 class CountingPool(PagedKVCachePool):

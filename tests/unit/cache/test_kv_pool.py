@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from infer.cache.kv_pool import blocks_for
+from infer.cache.paged_pool import blocks_for
 from infer.cache.prefix_tree import NO_BLOCK
 from infer.errors import ConfigError, EngineError
 from tests.unit.cache.counting_pool import CountingPool, CountingSlottedPool
@@ -31,7 +31,7 @@ def test_a_prompt_gets_the_blocks_it_needs_and_gives_them_back() -> None:
     pool = make_pool()
     assert pool.match_prefix(1, PROMPT[:9]) == 0
     assert pool.reserve(1, 9) == []
-    assert len(pool.block_table(1)) == 3
+    assert len(pool.block_tables(1)[0]) == 3
     pool.release(1)
     assert pool.usage().num_free == 8
     assert pool.audit_blocks() == []
@@ -40,20 +40,20 @@ def test_a_prompt_gets_the_blocks_it_needs_and_gives_them_back() -> None:
 def test_a_decode_step_takes_a_block_only_at_a_boundary() -> None:
     pool = make_pool()
     compute(pool, 1, PROMPT[:5])
-    table = list(pool.block_table(1))
+    table = list(pool.block_tables(1)[0])
     for num_tokens in (6, 7, 8):
         assert pool.reserve(1, num_tokens) == []
-        assert pool.block_table(1) == table
+        assert pool.block_tables(1)[0] == table
     assert pool.reserve(1, 9) == []
-    assert pool.block_table(1)[:2] == table
-    assert len(pool.block_table(1)) == 3
+    assert pool.block_tables(1)[0][:2] == table
+    assert len(pool.block_tables(1)[0]) == 3
 
 
 def test_a_second_prompt_starts_after_the_blocks_it_shares() -> None:
     pool = make_pool()
     compute(pool, 1, PROMPT)
     assert compute(pool, 2, PROMPT[:8] + [1, 2, 3]) == 8
-    assert pool.block_table(2)[:2] == pool.block_table(1)[:2]
+    assert pool.block_tables(2)[0][:2] == pool.block_tables(1)[0][:2]
     usage = pool.usage()
     assert (usage.num_used, usage.num_cached, usage.num_idle) == (4, 3, 0)
     assert (usage.num_hit_tokens, usage.num_queried_tokens) == (8, 12 + 11)
@@ -79,9 +79,9 @@ def test_a_fully_cached_prompt_computes_one_token_in_a_private_copy(num_tokens: 
     assert pool.match_prefix(2, tokens) == num_tokens - 1
     copies = pool.reserve(2, num_tokens)
 
-    assert copies == [(pool.block_table(1)[-1], pool.block_table(2)[-1])]
-    assert pool.block_table(2)[:-1] == pool.block_table(1)[:-1]
-    assert pool.block_table(2)[-1] not in pool.block_table(1)
+    assert copies == [(pool.block_tables(1)[0][-1], pool.block_tables(2)[0][-1])]
+    assert pool.block_tables(2)[0][:-1] == pool.block_tables(1)[0][:-1]
+    assert pool.block_tables(2)[0][-1] not in pool.block_tables(1)[0]
     pool.commit(2, tokens, num_tokens)
     pool.check()
 
@@ -153,7 +153,7 @@ def test_without_room_nothing_changes() -> None:
     compute(pool, 1, PROMPT[:8])
     pool.match_prefix(2, [1] * 9)
     assert pool.reserve(2, 9) is None
-    assert (pool.block_table(2), pool.num_free_blocks) == ([], 1)
+    assert (pool.block_tables(2)[0], pool.num_free_blocks) == ([], 1)
     assert pool.reserve(2, 4) == []
 
 
@@ -169,12 +169,12 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_writes() -> None:
     pool = make_pool()
     compute(pool, 1, PROMPT[:6])
     pool.fork(1, 2)
-    assert pool.block_table(2) == pool.block_table(1)
-    shared = list(pool.block_table(1))
+    assert pool.block_tables(2)[0] == pool.block_tables(1)[0]
+    shared = list(pool.block_tables(1)[0])
 
-    assert pool.reserve(2, 7) == [(shared[1], pool.block_table(2)[1])]
-    assert pool.block_table(1) == shared
-    assert pool.block_table(2)[0] == shared[0]
+    assert pool.reserve(2, 7) == [(shared[1], pool.block_tables(2)[0][1])]
+    assert pool.block_tables(1)[0] == shared
+    assert pool.block_tables(2)[0][0] == shared[0]
     assert pool.reserve(1, 7) == [], "after the copy the first one is alone again"
     pool.check()
 
@@ -184,9 +184,9 @@ def test_a_fork_at_a_block_boundary_needs_no_copy() -> None:
     compute(pool, 1, PROMPT[:8])
     pool.reserve(1, 12)
     pool.fork(1, 2)
-    assert len(pool.block_table(2)) == 2, "room that the parent reserved is not shared"
+    assert len(pool.block_tables(2)[0]) == 2, "room that the parent reserved is not shared"
     assert pool.reserve(1, 9) == pool.reserve(2, 9) == []
-    assert pool.block_table(1)[2] != pool.block_table(2)[2]
+    assert pool.block_tables(1)[0][2] != pool.block_tables(2)[0][2]
 
 
 def test_a_child_outlives_its_parent() -> None:
@@ -260,7 +260,7 @@ def test_a_block_that_a_fork_shares_is_cached_like_any_other() -> None:
 def test_a_swapped_sequence_comes_back_in_other_blocks_and_is_cached_again() -> None:
     pool = make_pool(num_host_blocks=4)
     compute(pool, 1, PROMPT[:6])
-    device = list(pool.block_table(1))
+    device = list(pool.block_tables(1)[0])
 
     out = pool.swap_out(1)
 
@@ -274,7 +274,7 @@ def test_a_swapped_sequence_comes_back_in_other_blocks_and_is_cached_again() -> 
         pool.fork(1, 2)
     back = pool.swap_in(1)
     assert back is not None and [source for source, _ in back] == [target for _, target in out]
-    assert pool.block_table(1) == [target for _, target in back]
+    assert pool.block_tables(1)[0] == [target for _, target in back]
     assert pool.reserve(1, 8) == []
     pool.commit(1, PROMPT, 8)
     pool.check()
@@ -297,7 +297,7 @@ def test_swapping_without_room_changes_nothing() -> None:
     for pool in (off, small):
         compute(pool, 1, PROMPT)
         assert pool.swap_out(1) is None
-        assert len(pool.block_table(1)) == 3
+        assert len(pool.block_tables(1)[0]) == 3
     small.release(1)
     compute(small, 2, [1] * 8)
     assert small.swap_out(2) is not None
@@ -373,7 +373,7 @@ def test_mistakes_are_named() -> None:
 def test_a_leak_is_named() -> None:
     pool = make_pool(num_host_blocks=2)
     compute(pool, 1, PROMPT)
-    blocks = list(pool.block_table(1))
+    blocks = list(pool.block_tables(1)[0])
     del pool._sequences[1]
 
     leaks = pool.audit_blocks()
@@ -425,13 +425,13 @@ def test_a_step_that_frees_a_copys_source_still_reads_right() -> None:
     assert first is not None
     traffic.release(first)
     again = traffic.enter(PROMPT[:8])
-    source = pool.block_table(again)[1]
+    source = pool.block_tables(again)[0][1]
     assert traffic.plan(again, 1)
     other = traffic.enter([1, 2, 3, 4])
     assert traffic.plan(other, 4)
     third = traffic.enter([5, 6, 7])
     traffic.plan(third, 3)
-    assert source in pool.block_table(other) + pool.block_table(third)
+    assert source in pool.block_tables(other)[0] + pool.block_tables(third)[0]
     traffic.finish_step()
     traffic.verify_all()
 
@@ -500,12 +500,12 @@ def test_a_prompt_goes_on_only_from_where_its_windows_are_whole() -> None:
     assert pool.match_prefix(3, [*tokens[:12], 99]) == 12, "nothing has been evicted"
     pool.release(3)
     pool.release(2)
-    behind = len([block for block in pool.block_table(1, 1) if block == NO_BLOCK])
+    behind = len([block for block in pool.block_tables(1)[1] if block == NO_BLOCK])
     assert behind == 7 and pool._tree.evict(behind) == behind
     assert pool.match_prefix(4, [*tokens[:12], 99]) == 0, "the last six tokens before it are gone"
     assert pool.match_prefix(5, [*tokens, 99]) == 40
-    assert pool.block_table(5)[:10] == pool.block_table(1), "all there are of layers without a window"
-    assert pool.block_table(5, 1) == [*[NO_BLOCK] * 8, *pool.block_table(1, 1)[8:]]
+    assert pool.block_tables(5)[0][:10] == pool.block_tables(1)[0], "all there are of layers without a window"
+    assert pool.block_tables(5)[1] == [*[NO_BLOCK] * 8, *pool.block_tables(1)[1][8:]]
     pool.check()
 
 
@@ -535,8 +535,8 @@ def test_a_fork_shares_what_its_windows_reach_and_copies_in_every_table() -> Non
     pool.fork(1, 2)
     before = [list(table) for table in pool.block_tables(1)]
     assert pool.reserve(2, 19) == [
-        (before[0][4], pool.block_table(2)[4]),
-        (before[1][4], pool.block_table(2, 1)[4]),
+        (before[0][4], pool.block_tables(2)[0][4]),
+        (before[1][4], pool.block_tables(2)[1][4]),
     ]
     assert pool.block_tables(1) == before
     pool.check()

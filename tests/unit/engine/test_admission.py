@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from infer.bench.simulated import SLOW_MACHINE, SimulatedRunner
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.engine import Engine
@@ -26,7 +25,7 @@ def make_request(num_prompt: int, **params: Any) -> Request:
     )
 
 
-def paged(num_tokens: int, block_size: int = 4) -> KVCachePool:
+def paged(num_tokens: int, block_size: int = 4) -> PagedKVCachePool:
     return PagedKVCachePool(num_tokens // block_size, block_size)
 
 
@@ -153,7 +152,7 @@ def test_a_contiguous_cache_gives_each_sequence_one_slot() -> None:
     ],
     ids=["one table", "contiguous", "windows", "several tables"],
 )
-def test_an_embedding_may_be_as_long_as_a_sequence_that_fits(pool: KVCachePool, longest: int) -> None:
+def test_an_embedding_may_be_as_long_as_a_sequence_that_fits(pool: PagedKVCachePool, longest: int) -> None:
     def total(num_prompt: int) -> int:
         return longest_total(Request(request_id="r", prompt=(1,) * num_prompt, pooling="mean"), 99, pool)
 

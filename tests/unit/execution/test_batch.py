@@ -100,7 +100,7 @@ def test_chunks_are_laid_end_to_end() -> None:
     assert batch.tokens_T.tolist() == [105, 217, 300, 301, 302, 303]
     assert batch.positions_T.tolist() == [5, 17, 0, 1, 2, 3]
     assert batch.last_rows == [0, 1, 5]
-    table = {seq_id: world.pool.block_table(seq_id) for seq_id in (1, 2, 3)}
+    table = {seq_id: world.pool.block_tables(seq_id)[0] for seq_id in (1, 2, 3)}
     places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
     assert batch.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]
     assert len(batch.long_chunks) == 1

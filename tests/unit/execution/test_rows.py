@@ -70,7 +70,7 @@ class World:
     def check(self) -> None:
         """Raise unless the device has every table."""
         for seq in self.seqs.values():
-            blocks = self.running.pool.block_table(seq.seq_id)
+            blocks = self.running.pool.block_tables(seq.seq_id)[0]
             assert self.rows.tables_KRB[0, seq.row, : len(blocks)].tolist() == blocks
 
 
@@ -80,10 +80,10 @@ def test_a_table_is_sent_once_and_then_only_where_it_changes() -> None:
     world.add(2, num_tokens=1)
     first = [Chunk(1, 0, 5, 1), Chunk(2, 0, 1, 1)]
     one, two = world.seqs[1].row, world.seqs[2].row
-    table = world.running.pool.block_table(1)
+    table = world.running.pool.block_tables(1)[0]
     assert world.sync(world.plan(*first)) == [
         *([one, place, block] for place, block in enumerate(table)),
-        [two, 0, world.running.pool.block_table(2)[0]],
+        [two, 0, world.running.pool.block_tables(2)[0][0]],
     ]
     assert world.sync(world.plan(*first)) == []
     pool, state = world.running.pool, world.running.state
@@ -113,7 +113,7 @@ def test_tables_follow_whatever_happens_to_them(seed: int) -> None:
             num_before = len(seq.tokens)
             seq.tokens.extend([7] * source.randrange(1, 9))
             assert world.running.pool.reserve(seq_id, len(seq.tokens), num_before) == []
-            blocks = world.running.pool.block_table(seq_id)
+            blocks = world.running.pool.block_tables(seq_id)[0]
             world.running.state.write_tables(seq, [blocks], changes)
         world.sync(world.plan(Chunk(seq_id, 0, len(seq.tokens), 1), changes=changes))
         world.check()

@@ -37,7 +37,7 @@ def test_prompts_and_rows_that_decode_may_come_in_any_order(first: int) -> None:
     assert [chunk.row for chunk in prompts.chunks] == [0, 2, 4]
     assert prompts.num_tokens == 14
     tokens, positions, slots = prompts.table_XP.tolist()
-    last = running.pool.block_table(4)
+    last = running.pool.block_tables(4)[0]
     assert slots[-2:] == [last[1] * 4 + 3, last[2] * 4]
     assert tokens == [2, 3, 4, *range(200, 209), 407, 408]
     assert positions == [2, 3, 4, *range(9), 7, 8]
