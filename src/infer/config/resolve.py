@@ -13,7 +13,7 @@ loaded (`engine/cache_fit.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
@@ -96,16 +96,11 @@ class ResolvedScheduler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig:
-    """The settings of an engine with every open one decided, and the reasons."""
+class ResolvedConfig(ModelFacts):
+    """The settings of an engine with every open one decided, and the reasons; the facts of its model."""
 
     settings: EngineConfig  # what was asked
     device: str
-    dtype: str
-    weights: str
-    published_as: str
-    kept_as: str
-    max_seq_len: int
     scheduler: ResolvedScheduler
     keeps_cache: bool
     use_prefix_caching: bool
@@ -132,13 +127,9 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         steps_ahead = STEPS_AHEAD if model.is_small else 1
     scheduler = resolve_scheduler(config, model.max_seq_len, step_defaults(machine, model))
     return ResolvedConfig(
+        **asdict(model),
         settings=config,
         device=machine.device,
-        dtype=model.dtype,
-        weights=model.weights,
-        published_as=model.published_as,
-        kept_as=model.kept_as,
-        max_seq_len=model.max_seq_len,
         scheduler=scheduler,
         keeps_cache=cache.keeps_cache,
         use_prefix_caching=cache.caches_prefixes,
