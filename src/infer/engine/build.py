@@ -60,10 +60,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    settings: EngineConfig, loaded: LoadedModel, *, observer: EngineObserver | None = None,
-    cost: PreemptionCost | None = None, steps_ahead: int | None = None, phases: Phases | None = None,
+    settings: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    observer: EngineObserver | None = None,
+    cost: PreemptionCost | None = None,
+    steps_ahead: int | None = None,
+    phases: Phases | None = None,
     token_bytes: TokenBytes | None = None,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """Return an engine for this model; `cost` and `steps_ahead` replace this machine's, to repeat a run.
 
     `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` reads the vocabulary
@@ -76,9 +81,12 @@ def build_engine(
     phases = phases or Phases()
     with phases("compile"):
         wait_for_linears = bind(
-            loaded.model, loaded.device, deterministic=config.deterministic, mlp_backend=config.backends.mlp,
+            loaded.model,
+            loaded.device,
+            deterministic=config.deterministic,
+            mlp_backend=config.backends.mlp,
             cpu_products=settings.run.cpu_products,
-        )  # fmt: skip
+        )
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         size = fit_to_device(config, loaded, step=step)
@@ -98,8 +106,12 @@ def build_engine(
             format_bytes(size.num_bytes).replace(" ", ""),
         )
     scheduler = Scheduler(
-        pool, config.scheduler, cost=cost, keeps_cache=config.keeps_cache, max_seq_len=config.max_seq_len,
-    )  # fmt: skip
+        pool,
+        config.scheduler,
+        cost=cost,
+        keeps_cache=config.keeps_cache,
+        max_seq_len=config.max_seq_len,
+    )
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
         runner = _make_runner(config, loaded, store, scheduler.state, graph_bytes)
@@ -163,9 +175,12 @@ def build_engine(
 
 
 def token_bytes_of(
-    source: ModelSource | None, tokenizer: str | None, config: ModelConfig, eos_ids: tuple[int, ...],
+    source: ModelSource | None,
+    tokenizer: str | None,
+    config: ModelConfig,
+    eos_ids: tuple[int, ...],
     text: TextHeaders | None = None,
-) -> TokenBytes:  # fmt: skip
+) -> TokenBytes:
     """Return what reads the tokens of a model's files, or of another `tokenizer`; nothing is read yet.
 
     `text` are the headers of these files, where they are read already.
@@ -218,21 +233,30 @@ def make_pool(
             placement_seed=placement_seed,
         )
     return PagedKVCachePool(
-        size.num_blocks, size.block_size, use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.swap_blocks * len(windows), placement_seed=placement_seed, windows=windows,
+        size.num_blocks,
+        size.block_size,
+        use_prefix_caching=cache.caches_prefixes,
+        num_host_blocks=cache.swap_blocks * len(windows),
+        placement_seed=placement_seed,
+        windows=windows,
         max_chunk=max_chunk,
-    )  # fmt: skip
+    )
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
     swap_blocks = config.settings.cache.swap_blocks
     try:
         return KVStore(
-            layout=layout, num_blocks=size.num_blocks, block_size=size.block_size,
-            num_kv_heads=loaded.config.num_kv_heads, head_dim=loaded.config.head_dim, dtype=loaded.dtype,
-            device=loaded.device, num_host_blocks=swap_blocks * len(layout.windows),
+            layout=layout,
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            num_kv_heads=loaded.config.num_kv_heads,
+            head_dim=loaded.config.head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            num_host_blocks=swap_blocks * len(layout.windows),
             kept_as=kept_as(config.settings.cache, loaded.dtype),
-        )  # fmt: skip
+        )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
             f"a KV cache of {format_bytes(size.num_bytes)} and {swap_blocks} blocks in host "
@@ -284,9 +308,14 @@ def _rehearse(
         runner.wait_for_compilers()
 
     return rehearse(
-        make_runner, compile_steps, loaded.device, config.scheduler, compute_step(config, loaded),
-        graph_tokens(config, loaded.config), cache.device_memory,
-    )  # fmt: skip
+        make_runner,
+        compile_steps,
+        loaded.device,
+        config.scheduler,
+        compute_step(config, loaded),
+        graph_tokens(config, loaded.config),
+        cache.device_memory,
+    )
 
 
 def _make_runner(
@@ -295,18 +324,28 @@ def _make_runner(
     """Return the runner that keeps its state on the GPU, or the one that is plain PyTorch and C."""
     if not config.uses_gpu_runner:
         return ModelRunner(
-            loaded.model, store, state, max_batch_size=config.scheduler.max_batch_size,
+            loaded.model,
+            store,
+            state,
+            max_batch_size=config.scheduler.max_batch_size,
             attention_backend=config.backends.attention,
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
-        )  # fmt: skip
+        )
     return DeviceRunner(
-        loaded.model, store, state, max_batch_size=config.scheduler.max_batch_size,
-        max_tokens=config.scheduler.max_num_batched_tokens, max_seq_len=config.max_seq_len,
-        use_cuda_graphs=config.use_cuda_graphs, attention_backend=config.backends.attention,
-        decode_attention_backend=config.backends.decode_attention, steps_ahead=config.steps_ahead,
-        graph_bytes=graph_bytes, busy_tokens=config.scheduler.busy_step_tokens,
-    )  # fmt: skip
+        loaded.model,
+        store,
+        state,
+        max_batch_size=config.scheduler.max_batch_size,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_seq_len=config.max_seq_len,
+        use_cuda_graphs=config.use_cuda_graphs,
+        attention_backend=config.backends.attention,
+        decode_attention_backend=config.backends.decode_attention,
+        steps_ahead=config.steps_ahead,
+        graph_bytes=graph_bytes,
+        busy_tokens=config.scheduler.busy_step_tokens,
+    )
 
 
 def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
@@ -316,7 +355,15 @@ def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: P
     if config.settings.scheduler.itl_target_ms is not None:  # a replay must keep what was measured
         knobs["prefill_tokens_while_decoding"] = config.scheduler.prefill_tokens_while_decoding
     return RunFacts(
-        version=__version__, model=loaded.name, fingerprint=fingerprint(loaded.config, loaded.eos_ids),
-        dtype=config.dtype, device=device_kind(loaded.device), num_threads=torch.get_num_threads(),
-        context_len=config.max_seq_len, knobs=knobs, cache=size, cost=cost, steps_ahead=config.steps_ahead,
-    )  # fmt: skip
+        version=__version__,
+        model=loaded.name,
+        fingerprint=fingerprint(loaded.config, loaded.eos_ids),
+        dtype=config.dtype,
+        device=device_kind(loaded.device),
+        num_threads=torch.get_num_threads(),
+        context_len=config.max_seq_len,
+        knobs=knobs,
+        cache=size,
+        cost=cost,
+        steps_ahead=config.steps_ahead,
+    )

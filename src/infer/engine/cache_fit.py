@@ -43,9 +43,13 @@ SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it 
 
 
 def fit_to_device(
-    config: ResolvedConfig, loaded: LoadedModel | LoadChoice, *, weight_bytes: int = 0,
-    step: StepBytes | None = None, scratch: Scratch = NO_SCRATCH,
-) -> CacheSize:  # fmt: skip
+    config: ResolvedConfig,
+    loaded: LoadedModel | LoadChoice,
+    *,
+    weight_bytes: int = 0,
+    step: StepBytes | None = None,
+    scratch: Scratch = NO_SCRATCH,
+) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
     `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
@@ -57,11 +61,17 @@ def fit_to_device(
     kept = kept_cache(loaded.config, cache, loaded.dtype, config.max_seq_len, gathers=config.gathers_kv)
     memory = look(loaded.device, cache.device_memory, free_host=free_host).with_weights(weight_bytes)
     size = fit_cache(
-        cache, config.scheduler, step or compute_step(config, loaded, scratch),
-        max_seq_len=config.max_seq_len, bytes_per_token=kept.bytes_per_token, free_bytes=memory.room,
-        share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE), workspace=kept.workspace,
-        left=memory.describe(), layout=kept.layout,
-    )  # fmt: skip
+        cache,
+        config.scheduler,
+        step or compute_step(config, loaded, scratch),
+        max_seq_len=config.max_seq_len,
+        bytes_per_token=kept.bytes_per_token,
+        free_bytes=memory.room,
+        share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
+        workspace=kept.workspace,
+        left=memory.describe(),
+        layout=kept.layout,
+    )
     free_host -= 0 if on_gpu else weight_bytes + size.num_bytes
     check_host_blocks(cache.swap_blocks, size, free_host)
     return size
@@ -74,16 +84,24 @@ def compute_step(
     if isinstance(loaded, LoadedModel):
         scratch = scratch_of(loaded.model, config.scheduler)
     return step_bytes(
-        config.scheduler, loaded.config, max_seq_len=config.max_seq_len,
-        bytes_per_element=loaded.dtype.itemsize, graph_tokens=graph_tokens(config, loaded.config),
+        config.scheduler,
+        loaded.config,
+        max_seq_len=config.max_seq_len,
+        bytes_per_element=loaded.dtype.itemsize,
+        graph_tokens=graph_tokens(config, loaded.config),
         scratch=scratch,
-    )  # fmt: skip
+    )
 
 
 def step_bytes(
-    scheduler: ResolvedScheduler, model: ModelConfig, *, max_seq_len: int, bytes_per_element: int,
-    graph_tokens: int | None = None, scratch: Scratch = NO_SCRATCH,
-) -> StepBytes:  # fmt: skip
+    scheduler: ResolvedScheduler,
+    model: ModelConfig,
+    *,
+    max_seq_len: int,
+    bytes_per_element: int,
+    graph_tokens: int | None = None,
+    scratch: Scratch = NO_SCRATCH,
+) -> StepBytes:
     """Return what the steps that this scheduler may plan take.
 
     `graph_tokens` of prompts are captured at most; None: nothing is, and no state is kept on the device.

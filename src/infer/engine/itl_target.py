@@ -37,12 +37,17 @@ def prompt_tokens_within(target_ms: float, seconds_of: Callable[[int], float], *
     if measured_ms:
         logger.info(
             "inter-token latency target_ms=%g prompt_tokens_per_step=%d measured_ms=%.2f",
-            target_ms, fitting, measured_ms,
-        )  # fmt: skip
+            target_ms,
+            fitting,
+            measured_ms,
+        )
     else:
         logger.warning(
             "inter-token latency cannot be kept target_ms=%g of_which_for_prompts_ms=%g "
             "prompt_tokens_per_step=%d measured_ms=%.2f",
-            target_ms, SHARE * target_ms, fitting, took_ms,
-        )  # fmt: skip
+            target_ms,
+            SHARE * target_ms,
+            fitting,
+            took_ms,
+        )
     return fitting

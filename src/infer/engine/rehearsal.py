@@ -29,10 +29,14 @@ GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte
 
 
 def rehearse(
-    make_runner: Callable[[], DeviceRunner], compile_steps: Callable[[DeviceRunner], None],
-    device: torch.device, scheduler: ResolvedScheduler, computed: StepBytes, graph_tokens: int | None,
+    make_runner: Callable[[], DeviceRunner],
+    compile_steps: Callable[[DeviceRunner], None],
+    device: torch.device,
+    scheduler: ResolvedScheduler,
+    computed: StepBytes,
+    graph_tokens: int | None,
     asked: str | None,
-) -> StepBytes:  # fmt: skip
+) -> StepBytes:
     """Return what steps take, as measured; of logits at least what is `computed`. `asked`: device_memory."""
     torch.cuda.empty_cache()
     memory = device_memory.look(device, asked)

@@ -49,15 +49,33 @@ class Chunks(Sequence[Chunk]):
     """The chunks of a plan as columns, in the order in which the runner lays them out."""
 
     __slots__ = (
-        "_made", "draws", "ends", "is_repeated", "num_drafts", "num_samples", "places", "rows", "seq_ids",
-        "sequences", "starts", "stops", "version",
-    )  # fmt: skip
+        "_made",
+        "draws",
+        "ends",
+        "is_repeated",
+        "num_drafts",
+        "num_samples",
+        "places",
+        "rows",
+        "seq_ids",
+        "sequences",
+        "starts",
+        "stops",
+        "version",
+    )
 
     def __init__(
-        self, seq_ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, num_samples: np.ndarray,
-        rows: np.ndarray, *, sequences: list[TokenSequence] | None = None,
-        places: np.ndarray | slice = slice(0), version: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        seq_ids: np.ndarray,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        num_samples: np.ndarray,
+        rows: np.ndarray,
+        *,
+        sequences: list[TokenSequence] | None = None,
+        places: np.ndarray | slice = slice(0),
+        version: int = 0,
+    ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
         self.ends = stops  # where the tokens end that were not refused
         self.rows = rows  # of the block tables
@@ -78,8 +96,11 @@ class Chunks(Sequence[Chunk]):
             self.num_samples,
         )
         moved.rows, moved.sequences, moved.places, moved.version = (
-            self.rows, self.sequences, self.places, self.version
-        )  # fmt: skip
+            self.rows,
+            self.sequences,
+            self.places,
+            self.version,
+        )
         moved.ends = stops
         moved.draws, moved.is_repeated, moved.num_drafts, moved._made = self.draws, is_repeated, 0, None
         return moved
@@ -97,9 +118,13 @@ class Chunks(Sequence[Chunk]):
     def select(self, numbers: np.ndarray) -> Chunks:
         """The chunks with these numbers, in this order."""
         return Chunks(
-            self.seq_ids[numbers], self.starts[numbers], self.stops[numbers], self.num_samples[numbers],
-            self.rows[numbers], sequences=[self.sequences[number] for number in numbers.tolist()],
-        )  # fmt: skip
+            self.seq_ids[numbers],
+            self.starts[numbers],
+            self.stops[numbers],
+            self.num_samples[numbers],
+            self.rows[numbers],
+            sequences=[self.sequences[number] for number in numbers.tolist()],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -161,8 +186,14 @@ class PlanDraft:
     """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
 
     __slots__ = (
-        "budget", "num_prompts", "num_tokens", "num_turns", "preempted", "table_changes", "transfers",
-    )  # fmt: skip
+        "budget",
+        "num_prompts",
+        "num_tokens",
+        "num_turns",
+        "preempted",
+        "table_changes",
+        "transfers",
+    )
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added

@@ -120,11 +120,19 @@ class StepGraphs:
     """
 
     def __init__(
-        self, forward: Callable[[StepSize], torch.Tensor],
-        sample: Callable[[StepSize, torch.Tensor], object], blank: Callable[[], None], *, max_rows: int,
-        max_tokens: int, captures: bool, warm_up: Callable[[StepSize], object] | None = None,
-        pool_bytes: int = 0, short_step: int = 0, splits: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        forward: Callable[[StepSize], torch.Tensor],
+        sample: Callable[[StepSize, torch.Tensor], object],
+        blank: Callable[[], None],
+        *,
+        max_rows: int,
+        max_tokens: int,
+        captures: bool,
+        warm_up: Callable[[StepSize], object] | None = None,
+        pool_bytes: int = 0,
+        short_step: int = 0,
+        splits: bool = True,
+    ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
         self._warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures, self._splits = captures, splits

@@ -79,11 +79,21 @@ class DeviceRunner:
     can_embed = True
 
     def __init__(
-        self, model: Model, store: KVStore, state: BatchState, *, max_batch_size: int, max_tokens: int,
-        max_seq_len: int, use_cuda_graphs: bool, attention_backend: str = "triton",
-        decode_attention_backend: str = "triton", steps_ahead: int = 1, graph_bytes: int = 0,
+        self,
+        model: Model,
+        store: KVStore,
+        state: BatchState,
+        *,
+        max_batch_size: int,
+        max_tokens: int,
+        max_seq_len: int,
+        use_cuda_graphs: bool,
+        attention_backend: str = "triton",
+        decode_attention_backend: str = "triton",
+        steps_ahead: int = 1,
+        graph_bytes: int = 0,
         busy_tokens: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config, device = model.config, store.device
         self._model, self._store, self._state, self._device = model, store, state, device
         self._sampler = HostSampler(model, send)
@@ -101,10 +111,14 @@ class DeviceRunner:
         self._wait_for_sampler = compile_sample_rows(self._rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
-            max_rows=max_batch_size, max_len=max_seq_len, num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, device=device,
+            max_rows=max_batch_size,
+            max_len=max_seq_len,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=device,
             backend=chosen,
-        )  # fmt: skip
+        )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = captured_tokens(config, max_tokens, busy_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(
@@ -115,10 +129,15 @@ class DeviceRunner:
         self._dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):
             self._dense = DenseAttention(
-                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                scale=config.scale, dtype=store.dtype, device=device, max_tokens=max_tokens,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.scale,
+                dtype=store.dtype,
+                device=device,
+                max_tokens=max_tokens,
                 max_len=max_seq_len,
-            )  # fmt: skip
+            )
         self._pads, self._max_tokens = is_gpu(device) and self._backend != "flash", max_tokens
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
@@ -126,11 +145,16 @@ class DeviceRunner:
         self.arena: object = None  # what holds the memory of its steps, if anything does
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
-            self._compute_logits, self._sample_logits, self._inputs.blank, warm_up=self._warm_up,
-            max_rows=max_batch_size, max_tokens=most_tokens(config, max_tokens) if use_cuda_graphs else 0,
+            self._compute_logits,
+            self._sample_logits,
+            self._inputs.blank,
+            warm_up=self._warm_up,
+            max_rows=max_batch_size,
+            max_tokens=most_tokens(config, max_tokens) if use_cuda_graphs else 0,
             short_step=short_step(config, max_tokens, busy_tokens) if use_cuda_graphs else 0,
-            pool_bytes=graph_bytes, captures=use_cuda_graphs and is_gpu(device),
-        )  # fmt: skip
+            pool_bytes=graph_bytes,
+            captures=use_cuda_graphs and is_gpu(device),
+        )
 
     def wait_for_compilers(self) -> None:
         """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
@@ -564,9 +588,13 @@ class DeviceRunner:
         if len(rows_S):
             for tables_RB, out in zip(state.tables_KRB, decode, strict=True):
                 gather_step(
-                    rows_S, state.last_token_R, state.position_R, tables_RB,
-                    block_size=self._state.block_size, out=out,
-                )  # fmt: skip
+                    rows_S,
+                    state.last_token_R,
+                    state.position_R,
+                    tables_RB,
+                    block_size=self._state.block_size,
+                    out=out,
+                )
 
     def _sample_rows(
         self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor
@@ -588,11 +616,19 @@ class DeviceRunner:
         """Hidden states of all tokens, or of those at `places_C`."""
         table_XT = self._inputs.table_XT
         step = DeviceStep(
-            self._store, self._rows.tables_KRB, self._work, block_size=self._state.block_size,
-            positions_T=table_XT[1, :num_tokens], slots_KT=table_XT[2:, :num_tokens],
-            rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
-            dense=(self._dense, batches) if self._dense and batches else None, backend=self._backend,
-        )  # fmt: skip
+            self._store,
+            self._rows.tables_KRB,
+            self._work,
+            block_size=self._state.block_size,
+            positions_T=table_XT[1, :num_tokens],
+            slots_KT=table_XT[2:, :num_tokens],
+            rows_S=rows_S,
+            lens_S=self._inputs.lens_S[: len(rows_S)],
+            chunks=tiles,
+            windows=self._windows,
+            dense=(self._dense, batches) if self._dense and batches else None,
+            backend=self._backend,
+        )
         step.logit_indices = places_C
         hidden_CD: torch.Tensor = self._model(table_XT[0, :num_tokens], step)
         return hidden_CD
@@ -646,9 +682,13 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def _sample_on_host(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], last_rows: list[int],
-        hidden_CD: torch.Tensor, pooled: Pooled | None,
-    ) -> WaitForStep:  # fmt: skip
+        self,
+        plan: StepPlan,
+        sequences: Sequence[TokenSequence],
+        last_rows: list[int],
+        hidden_CD: torch.Tensor,
+        pooled: Pooled | None,
+    ) -> WaitForStep:
         result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
         self._rows.sampled_on_host(plan.chunks.rows)
         if pooled is None:

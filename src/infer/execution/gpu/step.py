@@ -60,11 +60,21 @@ class DeviceStep(StepContext):
     """One step: where its tokens stand, where their keys and values go, and what each may see."""
 
     def __init__(
-        self, store: KVStore, tables_KRB: torch.Tensor, work: DecodeWork, *, block_size: int,
-        positions_T: torch.Tensor, slots_KT: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
-        chunks: PrefillChunks | None = None, dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
-        windows: Sequence[int | None] = (None,), backend: str = "triton",
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore,
+        tables_KRB: torch.Tensor,
+        work: DecodeWork,
+        *,
+        block_size: int,
+        positions_T: torch.Tensor,
+        slots_KT: torch.Tensor,
+        rows_S: torch.Tensor,
+        lens_S: torch.Tensor,
+        chunks: PrefillChunks | None = None,
+        dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
+        windows: Sequence[int | None] = (None,),
+        backend: str = "triton",
+    ) -> None:
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
@@ -101,15 +111,30 @@ class DeviceStep(StepContext):
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
         return attend_projected(
-            qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
-            self._tables[self._store.tables[layer]], self._rows_S, self._lens_S, self._work,
-            block_size=self._block_size, scale=scale, window=window, scales=self._store.scales[layer],
-        )  # fmt: skip
+            qkv_TX,
+            transform,
+            self._store.keys[layer],
+            self._store.values[layer],
+            self._tables[self._store.tables[layer]],
+            self._rows_S,
+            self._lens_S,
+            self._work,
+            block_size=self._block_size,
+            scale=scale,
+            window=window,
+            scales=self._store.scales[layer],
+        )
 
     def attend(
-        self, layer: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, *, scale: float,
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
         window: int | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
@@ -121,18 +146,35 @@ class DeviceStep(StepContext):
             branch.wait_stream(torch.cuda.current_stream())
         if num_rows:
             attend_decode(
-                q_TNH[:num_rows], keys, values, tables_RB, self._rows_S, self._lens_S, self._work,
-                block_size=self._block_size, scale=scale, window=window, scales=scales,
+                q_TNH[:num_rows],
+                keys,
+                values,
+                tables_RB,
+                self._rows_S,
+                self._lens_S,
+                self._work,
+                block_size=self._block_size,
+                scale=scale,
+                window=window,
+                scales=scales,
                 out=out_TNH[:num_rows],
-            )  # fmt: skip
+            )
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):
                 attend_prefill(
-                    q_TNH, keys, values, tables_RB, chunks,
-                    block_size=self._block_size, scale=scale, window=window, scales=scales, out=out_TNH,
+                    q_TNH,
+                    keys,
+                    values,
+                    tables_RB,
+                    chunks,
+                    block_size=self._block_size,
+                    scale=scale,
+                    window=window,
+                    scales=scales,
+                    out=out_TNH,
                     fresh_slots_T=self._slots[table] if self._backend == "flash" else None,
                     invariant=self._backend == "invariant",
-                )  # fmt: skip
+                )
         if branch is not None:
             torch.cuda.current_stream().wait_stream(branch)
         if self._dense is not None:

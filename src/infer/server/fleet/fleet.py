@@ -46,9 +46,12 @@ class Fleet:
     """Starts and stops the engines behind a `ServerState`."""
 
     def __init__(
-        self, state: ServerState, metrics: ServerMetrics, spares: SpareEngines | None = None,
+        self,
+        state: ServerState,
+        metrics: ServerMetrics,
+        spares: SpareEngines | None = None,
         workers: Workers | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state = state
         self._spares = spares or SpareEngines(0)
         self.metrics = metrics
@@ -163,9 +166,13 @@ class Fleet:
             self._workers.forget_engines(shared)
             raise
         model = ServedModel(
-            name=name or encoder.name, encoder=encoder, clients=engines, created=int(time.time()),
-            max_queue=config.scheduler.max_queue, engines=shared,
-        )  # fmt: skip
+            name=name or encoder.name,
+            encoder=encoder,
+            clients=engines,
+            created=int(time.time()),
+            max_queue=config.scheduler.max_queue,
+            engines=shared,
+        )
         try:
             if not name:
                 self._check_name(model.name)
@@ -279,9 +286,13 @@ async def make_encoder(
 ) -> PromptEncoder:
     """The encoder of a model of which an engine says what it serves; a thread makes it."""
     return await asyncio.to_thread(
-        PromptEncoder, config, *text, family=ready.family, context_len=ready.context_len,
+        PromptEncoder,
+        config,
+        *text,
+        family=ready.family,
+        context_len=ready.context_len,
         model_len=ready.model_len,
-    )  # fmt: skip
+    )
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
