@@ -7,9 +7,9 @@ requests are served meanwhile. What it may take is bounded by counts, of items a
 mask and every token later: a constraint that goes beyond them while it is used ends its own request.
 
 Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
-request's first masks, so what was compiled is kept for the next requests with the same constraint. Several
-are kept of each, because only one thread at a time uses a lexer, and requests are spread over them. States
-are only ever added: a request that finds the limit used up by others starts over with a lexer of its own.
+request's first masks, so what was compiled is kept for the next request with the same constraint. Requests
+that run together have a lexer each, because only one thread at a time can use one. States are only ever
+added: a request that finds the limit used up by earlier ones starts over with a lexer that none has used.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -39,8 +39,7 @@ MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a requ
 MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
-MAX_LEXERS = 8  # that are kept of one constraint
-MAX_KEPT = 64  # of all constraints
+MAX_KEPT = 64  # lexers, of all constraints; only beyond that do requests share one at the same time
 STACK_BYTES = 256 << 20  # of address space: the library calls itself for a rule inside of a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
@@ -116,15 +115,15 @@ class Compiler:
             return Grammar(lexer, self.token_bytes, structured)
 
     def _free_one(self, key: tuple[str, ...]) -> Lexer | None:
-        """The lexer of this constraint that fewest requests use; None: another is worth compiling."""
-        lexers = [lexer for lexer in self._kept.get(key, ()) if not lexer.is_full]
+        """The lexer of this constraint that fewest requests use, the last of several; None: compile one."""
+        lexers = [lexer for lexer in reversed(self._kept.get(key, [])) if not lexer.is_full]
         best = min(lexers, key=lambda lexer: len(lexer.users), default=None)
-        return None if best is None or (best.users and len(lexers) < MAX_LEXERS) else best
+        return None if best is None or (best.users and len(lexers) < MAX_KEPT) else best
 
     def _keep(self, key: tuple[str, ...], lexer: Lexer) -> None:
         """Keep a lexer for later requests, and none that is full or was not asked for in a long time."""
         kept = [each for each in self._kept.get(key, ()) if not each.is_full and each is not lexer]
-        self._kept[key] = [*kept, lexer][-MAX_LEXERS:]
+        self._kept[key] = [*kept, lexer][-MAX_KEPT:]
         self._kept.move_to_end(key)
         while sum(map(len, self._kept.values())) > MAX_KEPT:
             self._kept.popitem(last=False)

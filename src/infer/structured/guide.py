@@ -72,11 +72,6 @@ class Guide:
         return self.matcher is not None or self._is_early_end
 
     @property
-    def lexer_id(self) -> int:
-        """The same number for guides whose matchers share a lexer."""
-        return id(self._lexer)
-
-    @property
     def known(self) -> tuple[int, ...]:
         """Those of the ids that must come next which are known without asking the grammar."""
         return self._due or ()

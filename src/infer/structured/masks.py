@@ -5,8 +5,7 @@ and fetch the matchers into the caches of their cores (one H200's host, 32 rows,
 most are in a text, 0.88 where most are not; 0.46 in eight threads). A mask in the middle of a text allows
 any letter and is quick; so is, as a rule, the one after it. What a row took here is kept for those whose last
 mask was *wide* and for the others, and what rows took in threads. The way that should be quicker now is used,
-and now and then, ever more rarely, the other one. The masks are the same. Rows that share a lexer stand
-beside each other, where one thread finds them: two threads cannot use it at once.
+and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class MaskFiller:
         Their rows allow everything: what they draw is not wanted.
         """
         assert masks_KW.flags.c_contiguous
-        guides, broken = list(guides), list[Guide]()
+        members, broken = list(guides), list[Guide]()
         wide: list[tuple[LLMatcher, int]] = []
         narrow: list[tuple[LLMatcher, int]] = []
-        for row, guide in enumerate(guides):
+        for row, guide in enumerate(members):
             if guide.matcher is None or (guide.known if guide.is_wide else guide.forced()):
                 guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
@@ -61,10 +60,7 @@ class MaskFiller:
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
         if self._prefers_threads(len(narrow), len(wide)):
             executor, start = self._threads(), perf_counter()
-            rows = sorted(
-                narrow + wide, key=lambda each: guides[each[1]].lexer_id
-            )  # neighbours share a thread
-            executor.unsafe_compute_mask_ptr(rows, first, num_bytes, len(masks_KW))
+            executor.unsafe_compute_mask_ptr(narrow + wide, first, num_bytes, len(masks_KW))
             self._threads_s = _newer(self._threads_s, start, len(narrow) + len(wide))
         else:
             start = perf_counter()
@@ -76,10 +72,10 @@ class MaskFiller:
                 matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
             self._wide_s = _newer(self._wide_s, start, len(wide))
         for matcher, row in narrow + wide:
-            if matcher.is_error() and not guides[row].refill(masks_KW[row]):
+            if matcher.is_error() and not members[row].refill(masks_KW[row]):
                 masks_KW[row] = -1
-                broken.append(guides[row])
-        self._last = guides, masks_KW
+                broken.append(members[row])
+        self._last = members, masks_KW
         return broken
 
     def look_back(self) -> None:

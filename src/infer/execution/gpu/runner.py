@@ -411,16 +411,23 @@ class DeviceRunner:
         return MaskedStep(self, plan, sequences, sample)
 
     def sample_masked(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], numbers: Sequence[int], sample: Sample
-    ) -> WaitForStep:
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], numbers: Sequence[int],
+        masks_KW: np.ndarray, sample: Sample,
+    ) -> WaitForStep:  # fmt: skip
         """Launch what samples a plan that was begun; these of its chunks have masks, in the lines taken."""
         rows = plan.chunks.rows
+
+        def keep_masks(lines_KW: np.ndarray) -> None:  # for the host, which samples now or a part at a time
+            plan.masks = dict(zip(plan.chunks.seq_ids[numbers].tolist(), lines_KW, strict=True))
+
         try:
             try:
+                if self._needs_host(plan, sequences):
+                    keep_masks(masks_KW)
                 self._rows.masks.send(rows if len(numbers) == len(rows) else rows[numbers])
                 return sample()
             except torch.OutOfMemoryError as error:
-                plan.masks = {seq_id: mask_W.copy() for seq_id, mask_W in plan.masks.items()}
+                keep_masks(masks_KW.copy())
                 return self._launch_smaller(plan, sequences, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
@@ -731,9 +738,7 @@ class MaskedStep:
 
     def sample(self, numbers: Sequence[int]) -> WaitForStep:
         """Launch the sampler: mask k is that of the chunk `numbers[k]`, and other chunks have none."""
-        seq_ids = self._plan.chunks.seq_ids[numbers].tolist()
-        self._plan.masks = dict(zip(seq_ids, self._masks_KW, strict=True))
-        return self._runner.sample_masked(self._plan, self._sequences, numbers, self._sample)
+        return self._runner.sample_masked(self._plan, self._sequences, numbers, self._masks_KW, self._sample)
 
 
 def _launch_masked(step: UnsampledStep, plan: StepPlan) -> WaitForStep:
