@@ -57,6 +57,7 @@ class Load(NamedTuple):
     max_tokens: int
     num_processes: int
     spread: float = 0.5  # of prompts around their mean
+    schema: str = ""  # JSON that the answer must have; it must outlast the answer
 
     @property
     def name(self) -> str:
@@ -99,8 +100,12 @@ async def ask(port: int, load: Load, seed: int) -> Answer:
         "max_tokens": load.max_tokens,
         "temperature": 0.6,
         "stream": True,
-        "ignore_eos": True,
     }
+    if load.schema:
+        schema = {"name": "answer", "schema": json.loads(load.schema)}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    else:
+        asked["ignore_eos"] = True
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
     sent, times = time.perf_counter(), list[float]()
@@ -190,7 +195,7 @@ def measure(port: int, load: Load, seed: int) -> dict[str, Any]:
     ]
     seconds = max(answer.times[-1] for answer in done) - min(answer.sent for answer in done)
     return {
-        "out_tok_s": round(sum(len(answer.times) for answer in done) / seconds),
+        "out_tok_s": round(load.max_tokens * len(done) / seconds),  # an event may have several tokens
         "ttft_ms": [round(percentile(first, p) * 1e3, 2) for p in (50, 95, 99)],
         "gap_ms": [round(percentile(gaps, p) * 1e3, 2) for p in (50, 95, 99)],
         "tpot_ms": [round(percentile(tokens, p) * 1e3, 2) for p in (50, 95, 99)],

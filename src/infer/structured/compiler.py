@@ -212,11 +212,19 @@ def _escape(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
+# what the library says in words of its own, in others
+_SAYINGS = {
+    "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before it says anything",
+    "Expecting object schema to apply options": "false allows no value",
+}
+
+
 def _explain(structured: Structured, message: str) -> str:
     """What the library says, in one line; unknown keywords are refused before (sampling/json_schema.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
+    said = _SAYINGS.get(said, said)
     if structured.kind != "json_schema":
         return f"the {structured.kind} cannot be compiled: {said}"
     places: list[str] = []

@@ -74,6 +74,12 @@ def test_a_grammar_has_rules_and_json() -> None:
         (Structured.grammar("garbage ((("), "the grammar cannot be compiled"),
         (Structured(kind="grammar", text='start: %json {"not": {}}'), "not"),
         (Structured.json_object(whitespace="("), "unclosed group"),
+        (Structured.grammar("start: start"), "no text matches it: a reference or rule leads back to itself"),
+        (Structured(kind="json_schema", text='{"$ref": "#"}'), "no text matches it: a reference or rule"),
+        (
+            Structured(kind="json_schema", text="false"),
+            "the schema cannot be compiled: false allows no value",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, words: str) -> None:
