@@ -40,15 +40,31 @@ MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
 MAX_KEPT = 64  # lexers, of all constraints; only beyond that do requests share one at the same time
+NEWEST = 0.25  # the weight of the last time that something took in what it is expected to take
 STACK_BYTES = 256 << 20  # of address space: the library calls itself for a rule inside of a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
+
+
+class MaskCost:
+    """What a mask takes where it is filled in one thread."""
+
+    __slots__ = ("row_s",)
+
+    def __init__(self) -> None:
+        self.row_s = 0.0  # 0: not known
+
+
+def newer(old_s: float, last_s: float) -> float:
+    """What something is expected to take, after it took `last_s`; 0: not known before."""
+    return old_s + NEWEST * (last_s - old_s) if old_s else last_s
 
 
 class Lexer:
     """A compiled constraint at its start, and the requests that use copies of it."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, costs: tuple[MaskCost, MaskCost] | None = None) -> None:
         self._matcher = matcher
+        self.costs = costs or (MaskCost(), MaskCost())  # of masks after a narrow one, and after a wide one
         self.users: WeakSet[Grammar] = WeakSet()  # now
         self.num_users = 0  # so far
         self.is_full = False  # a limit was reached: of no use to other requests
@@ -88,7 +104,7 @@ class Grammar:
             with deep_stacks():
                 made = thread.submit(_compile, self._structured, self.tokenizer)
             thread.shutdown(wait=False)
-            self.lexer = Lexer(made.result())
+            self.lexer = Lexer(made.result(), full.costs)
             self.lexer.serve(self)
         return self.lexer
 
@@ -106,8 +122,9 @@ class Compiler:
         key = structured.kind, structured.text, structured.whitespace or WHITESPACE
         with self._lock:
             lexer = self._free_one(key)
+            costs = next((each.costs for each in self._kept.get(key, ())), None)
         try:
-            lexer = lexer or Lexer(_compile(structured, self.token_bytes.tokenizer()))
+            lexer = lexer or Lexer(_compile(structured, self.token_bytes.tokenizer()), costs)
         except RequestError as error:
             raise RequestError(str(error), param=structured.param) from None
         with self._lock:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from infer.sampling.structured import Reasoning
-from infer.structured.compiler import Grammar, Lexer
+from infer.structured.compiler import Grammar, Lexer, MaskCost
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -70,6 +70,12 @@ class Guide:
     def has_mask(self) -> bool:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
+
+    @property
+    def mask_cost(self) -> MaskCost:
+        """What its next mask should take. Only where it has a matcher."""
+        assert self._lexer is not None
+        return self._lexer.costs[self.is_wide]
 
     @property
     def known(self) -> tuple[int, ...]:

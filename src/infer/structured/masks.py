@@ -1,11 +1,13 @@
-"""Masks of several rows at once: most take some 8 microseconds each, those of other states 25.
+"""Masks of several rows at once: most take some 5 microseconds each, those of other states 20 and more.
 
 Threads pay for themselves where masks take long. Those of plain texts are filled sooner than threads wake up
-and fetch the matchers into the caches of their cores (one H200's host, 32 rows, ms: 0.29 in one thread where
-most are in a text, 0.88 where most are not; 0.46 in eight threads). A mask in the middle of a text allows
-any letter and is quick; so is, as a rule, the one after it. What a row took here is kept for those whose last
-mask was *wide* and for the others, and what rows took in threads. The way that should be quicker now is used,
-and now and then, ever more rarely, the other one. The masks are the same.
+and fetch the matchers into the caches of their cores (one H200's host, 32 rows, the median and the 99th of a
+hundred steps, ms: 0.31 and 0.86 in one thread, 0.35 and 1.1 in eight, 0.33 and 0.75 where each step goes the
+way that suits it). A mask in the middle of a text allows any letter and is quick; so is, as a rule, the one
+after it. What a row takes in one thread is kept with its constraint (`MaskCost`), for rows whose last mask
+was *wide* and for the others: constraints differ a hundredfold. From that follows what a step would take in
+one thread, and what steps of that size took in several is kept as well. The way that should be quicker now is
+used, and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infer.structured.compiler import MaskCost, newer
 from infer.structured.guide import Guide
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 8
 TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at last
-NEWEST = 0.25  # the weight of the last fill in what a row is expected to take
 
 
 def num_threads() -> int:
@@ -38,8 +40,8 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
-        # what a row takes in this thread after a mask that was narrow, or wide, and in several; 0: not known
-        self._narrow_s = self._wide_s = self._threads_s = 0.0
+        self._has_cores = num_threads() > 1  # beside the engine's own
+        self._threads_s: dict[int, float] = {}  # what steps took in threads, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
@@ -50,33 +52,35 @@ class MaskFiller:
         """
         assert masks_KW.flags.c_contiguous
         members, broken = list(guides), list[Guide]()
-        wide: list[tuple[LLMatcher, int]] = []
-        narrow: list[tuple[LLMatcher, int]] = []
+        groups: dict[MaskCost, list[tuple[LLMatcher, int]]] = {}  # rows that should take equally long
         for row, guide in enumerate(members):
             if guide.matcher is None or (guide.known if guide.is_wide else guide.forced()):
                 guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
-                (wide if guide.is_wide else narrow).append((guide.matcher, row))
-        first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
-        if self._prefers_threads(len(narrow), len(wide)):
-            executor, start = self._threads(), perf_counter()
-            executor.unsafe_compute_mask_ptr(narrow + wide, first, num_bytes, len(masks_KW))
-            self._threads_s = _newer(self._threads_s, start, len(narrow) + len(wide))
-        else:
-            start = perf_counter()
-            for matcher, row in narrow:
-                matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
-            self._narrow_s = _newer(self._narrow_s, start, len(narrow))
-            start = perf_counter()
-            for matcher, row in wide:
-                matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
-            self._wide_s = _newer(self._wide_s, start, len(wide))
-        for matcher, row in narrow + wide:
+                groups.setdefault(guide.mask_cost, []).append((guide.matcher, row))
+        self._fill_groups(groups, masks_KW)
+        for matcher, row in (each for rows in groups.values() for each in rows):
             if matcher.is_error() and not members[row].refill(masks_KW[row]):
                 masks_KW[row] = -1
                 broken.append(members[row])
         self._last = members, masks_KW
         return broken
+
+    def _fill_groups(self, groups: dict[MaskCost, list[tuple[LLMatcher, int]]], masks_KW: np.ndarray) -> None:
+        first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
+        num_rows = sum(map(len, groups.values()))
+        expected_s = sum(cost.row_s * len(rows) for cost, rows in groups.items())
+        if self._prefers_threads(num_rows, expected_s):
+            executor, start = self._threads(), perf_counter()
+            executor.unsafe_compute_mask_ptr(sum(groups.values(), []), first, num_bytes, len(masks_KW))
+            size = _size_of(expected_s)
+            self._threads_s[size] = newer(self._threads_s.get(size, 0.0), perf_counter() - start)
+            return
+        for cost, rows in groups.items():
+            start = perf_counter()
+            for matcher, row in rows:
+                matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
+            cost.row_s = newer(cost.row_s, (perf_counter() - start) / len(rows))
 
     def look_back(self) -> None:
         """Tell the guides what the last masks allow; to be called when the step is on its way."""
@@ -89,11 +93,11 @@ class MaskFiller:
         for guide, is_wide in zip(guides, (first & second & 1).tolist(), strict=True):
             guide.note_mask(is_wide=bool(is_wide))
 
-    def _prefers_threads(self, num_narrow: int, num_wide: int) -> bool:
-        count = num_narrow + num_wide
-        if count < 2:
+    def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
+        """Whether several threads should be quicker than one, which is expected to take so long."""
+        if num_rows < 2 or not expected_s or not self._has_cores:
             return False
-        is_quicker = self._threads_s * count < num_narrow * self._narrow_s + num_wide * self._wide_s
+        is_quicker = self._threads_s.get(_size_of(expected_s), 0.0) < expected_s  # 0: to be tried
         self._num_fills += 1
         if self._num_fills < self._try_at:
             return is_quicker
@@ -108,9 +112,6 @@ class MaskFiller:
         return self._executor
 
 
-def _newer(old_s: float, start: float, count: int) -> float:
-    """What a row is expected to take, after so many have taken the time since `start`."""
-    if not count:
-        return old_s
-    row_s = (perf_counter() - start) / count
-    return old_s + NEWEST * (row_s - old_s) if old_s else row_s
+def _size_of(seconds: float) -> int:
+    """The same number for times of about the same size: of which none is twice another."""
+    return int(seconds * 1e6).bit_length()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from infer.sampling.structured import Reasoning, Structured
+from infer.structured import masks as filler_module
 from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
 from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
 from tests.support.words import (
@@ -219,6 +220,13 @@ def test_threads_are_as_many_as_the_cores_this_process_may_use(monkeypatch: pyte
     assert num_threads() == 1
 
 
+@pytest.fixture
+def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which threads may help."""
+    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("_cores")
 def test_masks_of_several_rows_are_those_of_each() -> None:
     others = Structured.regex("[abc]+"), Structured.choice(["abc"])
     guides = [Guide(compiled(each)) for each in (NUMBER, *others)]
@@ -228,17 +236,20 @@ def test_masks_of_several_rows_are_those_of_each() -> None:
     filler = MaskFiller()
     ways = set()
     for _ in range(3):  # in this thread, then in others, then whichever was quicker
-        before = filler._narrow_s, filler._threads_s
+        before = guides[0].mask_cost.row_s, str(filler._threads_s)
         masks_KW[:] = 0
         assert filler.fill(guides, masks_KW) == []
         filler.look_back()
-        ways |= {way for way in (0, 1) if (filler._narrow_s, filler._threads_s)[way] != before[way]}
+        ways |= {
+            way for way in (0, 1) if (guides[0].mask_cost.row_s, str(filler._threads_s))[way] != before[way]
+        }
         for guide, mask_W in zip(guides, masks_KW, strict=True):
             bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
             assert set(bits.nonzero()[0].tolist()) == allowed(guide)
     assert ways == {0, 1}
 
 
+@pytest.mark.usefixtures("_cores")
 def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     free, number = Structured.regex(r"(?s:.*)"), Structured.regex("[0-9]{1,9}")
     guides = [Guide(compiled(each)) for each in (free, free, number, number)]
@@ -248,12 +259,25 @@ def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     filler.look_back()
     assert [guide.is_wide for guide in guides] == [True, True, False, False]
     assert guides[0].copy().is_wide
-    filler._narrow_s, filler._wide_s, filler._threads_s = 30.0, 5.0, 16.0
-    ways = [filler._prefers_threads(num_narrow, 8 - num_narrow) for num_narrow in range(9)]
-    assert ways == [False] * 4 + [True] * 5, "with 4 of 8, 140 s here and 128 in threads"
-    assert not filler._prefers_threads(1, 0), "one mask"
+    assert guides[0].mask_cost is guides[1].mask_cost is not guides[2].mask_cost is guides[3].mask_cost
+    assert all(guide.mask_cost.row_s == 0 for guide in guides[:2]), "none was filled after a wide one"
+    assert filler._prefers_threads(8, 300e-6), "it was never tried"
+    filler._threads_s = {filler_module._size_of(300e-6): 280e-6, filler_module._size_of(200e-6): 210e-6}
+    assert filler._prefers_threads(8, 300e-6) and not filler._prefers_threads(8, 200e-6)
+    assert not filler._prefers_threads(1, 300e-6), "one mask"
+    assert not filler._prefers_threads(8, 0.0), "what they take is not known yet"
     filler._num_fills = TRY_AGAIN - 1
-    assert not filler._prefers_threads(8, 0), "the other way is tried again"
+    assert not filler._prefers_threads(8, 300e-6), "the other way is tried again"
+    filler._has_cores = False
+    assert not any(filler._prefers_threads(8, 300e-6) for _ in range(TRY_AGAIN + 1)), "there are none to help"
+
+
+def test_what_masks_take_is_known_of_each_constraint() -> None:
+    """One whose masks take long does not make those of others look as if they did."""
+    slow, quick = Structured.regex("[0-9]{1,9};"), Structured.regex("[0-9]{1,8};")
+    guides = [Guide(compiled(each)) for each in (slow, quick)]
+    guides[0].mask_cost.row_s, guides[1].mask_cost.row_s = 1.0, 2e-6
+    assert Guide(compiled(slow)).mask_cost.row_s == 1.0 and Guide(compiled(quick)).mask_cost.row_s == 2e-6
 
 
 @pytest.mark.parametrize(
