@@ -31,8 +31,9 @@ def compare(port: int, free: Load, num_rounds: int) -> list[dict[str, Any]]:
     rounds = []
     for number in range(num_rounds):
         found: dict[str, Any] = {}
-        for name, load in (("free", free), ("json", free._replace(schema=RECORDS))):
-            found[name] = measure(port, load, number * 10_000_000)
+        loads = ("free", free), ("json", free._replace(schema=RECORDS))
+        for place, (name, load) in enumerate(loads):  # prompts that none has had, of the same length
+            found[name] = measure(port, load, (2 * number + place) * 10_000_000)
             if found[name]["errors"]:
                 raise SystemExit(f"{found[name]['errors']} of {load.num_requests} requests of {name} failed")
         found["cost_percent"] = (1 - found["json"]["out_tok_s"] / found["free"]["out_tok_s"]) * 100
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, default=Path("structured-http.log"), help="the server's log")
     args = parse(parser, arguments[: len(arguments) - len(flags) - 1] if flags else arguments)
     num_clients = max(1, args.streams // STREAMS_PER_CLIENT)
-    free = Load(2 * args.streams, args.streams, PROMPT_LEN, args.tokens, num_clients)
+    free = Load(2 * args.streams, args.streams, PROMPT_LEN, args.tokens, num_clients, spread=0.0)
     source = resolve_model(args.model)
     server = Server(source.path, flags, args.log)
     try:
