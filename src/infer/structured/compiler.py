@@ -40,23 +40,22 @@ MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
 MAX_KEPT = 64  # lexers, of all constraints; only beyond that do requests share one at the same time
-NEWEST = 0.25  # the weight of the last time that something took in what it is expected to take
+NEWEST = 0.25  # the weight of the last time that masks took in what they should take
 STACK_BYTES = 256 << 20  # of address space: the library calls itself for a rule inside of a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
 class MaskCost:
-    """What a mask takes where it is filled in one thread."""
+    """What a mask, or those of a step, should take; 0: not known."""
 
-    __slots__ = ("row_s",)
+    __slots__ = ("seconds",)
 
     def __init__(self) -> None:
-        self.row_s = 0.0  # 0: not known
+        self.seconds = 0.0
 
-
-def newer(old_s: float, last_s: float) -> float:
-    """What something is expected to take, after it took `last_s`; 0: not known before."""
-    return old_s + NEWEST * (last_s - old_s) if old_s else last_s
+    def note(self, seconds: float) -> None:
+        """Take note of the last time that it took."""
+        self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
 
 
 class Lexer:

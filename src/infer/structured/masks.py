@@ -13,13 +13,14 @@ used, and now and then, ever more rarely, the other one. The masks are the same.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Collection
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infer.structured.compiler import MaskCost, newer
+from infer.structured.compiler import MaskCost
 from infer.structured.guide import Guide
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class MaskFiller:
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
         self._has_cores = num_threads() > 1  # beside the engine's own
-        self._threads_s: dict[int, float] = {}  # what steps took in threads, by their size (`_size_of`)
+        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
@@ -69,18 +70,17 @@ class MaskFiller:
     def _fill_groups(self, groups: dict[MaskCost, list[tuple[LLMatcher, int]]], masks_KW: np.ndarray) -> None:
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
         num_rows = sum(map(len, groups.values()))
-        expected_s = sum(cost.row_s * len(rows) for cost, rows in groups.items())
+        expected_s = sum(cost.seconds * len(rows) for cost, rows in groups.items())
         if self._prefers_threads(num_rows, expected_s):
             executor, start = self._threads(), perf_counter()
             executor.unsafe_compute_mask_ptr(sum(groups.values(), []), first, num_bytes, len(masks_KW))
-            size = _size_of(expected_s)
-            self._threads_s[size] = newer(self._threads_s.get(size, 0.0), perf_counter() - start)
+            self._in_threads[_size_of(expected_s)].note(perf_counter() - start)
             return
         for cost, rows in groups.items():
             start = perf_counter()
             for matcher, row in rows:
                 matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
-            cost.row_s = newer(cost.row_s, (perf_counter() - start) / len(rows))
+            cost.note((perf_counter() - start) / len(rows))
 
     def look_back(self) -> None:
         """Tell the guides what the last masks allow; to be called when the step is on its way."""
@@ -97,7 +97,7 @@ class MaskFiller:
         """Whether several threads should be quicker than one, which is expected to take so long."""
         if num_rows < 2 or not expected_s or not self._has_cores:
             return False
-        is_quicker = self._threads_s.get(_size_of(expected_s), 0.0) < expected_s  # 0: to be tried
+        is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0: to be tried
         self._num_fills += 1
         if self._num_fills < self._try_at:
             return is_quicker

@@ -236,12 +236,14 @@ def test_masks_of_several_rows_are_those_of_each() -> None:
     filler = MaskFiller()
     ways = set()
     for _ in range(3):  # in this thread, then in others, then whichever was quicker
-        before = guides[0].mask_cost.row_s, str(filler._threads_s)
+        before = guides[0].mask_cost.seconds, len(filler._in_threads)
         masks_KW[:] = 0
         assert filler.fill(guides, masks_KW) == []
         filler.look_back()
         ways |= {
-            way for way in (0, 1) if (guides[0].mask_cost.row_s, str(filler._threads_s))[way] != before[way]
+            way
+            for way in (0, 1)
+            if (guides[0].mask_cost.seconds, len(filler._in_threads))[way] != before[way]
         }
         for guide, mask_W in zip(guides, masks_KW, strict=True):
             bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
@@ -260,9 +262,10 @@ def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     assert [guide.is_wide for guide in guides] == [True, True, False, False]
     assert guides[0].copy().is_wide
     assert guides[0].mask_cost is guides[1].mask_cost is not guides[2].mask_cost is guides[3].mask_cost
-    assert all(guide.mask_cost.row_s == 0 for guide in guides[:2]), "none was filled after a wide one"
+    assert all(guide.mask_cost.seconds == 0 for guide in guides[:2]), "none was filled after a wide one"
     assert filler._prefers_threads(8, 300e-6), "it was never tried"
-    filler._threads_s = {filler_module._size_of(300e-6): 280e-6, filler_module._size_of(200e-6): 210e-6}
+    for seconds in (300e-6, 200e-6):
+        filler._in_threads[filler_module._size_of(seconds)].note(250e-6)
     assert filler._prefers_threads(8, 300e-6) and not filler._prefers_threads(8, 200e-6)
     assert not filler._prefers_threads(1, 300e-6), "one mask"
     assert not filler._prefers_threads(8, 0.0), "what they take is not known yet"
@@ -276,8 +279,8 @@ def test_what_masks_take_is_known_of_each_constraint() -> None:
     """One whose masks take long does not make those of others look as if they did."""
     slow, quick = Structured.regex("[0-9]{1,9};"), Structured.regex("[0-9]{1,8};")
     guides = [Guide(compiled(each)) for each in (slow, quick)]
-    guides[0].mask_cost.row_s, guides[1].mask_cost.row_s = 1.0, 2e-6
-    assert Guide(compiled(slow)).mask_cost.row_s == 1.0 and Guide(compiled(quick)).mask_cost.row_s == 2e-6
+    guides[0].mask_cost.seconds, guides[1].mask_cost.seconds = 1.0, 2e-6
+    assert Guide(compiled(slow)).mask_cost.seconds == 1.0 and Guide(compiled(quick)).mask_cost.seconds == 2e-6
 
 
 @pytest.mark.parametrize(
