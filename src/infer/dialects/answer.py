@@ -71,6 +71,11 @@ class AnswerFormat:
     in_reasoning: bool = False  # the prompt ends inside of it
     shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: shown to the parser
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is calls and nothing else, behind its reasoning."""
+        return self.dialect is not None and self.choice != "auto"
+
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one sequence."""
         return AnswerParser(self, new_id)

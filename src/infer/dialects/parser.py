@@ -12,6 +12,9 @@ What is no call after all is text, markers included, and nothing is lost: a mark
 it, an object without a name, a bare object that names no known tool. Once a call has begun, its arguments
 are passed on as they were written, even if they turn out to be no JSON: that is for the caller to see.
 
+What was to be a call is no text: behind a marker, where a limit or a stop string has cut the answer before
+the call had a name, and all that is incomplete where calls are forced.
+
 Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
 comes), a Python call when it is complete.
 """
@@ -67,6 +70,7 @@ class AnswerParser:
         self._has_text = False
         self._num_calls = 0
         self._has_ended = False
+        self._is_cut = False  # it did not end by itself
         self._firsts: frozenset[str] | None = None  # while text is read: what markers begin with
         self.is_reasoning = form.in_reasoning
         self.is_done = False  # it has as many calls as it may have: the rest is not read
@@ -83,8 +87,9 @@ class AnswerParser:
                 self._send(char)
         return self._take()
 
-    def finish(self) -> list[AnswerEvent]:
-        """Return what was held back: the answer has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
+        """Return what was held back: the answer has ended, or was cut by a limit or a stop string."""
+        self._is_cut = is_cut
         self._send("")
         return self._take()
 
@@ -210,7 +215,8 @@ class AnswerParser:
             char = yield from self._char()
             self._firsts = None
             if not char:
-                self._say(held)
+                if self.is_reasoning or not self._form.is_forced:
+                    self._say(held)
                 return ""
             if not held and char not in firsts:
                 self._say(char)
@@ -241,7 +247,7 @@ class AnswerParser:
             yield from self._calls("")
         while not self.is_done and (marker := (yield from self._prose(begins))):
             yield from self._calls(marker)
-        if self._has_ended and not self._is_edge:
+        if self._has_ended and not self._is_edge and not self._form.is_forced:
             self._emit(ContentDelta, 0, self._blank)
 
     def _calls(self, marker: str) -> Reader[None]:
@@ -266,7 +272,11 @@ class AnswerParser:
         except _NotACall:
             text = "".join(self._raw)
             self._raw.clear()
-            self._say(text)
+            if self._has_ended and (self._form.is_forced or (self._is_cut and marker)):
+                self._ahead.clear()
+                self._pass_markup()
+            else:
+                self._say(text)
 
     def _comes(self, chars: str) -> Reader[bool]:
         """Whether the next character that is no blank is one of these; nothing is read."""
@@ -410,6 +420,10 @@ class AnswerParser:
             if not (yield from self._xml_value(properties.get(key))):
                 return
             separator = ", "
+        rest = "".join(reversed(self._ahead)).lstrip()
+        if self._has_ended and len(rest) > 1 and "<parameter=".startswith(rest):  # cut off, and not closed
+            self._ahead.clear()
+            return
         self._argue("}")
         yield from self._close("</function>")
         self._end_call()

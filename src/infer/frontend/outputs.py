@@ -237,7 +237,8 @@ class _SequenceText:
                 events += parser.push(rest)
         if parser is not None:
             if self.finish_reason is not None:
-                events += parser.finish()
+                is_cut = self.finish_reason == "length" or self.stop_reason is not None
+                events += parser.finish(is_cut=is_cut)
             text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
             self.events += events
             if self.finish_reason is not None and self._form is not None:

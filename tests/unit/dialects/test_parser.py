@@ -46,6 +46,8 @@ def read(
     thinks: bool = False,
     in_reasoning: bool = False,
     max_calls: int | None = None,
+    choice: str = "auto",
+    is_cut: bool = False,
 ) -> list[AnswerEvent]:
     form = AnswerFormat(
         dialect=BY_NAME[dialect] if dialect else None,
@@ -53,10 +55,11 @@ def read(
         think=THINK if thinks else None,
         in_reasoning=in_reasoning,
         max_calls=max_calls,
+        choice=choice,
     )
     parser = AnswerParser(form, map(str, itertools.count()).__next__)
     events = [event for piece in pieces for event in parser.push(piece)]
-    return events + parser.finish()
+    return events + parser.finish(is_cut=is_cut)
 
 
 def joined(events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
@@ -261,6 +264,63 @@ def test_an_end_that_was_cut_off_is_not_text(dialect: str, text: str, ends: list
         cut = text + end[:length]
         assert parts(read(dialect, [cut])) == ("", "", calls) == parts(read(dialect, list(cut)))
     assert parts(read(dialect, [f"{text}{end} <"])) == ("", "<", calls)
+
+
+FORCED = [  # calls as a constraint has them written, and how many of the two have begun where an answer is cut
+    ("hermes", hermes("get_weather", CITY) + "\n" + hermes("now", "{}")),
+    (
+        "smollm2",
+        f'<tool_call>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]</tool_call>',
+    ),
+    ("qwen3_coder", f"{xml('get_weather', city='Zürich', days='2')}\n{xml('now')}"),
+    (
+        "llama3_json",
+        f'{{"name": "get_weather", "parameters": {CITY}}}; {{"name": "now", "parameters": {{}}}}',
+    ),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]',
+    ),
+    ("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}"),
+    ("gemma3", '```tool_code\n[get_weather(city="Zürich", days=2), now()]\n```'),
+    ("pythonic", '[get_weather(city="Zürich", days=2), now()]'),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text"), FORCED, ids=[row[0] for row in FORCED])
+def test_forced_calls_that_are_cut_anywhere_are_no_text(dialect: str, text: str) -> None:
+    assert parts(read(dialect, [text], choice="required")) == ("", "", [("get_weather", CITY), ("now", "{}")])
+    for length in range(len(text)):
+        cut = text[:length]
+        reasoning, content, calls = parts(read(dialect, [cut], choice="required", is_cut=True))
+        assert (reasoning, content) == ("", ""), cut
+        assert [name for name, _ in calls] == ["get_weather", "now"][: len(calls)]
+        assert joined(read(dialect, list(cut), choice="required")) == joined(
+            read(dialect, [cut], choice="required")
+        )
+        thought = parts(
+            read(dialect, [f"hm </thi</think>\n{cut}"], thinks=True, in_reasoning=True, choice="now")
+        )
+        assert thought[:2] == ("hm </thi", "")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "content"),
+    [
+        ("hermes", 'I look.\n<tool_call>{"name": "no', "I look."),
+        ("hermes", "I look.\n<tool_call>", "I look."),
+        ("smollm2", '<tool_call>[{"name": "no', ""),
+        ("gemma3", "```tool_code\n[now(x=1", ""),
+        ("hermes", "2 <tool_ca", "2 <tool_ca"),  # may be text
+        ("hermes", "<tool_call>oops", "<tool_call>oops"),  # is no call
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>'),
+        ("llama3_json", '{"name": "no', '{"name": "no'),
+        ("pythonic", "[now(x=1", "[now(x=1"),
+    ],
+)
+def test_a_call_that_is_cut_is_no_text_behind_its_marker(dialect: str, text: str, content: str) -> None:
+    assert parts(read(dialect, [text], is_cut=True)) == ("", content, [])
+    assert parts(read(dialect, [text])) == ("", text, []), "an answer that ended so by itself means it"
 
 
 SCRAPS = [

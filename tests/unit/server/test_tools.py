@@ -355,6 +355,23 @@ def test_a_call_that_is_cut_does_not_look_complete(oracle: LLM) -> None:
     assert Talk(oracle, text, reason="length").choice()["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(("choice", "said"), [("required", ""), ("auto", "Ok. ")])
+def test_the_markup_of_a_cut_call_is_no_content(oracle: LLM, choice: str, said: str) -> None:
+    """Neither of the first call nor of one behind others, whether a limit or a stop string cuts it."""
+    text = said + CALL.partition("get_w")[0]
+    wanted = said.strip() or None
+    talk = Talk(oracle, text, reason="length")
+    whole = talk.choice(tool_choice=choice)
+    assert (whole["message"]["content"], whole["finish_reason"]) == (wanted, "length")
+    assert "tool_calls" not in whole["message"]
+    assert joined(talk.frames(tool_choice=choice))["content"] == wanted
+    stopped = Talk(oracle, said + CALL).choice(tool_choice=choice, stop=["get_w"])
+    assert (stopped["message"]["content"], stopped["finish_reason"]) == (wanted, "stop")
+    later = Talk(oracle, f"{said}{CALL}\n{CALL.partition('get_w')[0]}", reason="length")
+    message = later.choice(tool_choice=choice)["message"]
+    assert (message["content"], len(message["tool_calls"])) == (wanted, 1)
+
+
 @pytest.mark.parametrize(
     ("tool", "said"),
     [

@@ -93,7 +93,7 @@ class ChatWriter(ChunkWriter):
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         if self._has_form:
-            if not output.text and (output.tool_calls or output.reasoning):
+            if not output.text and (self.generation.job.has_tools or output.reasoning):
                 message["content"] = None
             if output.reasoning and self._shows_reasoning:
                 message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
