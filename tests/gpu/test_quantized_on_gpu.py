@@ -37,6 +37,7 @@ RECIPES = {
     "ct-w4a16-asym": Recipe(scheme="ct-w4a16", group_size=64, symmetric=False),
 }
 UNPACKED = ("nf4", "gptq-actorder")
+GENERATED = ("gptq", "awq", "ct-int8", "fp8-block", "nf4")  # with engines, one for each kind of codes
 
 
 class TestCodedExperts(CodedMoeContract):
@@ -102,8 +103,9 @@ def test_codes_of_a_file_stay_packed(recipe: str, family: str, root: Path) -> No
     there, here = weights(load(path, "auto", "cuda")), weights(load(path, "none", "cpu"))
     for name, weight in there.items():
         torch.testing.assert_close(weight, here[name], rtol=2e-6, atol=1e-6, msg=name)
-    expected = answers(path, device="cpu", dtype="float32", quantization="none")
-    assert answers(path, device="cuda", dtype="float32") == expected
+    if recipe in GENERATED:
+        expected = answers(path, device="cpu", dtype="float32", quantization="none")
+        assert answers(path, device="cuda", dtype="float32") == expected
     said = load(path, "auto", "cuda", "bfloat16").kept_as
     assert said == "" if recipe in UNPACKED else said.startswith("kept as ")
 
@@ -126,10 +128,15 @@ def test_any_checkpoint_is_rounded_while_it_is_loaded(scheme: str, family: str, 
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama", "float32"), ("llama", "bfloat16"), ("mixtral", "bfloat16"), ("gemma3", "bfloat16")],
+    ("scheme", "family", "dtype"),
+    [
+        *((scheme, "llama", "bfloat16") for scheme in MADE),
+        ("int8", "llama", "float32"),
+        ("fp8", "mixtral", "bfloat16"),
+        ("int4", "mixtral", "bfloat16"),
+        ("int8", "gemma3", "bfloat16"),
+    ],
 )
-@pytest.mark.parametrize("scheme", MADE)
 def test_graphs_change_no_token(scheme: str, family: str, dtype: str, root: Path) -> None:
     knobs: dict[str, Any] = {"device": "cuda", "dtype": dtype, "quantization": scheme}
     path = dense(root, family)
