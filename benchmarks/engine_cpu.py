@@ -104,7 +104,7 @@ def measure(num_rows: int, repeats: int) -> list[float]:
         if number % 25 == 24:  # its requests are about to end: start over
             engine = make_engine(num_rows)
         gc.collect()
-        gc.disable()  # a collection belongs to nobody in particular
+        gc.disable()  # a collection is no step's own
         runs.append(run_steps(engine, STEPS))
         gc.enable()
     return runs

@@ -81,7 +81,7 @@ def measure(num_running: int, num_waiting: int, repeats: int, policy: str = "fcf
         if number % 30 == 29:  # sequences have grown long: start over
             scheduler = make_scheduler(num_running, num_waiting, policy=policy)
         gc.collect()
-        gc.disable()  # a collection belongs to nobody in particular
+        gc.disable()  # a collection is no step's own
         best = min(best, run_steps(scheduler, STEPS))
         gc.enable()
     return best / STEPS * 1e6

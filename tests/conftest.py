@@ -9,7 +9,7 @@ day; `pytest --hypothesis-profile=default` draws fresh ones. PyTorch's random nu
 test, and oneDNN, which a product can switch off on some processors, is on: which tests ran before in the
 same process changes nothing.
 
-`checkpoint` is the one tiny model of whoever needs any: a Llama with random weights, to be read only.
+`checkpoint` is the one tiny model of all tests that need any: a Llama with random weights, to be read only.
 
 Every test finds the log as `import infer` leaves it, whatever command lines were run before. It is put right
 before a test and not after: what is there after it are pytest's own handlers as well, of a test that is over.

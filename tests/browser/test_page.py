@@ -366,7 +366,7 @@ def test_every_field_and_button_has_a_name(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/ui/"])
-def test_the_page_asks_nobody_but_its_server(
+def test_the_page_asks_its_server_alone(
     browser: Page, api: FakeApi, server: tuple[FakeApi, str], path: str
 ) -> None:
     browser.open(server[1] + path)

@@ -174,7 +174,7 @@ STOPS = [STARTS[0], STARTS[1], STARTS[0] + STARTS[2][:3], STARTS[4], STARTS[0][:
 
 
 def run_with_leavers(engine: Engine) -> list[list[int]]:
-    """Prompts that start alike, ends at ids that nobody knows before, one who leaves, one who comes late."""
+    """Prompts that start alike, ends at ids that are known late, one that leaves, one that comes late."""
     tokens: list[list[int]] = [[] for _ in range(len(STOPS) + 1)]
 
     def add(number: int, prompt: list[int]) -> None:
@@ -201,7 +201,7 @@ def run_with_leavers(engine: Engine) -> list[list[int]]:
         if len(tokens[1]) >= 5:
             take(engine.abort("1"))
         take(engine.step())
-    tokens[1] = tokens[1][:5]  # those that were on their way when it left are its own, or nobody's
+    tokens[1] = tokens[1][:5]  # those that were on their way when it left are its own, or lost
     return tokens
 
 
@@ -224,7 +224,7 @@ def test_steps_ahead_change_no_token(knobs: dict[str, Any], monkeypatch: pytest.
 class LateDevice:
     """Whatever is sent or launched runs as late as it may: when a step's ids are waited for.
 
-    On a CPU nothing is copied on the way, so whoever wrote to memory once sent would change what arrives.
+    On a CPU nothing is copied on the way, so a write to memory that was sent would change what arrives.
     """
 
     def __init__(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_device_that_is_late_gets_what_was_sent(monkeypatch: pytest.MonkeyPatc
     with torch.inference_mode(), monkeypatch.context() as patch:
         device = LateDevice(engine._runner, patch)
         assert run_with_leavers(engine) == known
-        assert run_engine(engine, PLAIN) == expected("qwen3", False), "somebody leaves in every step"
+        assert run_engine(engine, PLAIN) == expected("qwen3", False), "a request leaves in every step"
         assert run_engine(engine, ASKING[:4]) == asked, "counted where they are sampled"
     assert device.longest > 3 * 2
 
@@ -437,7 +437,7 @@ def test_a_request_for_the_host_may_leave_before_its_first_step_is_read() -> Non
 
 @pytest.mark.usefixtures("on_device")
 def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes or goes is noticed; as long as nobody does, only new blocks are sent."""
+    """Rows that come or go are noticed; as long as none does, only new blocks are sent."""
     engine = make_device_engine("llama", block_size=4)
     runner: Any = engine._runner
     looked_at: list[int] = []

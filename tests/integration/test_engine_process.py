@@ -1,4 +1,4 @@
-"""An engine in its own process: the same answers, and nobody is left waiting when it dies.
+"""An engine in its own process: the same answers, and no request is left waiting when it dies.
 
 Most tests run the real process, loop and sockets around the oracle (tests/support/faulty_engine.py), which
 crashes or hangs when a prompt orders it to; a few run a tiny real model.
@@ -217,7 +217,7 @@ def test_an_id_used_again_at_once_gets_none_of_the_first_ones_tokens() -> None:
     run(main())
 
 
-def test_an_abort_reaches_the_reader_and_an_impossible_one_harms_nobody() -> None:
+def test_an_abort_reaches_the_reader_and_an_impossible_one_harms_none() -> None:
     async def main() -> None:
         async with running() as client:
             request = make_request(3, max_tokens=300, n=2)
@@ -239,7 +239,7 @@ def test_an_abort_reaches_the_reader_and_an_impossible_one_harms_nobody() -> Non
 @pytest.mark.parametrize(
     ("order", "reason"), [(CRASH, "signal 9"), (RAISE, "KeyboardInterrupt"), (FORKED, "signal 9")]
 )
-def test_when_the_engine_dies_everybody_is_told_and_a_new_one_serves(order: int, reason: str) -> None:
+def test_when_the_engine_dies_all_requests_are_told_and_a_new_one_serves(order: int, reason: str) -> None:
     async def main() -> None:
         async with running() as client:
             first_pid = client.pid
@@ -397,7 +397,7 @@ def test_what_stops_the_start_is_raised_as_what_it_is(checkpoint: str) -> None:
     run(main())
 
 
-def test_closing_tells_everybody_and_leaves_nothing_behind() -> None:
+def test_closing_tells_all_requests_and_leaves_nothing_behind() -> None:
     def descriptors() -> set[str]:
         found = set()
         for fd in Path("/proc/self/fd").iterdir():

@@ -1,7 +1,7 @@
 """Every toggle, every family: other timing, the same tokens as one sequence alone in the simplest loop.
 
-float32 on the CPU, so rounding is no excuse. The cache is filled with NaN first: whoever reads a slot
-that nobody wrote gets no token at all.
+float32 on the CPU, so rounding is no excuse. The cache is filled with NaN first: a sequence that
+reads a slot not written before gets no token at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a caller of `LLM` gets: the right tokens, from a cache of any size, whoever else is being served."""
+"""What a caller of `LLM` gets: the right tokens, from a cache of any size, whatever else is being served."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_logprobs_are_those_of_the_reference(family: str, knobs: dict[str, Any])
 
 
 def test_a_batch_costs_each_step_only_what_it_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No prompt is asked in every step whether it is done, and no piece is kept that nobody will read."""
+    """No prompt is asked in every step whether it is done, and no piece is kept that is not read."""
     asked: list[OutputBuilder] = []
     is_finished: Any = vars(OutputBuilder)["is_finished"].fget
 
@@ -394,7 +394,7 @@ def test_a_stream_knows_its_times_though_it_is_read_later(llm: LLM) -> None:
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_closing_a_stream_gives_its_blocks_back_at_once(llm: LLM, num_read: int) -> None:
-    """Even one that nobody has begun to read."""
+    """Even one whose first piece has not been read."""
     stream = llm.stream(list(range(20)), greedy(30))
     for _ in range(num_read):
         next(stream)

@@ -37,7 +37,7 @@ def llm(checkpoint: str) -> LLM:
     return LLM(checkpoint, **KNOBS)
 
 
-# -- names nobody knows ---------------------------------------------------------------------------
+# -- names that are unknown -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [LLM, AsyncLLM])

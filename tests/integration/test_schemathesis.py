@@ -1,4 +1,4 @@
-"""Bodies nobody would write, made from the server's own description of itself: never a 5xx, never a hang.
+"""Bodies no client would write, made from the server's own description of itself: never a 5xx, never a hang.
 
 The engine is scripted, so that a body that happens to be valid costs nothing.
 """

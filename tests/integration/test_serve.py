@@ -107,7 +107,7 @@ def test_an_idle_server_sleeps(server: ServerProcess) -> None:
 
 
 def test_an_engine_killed_in_the_middle_is_replaced(server: ServerProcess, oracle: LLM) -> None:
-    """Whoever waits is told, health says so, and later service resumes by itself."""
+    """Clients that wait are told, health says so, and later service resumes by itself."""
     (engine,) = server.children()
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(ask, server.url, f"number {i}", 240) for i in range(4)]

@@ -177,7 +177,7 @@ def test_a_head_without_measure_is_refused(live: Live) -> None:
     assert MAX_HEAD_BYTES < 400 * 1000
 
 
-def test_many_silent_connections_keep_nobody_out(live: Live) -> None:
+def test_many_silent_connections_keep_no_client_out(live: Live) -> None:
     silent = [live.connect() for _ in range(150)]
     try:
         assert httpx.get(f"{live.url}/health").status_code == 200
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
     body = body_of("The river", 100, stream=is_stream)
     whole = head_of(len(body)) + body
     others = [live.connect() for _ in range(2)] if stage == "while waiting" else []
-    for other in others:  # two run at once: whoever comes next must wait
+    for other in others:  # two run at once: the next must wait
         other.sendall(whole)
     if others:
         wait_until(lambda: live.engine.stats().num_running == 2 or live.is_quiet())
@@ -252,7 +252,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(live: Live, oracle: LLM) 
 def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
     live: Live, oracle: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is refused comes again, as clients do; whoever stays gets the offline answer."""
+    """A client that is refused comes again; one that stays gets the offline answer."""
     monkeypatch.setattr(Impatient, "head_timeout_s", 10.0)  # all of them connect in the same moment
     rng = random.Random(0)
     prompts = [f"number {i % 7}" for i in range(NUM_CROWD)]

@@ -22,7 +22,7 @@ def make_pool(kind: str, seed: int) -> PagedKVCachePool:
 
 @pytest.mark.parametrize("kind", ["paged", "blocks of one", "no host", "uncached", "slotted"])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_reads_a_wrong_token_and_no_block_leaks(kind: str, seed: int) -> None:
+def test_no_sequence_reads_a_wrong_token_and_no_block_leaks(kind: str, seed: int) -> None:
     pool = make_pool(kind, seed)
     life = RandomTraffic(pool, f"{kind} {seed}")
 

@@ -1,7 +1,7 @@
 """Random life on the C kernels: int8 weights, a cache far too small, arrivals, forks, aborts at any moment.
 
-A real model this time. Its integer products do not round, so whoever was not aborted must have the tokens it
-has alone, and whoever was has the first of them.
+A real model this time. Its integer products do not round, so what was not aborted must have the tokens it
+has alone, and what was has the first of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def alone(family: str, kind: int, kv_cache_dtype: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
+def test_every_request_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
     rng, engine = random.Random(f"{family} {knobs}"), make_engine(family, **SMALL, **knobs)
     kinds: dict[str, int] = {}
     aborted: set[str] = set()

@@ -1,6 +1,6 @@
 """Random life in caches far too small, over every pair of toggles; every token is checked.
 
-Rows with one sequence at a time, or with room for all, never preempt anybody; so every row also runs
+Rows with one sequence at a time, or with room for all, never preempt; so every row also runs
 squeezed: paged, eight sequences, and a cache that holds two.
 
 Requests come at random, some alike, some forking, some searching with beams, some for an embedding; some
@@ -159,7 +159,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
 def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: int) -> None:
     """Ids come some steps late in a cache too small: aborts, stops and preemptions hit steps in flight."""
     world = make_world(pairwise_rows()[number] | SQUEEZED, steps_ahead=steps_ahead)
-    pace = 0.4 if steps_ahead == 1 else 0.1  # several are under way only while nobody waits
+    pace = 0.4 if steps_ahead == 1 else 0.1  # several are under way only while none waits
     traffic = Traffic(world, f"overlap {number}", num_requests=50, plain_share=plain_share, pace=pace)
 
     traffic.run()
@@ -170,7 +170,7 @@ def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: 
 
 
 def test_several_steps_ahead_meet_every_event() -> None:
-    """Whoever is preempted, aborted or stopped by an id while more than one step is under way."""
+    """Requests that are preempted, aborted or stopped by an id while more than one step is under way."""
     events: Counter[str] = Counter()
 
     class Noting(OracleWorld):

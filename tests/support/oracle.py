@@ -5,7 +5,7 @@ to their slots, then reads the whole sequence back through the block tables that
 real runners, each as far as its window reaches, and hashes what it finds. Of a sequence with drafts it says
 how many are right, as a runner that verifies them will: the ids of a step are those and one token more.
 A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
-What nobody wrote holds POISON, and reading it raises.
+What was not written holds POISON, and reading it raises.
 
 `OracleWorld` is a real engine around it. Its `step` looks into every book after each step, and it
 knows, without any cache, what each request must get.
@@ -189,7 +189,7 @@ class OracleRunner(SyncRunner):
             if not seen:
                 seen = [*seq.tokens[:first], *[POISON] * (stop - first)]
             found = self.device[table].reshape(-1)[first:stop].tolist()
-            assert POISON not in found, f"{seq} reads a slot nobody wrote, from {first} on: {found}"
+            assert POISON not in found, f"{seq} reads a slot that was not written, from {first} on: {found}"
             assert seen[first] == POISON or seen[first:] == found, f"the tables of {seq} do not agree"
             seen[first:] = found
         return seen
@@ -381,7 +381,7 @@ class OracleWorld:
             self.check_idle()
 
     def check_idle(self) -> None:
-        """Raise unless nothing is held by anybody but the prefix tree."""
+        """Raise unless the prefix tree is the only owner of blocks."""
         usage = self.pool.usage()
         assert usage.num_used == 0
         assert usage.num_free_host_blocks == len(self.runner.host)

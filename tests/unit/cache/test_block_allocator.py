@@ -80,7 +80,7 @@ def test_a_double_free_names_block_and_owner_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("block", [-1, 3, 99])
-def test_a_block_that_nobody_holds_cannot_be_shared(block: int) -> None:
+def test_a_block_without_an_owner_cannot_be_shared(block: int) -> None:
     allocator = BlockAllocator(4)
     allocator.take(3, 1)
     with pytest.raises(EngineError, match=f"2 cannot share device block {block}"):

@@ -126,7 +126,7 @@ def test_salts_do_not_share() -> None:
     assert pool.match_prefix(3, PROMPT, "a") == 11
 
 
-def test_reserving_evicts_cached_blocks_that_nobody_uses_oldest_first() -> None:
+def test_reserving_evicts_cached_blocks_that_no_sequence_uses_oldest_first() -> None:
     pool = make_pool(num_blocks=4)
     compute(pool, 1, PROMPT[:8])
     pool.release(1)
@@ -350,7 +350,7 @@ def test_fragmentation_counts_the_unfilled_slots_of_sequences_once() -> None:
     usage = pool.usage()
     assert (usage.num_used, usage.num_unfilled_slots, usage.fragmentation) == (2, 2, 0.25)
     compute(pool, 3, PROMPT[:4])
-    assert pool.usage().num_unfilled_slots == 2, "a fully cached block is full, whoever looks at it"
+    assert pool.usage().num_unfilled_slots == 2, "a fully cached block is full for every sequence"
 
 
 def test_mistakes_are_named() -> None:

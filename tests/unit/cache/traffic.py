@@ -4,8 +4,8 @@ The pool under test keeps books only. Here a fake memory stands behind it: every
 history (salt and tokens up to and including its own) that was written into it. Transfers are carried out
 in the order in which the pool returns them, chunks are written through the block tables, and after each
 the sequence must read back its own history at every position that a window still reaches. A block that was
-freed too early, shared while written, copied too late or matched wrongly makes somebody read somebody
-else's history.
+freed too early, shared while written, copied too late or matched wrongly makes one sequence read
+the history of another.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Traffic:
                 assert found == seq.history(position), f"sequence {seq_id} reads {found} at {position}"
 
     def verify_all(self) -> None:
-        """The pool's own check, then everybody's reads."""
+        """The pool's own check, then the reads of all sequences."""
         self.pool.check()
         assert self.pool.audit_blocks() == []
         for seq_id, seq in self.sequences.items():
@@ -194,7 +194,7 @@ class RandomTraffic:
             self.traffic.verify_all()
 
     def finish(self) -> None:
-        """Let everybody go."""
+        """Release all sequences."""
         for seq_id in list(self.traffic.sequences):
             self.traffic.release(seq_id)
         self.traffic.verify_all()

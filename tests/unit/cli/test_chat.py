@@ -207,7 +207,7 @@ def test_a_model_without_a_template_cannot_chat(infer: Infer) -> None:
     assert "fake has no chat template" in outcome.err
 
 
-def test_an_answer_that_fails_ends_its_line_and_not_the_conversation_of_somebody_who_types(
+def test_an_answer_that_fails_ends_its_line_and_not_a_typed_conversation(
     infer: Infer,
 ) -> None:
     outcome = infer("chat", stdin="broken\nhi\n", is_typed=True)

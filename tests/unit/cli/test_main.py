@@ -233,7 +233,7 @@ class CtrlC:  # pressed while a module of the command line is looked for
             except KeyboardInterrupt:  # as the import system may do it
                 raise TypeError("expected a message argument") from None
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
 sys.meta_path.insert(0, CtrlC())
 {door}
 """
@@ -318,7 +318,9 @@ def test_ctrl_c_means_afterwards_what_it_meant_before(handler: str) -> None:
 
 
 def test_ctrl_c_that_is_not_pythons_business_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)  # set by whoever embeds us, not from Python
+    monkeypatch.setattr(
+        signal, "getsignal", lambda number: None
+    )  # set by an embedding program, not from Python
     with pytest.raises(SystemExit, match="0"):
         open_door(["--version"])
 

@@ -174,7 +174,7 @@ def test_the_lines_of_a_file_wait_for_a_server_that_is_full(
     assert ("line 1: the server answered 503: the queue is full" in outcome.err) is (code == 1)
 
 
-def test_whoever_looks_on_is_told_at_once_that_a_server_is_full(infer: Infer) -> None:
+def test_at_a_terminal_it_is_said_at_once_that_a_server_is_full(infer: Infer) -> None:
     with server(ONE_MODEL, PIECE % b'"stop"', num_refused=1) as url:
         outcome = infer("generate", "hi", "--url", url)
     assert outcome.err == "infer: error: the server answered 503: the queue is full\n"
@@ -287,7 +287,7 @@ def test_each_line_of_a_file_is_told_of_a_reason_that_breaks_off(
 
 
 class Breaking(RemoteStream):
-    """An answer that ends in an error nobody has thought of."""
+    """An answer that ends in an error of no known kind."""
 
     def __init__(self) -> None:
         self._left = [RemoteDelta("hi", (1,), None)]
@@ -300,7 +300,7 @@ class Breaking(RemoteStream):
     def close(self) -> None: ...
 
 
-def test_whoever_waits_for_pieces_hears_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_of_pieces_hears_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.cli.remote.SimpleQueue", Impatient)
     pieces = StreamAhead(Breaking())
     assert next(pieces).text == "hi"

@@ -106,7 +106,7 @@ def test_leaving_an_iterator_frees_its_blocks() -> None:
     asyncio.run(main())
 
 
-def test_cancelled_callers_disturb_nobody() -> None:
+def test_cancelled_calls_disturb_no_other() -> None:
     async def main() -> None:
         client, engine = make_client(num_blocks=48)
         rng = random.Random(0)
@@ -173,7 +173,7 @@ def test_an_impossible_request_is_told_so_and_the_others_go_on() -> None:
     asyncio.run(main())
 
 
-def test_closing_tells_everybody_who_waits() -> None:
+def test_closing_tells_all_that_wait() -> None:
     async def main() -> None:
         client, engine = make_client(runner_type=GatedRunner)
         gate = engine._runner.gate  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ def test_closing_tells_everybody_who_waits() -> None:
     asyncio.run(main())
 
 
-def test_a_loop_that_dies_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_dies_tells_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         client, engine = make_client()
 
@@ -217,7 +217,7 @@ def test_an_idle_engine_costs_no_cpu() -> None:
     asyncio.run(main())
 
 
-def test_a_lost_device_ends_the_loop_and_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_loop_and_tells_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later step would fail as well: the engine must not pretend to be alive."""
 
     async def main() -> None:
@@ -369,7 +369,7 @@ def test_a_thread_that_hangs_while_idle_is_noticed_once_it_owes_something(
 # -- readers that do not read ---------------------------------------------------------------------
 
 
-def test_an_answer_nobody_reads_ends_and_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_reader_ends_and_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subscribers, "MAX_UNREAD", 20)
 
     async def main() -> None:

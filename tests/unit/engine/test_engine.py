@@ -1,7 +1,7 @@
 """The engine step by step: whatever happens to a request, at whatever stage, the books balance.
 
 `reach(stage)` brings a request "t" to a stage of its life, beside an older one that decodes. Then
-something happens to it, and in the end everybody must have got the tokens of the oracle.
+something happens to it, and in the end every request must have got the tokens of the oracle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence
 from tests.support.oracle import OracleWorld, expected_output, prompt_of
 
-THIEF = -1  # a sequence of nobody: it takes the blocks that a test wants to be gone
+THIEF = -1  # a sequence of no request: it takes the blocks that a test wants to be gone
 
 # (sampling parameters of "t", when it is there)
 STAGES: dict[str, tuple[dict[str, Any], Callable[[OracleWorld], bool]]] = {
@@ -297,8 +297,8 @@ def test_who_was_just_swapped_out_survives_a_failed_step(stage: str) -> None:
     assert world.verify() == 1
 
 
-def test_an_interrupt_ends_the_requests_of_its_step_and_nobody_elses() -> None:
-    """Ctrl-C may come before a block was moved; whoever had none in the plan goes on as if it had not."""
+def test_an_interrupt_ends_the_requests_of_its_step_and_no_others() -> None:
+    """Ctrl-C may come before a block was moved; sequences without one in the plan go on as before."""
     world = reach("decoding", preemption="swap", block_size=1)
     run = world.runner.run
 

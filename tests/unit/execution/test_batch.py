@@ -113,7 +113,7 @@ def test_chunks_are_laid_end_to_end() -> None:
 def test_attention_through_tables_is_attention_over_lists(
     block_size: int, window: int | None, use_reference: bool
 ) -> None:
-    """Random steps of many lengths at once; what nobody wrote is NaN and would show."""
+    """Random steps of many lengths at once; what was not written is NaN and would show."""
     torch.manual_seed(0)
     rng = random.Random(block_size)
     world = World(block_size, num_blocks=512 // block_size)

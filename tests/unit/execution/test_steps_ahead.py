@@ -40,7 +40,7 @@ def num_ahead(world: OracleWorld, count: int) -> list[int]:
 @pytest.mark.parametrize(
     ("steps_ahead", "expected"), [(0, [0] * 5), (1, [1] * 5), (2, [1, 2, 2, 2, 2]), (3, [1, 2, 3, 3, 3])]
 )
-def test_the_queue_grows_while_all_decode_and_nobody_waits(steps_ahead: int, expected: list[int]) -> None:
+def test_the_queue_grows_while_all_decode_and_none_waits(steps_ahead: int, expected: list[int]) -> None:
     world = make_world(steps_ahead)
     world.add("a", prompt_of(5), max_tokens=20)
     assert num_ahead(world, 5) == expected
@@ -145,7 +145,7 @@ def test_a_sequence_may_be_preempted_for_one_that_is_nearly_done() -> None:
     assert world.verify() == 2
 
 
-def test_an_interrupt_in_a_launch_that_preempts_somebody_sends_no_token_that_is_not_known() -> None:
+def test_an_interrupt_in_a_launch_that_preempts_sends_no_token_that_is_not_known() -> None:
     world = make_world(num_blocks=6, context_len=24, prefill_chunk_size=16)
     for number, name in enumerate("abc"):
         world.add(name, prompt_of(4, start=number), max_tokens=12)
@@ -193,7 +193,7 @@ def test_a_late_failure_of_one_that_left_does_not_end_who_has_its_id_now() -> No
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
-def test_ids_stay_where_they_are_until_somebody_reads_them(
+def test_ids_stay_where_they_are_until_they_are_read(
     steps_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device copies as early as it can, the host reads as late as it may."""
@@ -232,7 +232,7 @@ def break_tokens(
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
-def test_a_broken_token_in_vain_ends_nobody(steps_ahead: int) -> None:
+def test_a_broken_token_in_vain_ends_no_request(steps_ahead: int) -> None:
     """One of two answers has stopped when a step that was launched before brings it no token."""
     world = make_world(steps_ahead)
     world.add("a", prompt_of(5), max_tokens=20, n=2)

@@ -37,12 +37,12 @@ def make_seq(seq_id: int, params: SamplingParams = GREEDY) -> Sequence:
 @pytest.mark.parametrize(
     ("chunks", "last_places", "places", "last_rows"),
     [
-        ([Chunk(1, 5, 6, 1), Chunk(2, 50, 51, 1)], [0, 1], None, [0, 1]),  # everybody decodes
+        ([Chunk(1, 5, 6, 1), Chunk(2, 50, 51, 1)], [0, 1], None, [0, 1]),  # all decode
         ([Chunk(2, 0, 50, 1)], [49], [49], [0]),
         ([Chunk(2, 0, 50, 3)], [49], [49], [0]),  # about to fork: one row, three samples
         ([Chunk(1, 5, 6, 1), Chunk(2, 0, 9, 0), Chunk(3, 0, 20, 1)], [0, 9, 29], [0, 29], [0, None, 1]),
         ([Chunk(2, 0, 9, 0), Chunk(1, 5, 6, 1)], [9, 0], [0], [None, 0]),  # those that decode stand first
-        ([Chunk(2, 0, 9, 0), Chunk(3, 0, 5, 0)], [8, 13], [8], [None, None]),  # nobody samples
+        ([Chunk(2, 0, 9, 0), Chunk(3, 0, 5, 0)], [8, 13], [8], [None, None]),  # none samples
         ([Chunk(2, 3, 4, 0)], [0], [0], [None]),
     ],
 )

@@ -178,7 +178,7 @@ class AddedContract:
             ("mixtral", {}, 0),  # experts read and write the stream in their own ways
         ],
     )
-    def test_a_model_is_the_same_whoever_adds(
+    def test_a_model_is_the_same_whichever_kernel_adds(
         self, family: str, changes: dict[str, bool], num_added: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         chosen = get_family(family)

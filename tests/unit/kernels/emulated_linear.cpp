@@ -63,7 +63,7 @@ extern "C" int emulate(unsigned int num_blocks, unsigned int threads_of_block, v
     num_threads = threads_of_block;
     is_early_read = false;
     for (unsigned int block = 0; block < num_blocks; ++block) {
-        std::memset(&memory, 0xff, sizeof memory);  // not a number, wherever nobody wrote
+        std::memset(&memory, 0xff, sizeof memory);  // not a number, wherever nothing was written
         std::fill_n(is_waited, num_threads, false);
         run_blocks(block, 1);
     }

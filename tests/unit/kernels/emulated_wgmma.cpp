@@ -3,13 +3,13 @@
    Both are as slow as they may be. A box that is asked for leaves noise in its place and lands later, the last one
    first; a product is computed when a thread waits for it, by each warp later than by the one before it. A book is
    kept of every *line*, eight rows of a stage: is a copy under way to it, and how many reads are owed before there
-   may be the next. What a copy brought is kept a second time, so that a line which somebody else wrote to is noticed
+   may be the next. What a copy brought is kept a second time, so that a line written to by another is noticed
    when it is read.
 
        copy_box ──► under way ──► landed, owes 4 steps x every thread that multiplies it ──► free again
 
    Who breaks a rule is told so by `emulate(blocks, threads, shared bytes, arguments)`, which returns the first
-   rule that was broken, or nothing. From then on nobody waits any more. */
+   rule that was broken, or nothing. From then on no thread waits any more. */
 
 #define STACK_BYTES (32 << 10)
 #include "emulated.hpp"
@@ -37,7 +37,7 @@ static void require(bool is_kept, const char* rule) {
 
 template <typename F>
 static void wait_while(F is_closed) {
-    for (; is_closed() && !broken; give_up_turn()) require(++num_idle < MAX_IDLE, "somebody waits for ever");
+    for (; is_closed() && !broken; give_up_turn()) require(++num_idle < MAX_IDLE, "a thread waits for ever");
     num_idle = 0;
 }
 
@@ -161,7 +161,7 @@ static void arrive_with(u64* at, int num_bytes) {
 static void expect_bytes(u64* at, int num_bytes) { arrive_with(at, num_bytes); }
 static void arrive(u64* at) {
     arrive_with(at, 0);
-    give_up_turn();  // whoever waited may now go first
+    give_up_turn();  // a thread that waited may now go first
 }
 
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
@@ -210,7 +210,7 @@ static void copy_box(char* to, const TensorMap& map, int row, int column, u64* b
     require(is_x || !has_let_in[own_block()], "weights are asked for when the next kernel is already let in");
     for (u32 line = at / LINE; line < at / LINE + from.box_rows / 8; ++line) {
         Line& book = lines[own_block()][line];
-        require(!book.num_copies && !book.num_reads, "a stage is overwritten that somebody has still to read");
+        require(!book.num_copies && !book.num_reads, "a stage is overwritten that is still to be read");
         book = Line{1, int(4 * num_reading)};
     }
     std::memset(to, 0xff, from.box_rows * 128);
@@ -352,7 +352,7 @@ static float2 load_from(const float* at, int rank) {
 
 static void run_cluster(u32 first_block, u32 shared_bytes) {
     const u32 num_all = SPLIT * num_threads;
-    std::memset(memories, 0xff, sizeof memories);  // not a number, wherever nobody wrote
+    std::memset(memories, 0xff, sizeof memories);  // not a number, wherever nothing was written
     std::memset(lines, 0, sizeof lines);
     std::memset(warps, 0, sizeof warps);
     std::memset(shuffles, 0, sizeof shuffles);

@@ -148,7 +148,7 @@ class SampledRows:
         ).pack()  # fmt: skip
 
     def mask_some(self, numbers: Sequence[int]) -> None:
-        """Give rows a mask each; bits behind the vocabulary are set, for nobody may look at them."""
+        """Give rows a mask each; bits behind the vocabulary are set: no kernel may look at them."""
         generator = torch.Generator().manual_seed(3)
         for line, number in enumerate(numbers):
             words = num_mask_words(self.vocab_size)

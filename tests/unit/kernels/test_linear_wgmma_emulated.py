@@ -150,7 +150,7 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
 
 BROKEN = {
     "wait_until(&shared.full[i % STAGES], i / STAGES & 1);": ("", "multiplied before its bytes have come"),
-    "wait_for_products<1>();": ("wait_for_products<2>();", "overwritten that somebody has still to read"),
+    "wait_for_products<1>();": ("wait_for_products<2>();", "overwritten that is still to be read"),
     "meet(1, 32 * WARPS);": ("", "written over before it was read"),
     "    if (!EARLY || warp >= WARPS) wait_for_kernel_before();": ("", "tokens are copied before the wait"),
     "        meet_in_cluster();": (

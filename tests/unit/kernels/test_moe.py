@@ -9,7 +9,7 @@ import torch
 from infer.kernels.moe.grouped import by_expert, choose_tiles, experts_mlp, max_blocks, route
 
 
-def test_an_expert_nobody_chose_is_not_computed() -> None:
+def test_an_expert_that_no_token_chose_is_not_computed() -> None:
     called: list[int] = []
 
     def one_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def test_a_model_that_says_nothing_has_unit_vectors_of_the_last_token(tmp_path: 
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}, "mean"),
         ({"pooling_mode": "mean", "embedding_dimension": 64}, "mean"),
         ({"pooling_mode": "lasttoken"}, "last"),
-        ({"pooling_mode_cls_token": True}, "cls_token"),  # refused when somebody asks for it
+        ({"pooling_mode_cls_token": True}, "cls_token"),  # refused when a request asks for it
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean_tokens+max_tokens"),
         ({}, "last"),
         (None, "last"),  # the folder was not fetched

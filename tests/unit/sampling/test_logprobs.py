@@ -44,7 +44,7 @@ def test_each_row_gets_the_number_it_asked_for() -> None:
     assert [None if row is None else len(row.top) for row in found] == [None, 0, 2, 20, None]
 
 
-def test_nobody_asking_costs_nothing() -> None:
+def test_where_none_are_asked_for_nothing_is_computed() -> None:
     assert top_logprobs(random_logits(2, 5), [0, 1], [None, None]) == [None, None]
 
 

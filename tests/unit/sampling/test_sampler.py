@@ -177,7 +177,7 @@ def test_the_only_allowed_token_comes(params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("params", MIXED_PARAMS)
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_row_with_a_broken_logit_has_no_token_and_disturbs_nobody(
+def test_a_row_with_a_broken_logit_has_no_token_and_disturbs_no_other(
     params: SamplingParams, value: float
 ) -> None:
     rows = mixed_rows()

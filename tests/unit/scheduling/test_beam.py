@@ -65,7 +65,7 @@ def test_a_stop_token_of_the_request_is_the_reason_and_the_models_own_is_not() -
         assert {output.stop_reason for output in stopped} == {reason}
 
 
-def test_nobody_stops_before_min_tokens() -> None:
+def test_no_beam_stops_before_min_tokens() -> None:
     stops = tuple(range(0, VOCAB_SIZE, 4))
     world = run(OracleWorld(eos_ids=stops), n=3, min_tokens=4, max_tokens=8)
     assert "stop" in {output.finish_reason for output in world.finished.values()}
@@ -81,7 +81,7 @@ def test_nobody_stops_before_min_tokens() -> None:
     assert min(len(beam.output) for beam in wanted) > 4
 
 
-def test_where_everything_is_forbidden_the_request_fails_and_nobody_waits() -> None:
+def test_where_everything_is_forbidden_the_request_fails_and_none_waits() -> None:
     world = OracleWorld(eos_ids=tuple(range(VOCAB_SIZE)))
     run(world, n=3, min_tokens=2)
     assert [world.finished["t", index].finish_reason for index in range(3)] == ["error"] * 3

@@ -49,10 +49,10 @@ def test_only_the_chunk_that_ends_a_prompt_samples() -> None:
     assert [plan.chunks[0].num_samples for plan in world.plans] == [0, 0, 1, 1]
 
 
-def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
+def test_prompts_come_in_small_pieces_while_others_decode() -> None:
     world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(20), max_tokens=30)
-    assert step(world) == {"a": (0, 20)}, "nobody decodes: nobody would wait"
+    assert step(world) == {"a": (0, 20)}, "none decodes: none would wait"
     world.add("b", prompt_of(20, start=50))
     assert step(world) == {"a": (20, 21), "b": (0, 4)}
     assert step(world) == {"a": (21, 22), "b": (4, 8)}
@@ -64,7 +64,7 @@ def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     world.add("b", prompt_of(50, start=50))
-    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "long, but nobody waits behind it"
+    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "long, but none waits behind it"
     assert step(world) == {"a": (3, 4), "b": (2, 4)}
     world.add("c", prompt_of(20, start=200))
     assert step(world) == {"a": (4, 5), "b": (4, 6)}
@@ -92,7 +92,7 @@ def test_a_latency_target_is_kept_however_many_prompts_wait(monkeypatch: pytest.
     assert step(world) == {"a": (2, 3), "b": (0, 4)}
 
 
-def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hurried_step_is_shorter_than_one_that_none_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 30)
     world = make_world(prefill_tokens_while_decoding=1, max_batch_size=8, max_num_batched_tokens=64)
@@ -190,7 +190,7 @@ def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> N
     assert step(world) == {"a": (4, 5), "b": (4, 5), "c": (6, 12)}
 
 
-def test_prefill_first_turns_that_round_but_nobody_waits_longer_than_the_gap() -> None:
+def test_prefill_first_turns_that_round_but_none_waits_longer_than_the_gap() -> None:
     world = make_world(scheduler_policy="prefill_first", max_num_batched_tokens=8, max_decode_gap=3)
     world.add("a", prompt_of(3))
     step(world)
@@ -250,7 +250,7 @@ def test_the_least_urgent_is_preempted_under_priorities() -> None:
     assert world.seq("early").state == "WAITING"
 
 
-def test_nobody_new_comes_in_while_somebody_is_preempted() -> None:
+def test_no_sequence_comes_in_while_one_is_preempted() -> None:
     world = make_world(num_blocks=5, block_size=4, use_prefix_caching=False)
     for name in "ab":
         world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
@@ -342,8 +342,8 @@ def test_the_naive_baseline_computes_every_token_again_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "prefill_first"])
-def test_whoever_is_one_behind_is_served_in_every_step(policy: str) -> None:
-    """The budget holds a token of everybody who may run, whatever prompts are waiting for the rest."""
+def test_a_sequence_one_behind_is_served_in_every_step(policy: str) -> None:
+    """The budget holds a token of every sequence that may run, whatever prompts are waiting for the rest."""
     world = make_world(scheduler_policy=policy, max_batch_size=4, max_num_batched_tokens=4)
     for number in range(4):
         world.add(str(number), prompt_of(6, start=number), max_tokens=9)
@@ -372,7 +372,7 @@ def num_entries(world: OracleWorld) -> int:
 
 
 def test_the_queue_forgets_those_who_left_it_waiting() -> None:
-    """Requests that come and go while nobody is let in, beside some that stay."""
+    """Requests that come and go while none is let in, beside some that stay."""
     world = make_world(max_batch_size=1)
     for number in range(200):
         world.add(str(number), prompt_of(3, start=number), max_tokens=2)
@@ -426,13 +426,13 @@ def test_a_head_of_the_queue_comes_in_when_others_have_computed_its_prompt() -> 
     assert world.verify() == 2
 
 
-# -- nobody waits for ever ------------------------------------------------------------------------
+# -- no sequence waits for ever --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batching_mode", ["continuous", "static"])
-def test_nobody_starves_under_adversarial_arrivals(policy: str, batching_mode: str) -> None:
-    """Everybody who comes later is more urgent, and the cache is always full."""
+def test_no_sequence_starves_under_adversarial_arrivals(policy: str, batching_mode: str) -> None:
+    """All that come later are more urgent, and the cache is always full."""
     max_wait_steps, life = 20, 8
     world = make_world(
         scheduler_policy=policy,
@@ -485,7 +485,7 @@ def test_who_is_let_in_and_preempted_in_turn_is_promoted_in_the_end(preemption: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_longest_wait_is_bounded_for_everybody(policy: str) -> None:
+def test_the_longest_wait_is_bounded_for_all(policy: str) -> None:
     """Arrivals at half of what the engine can do, each more urgent than all before."""
     world = make_world(scheduler_policy=policy, max_wait_steps=15, max_batch_size=4, num_blocks=12)
     first_seen: dict[str, int] = {}
@@ -504,8 +504,8 @@ def test_the_longest_wait_is_bounded_for_everybody(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("max_decode_gap", [1, 4])
-def test_whoever_decodes_is_served_within_the_gap(policy: str, max_decode_gap: int) -> None:
-    """A flood of prompts, enough memory: nobody who has begun waits more than max_decode_gap steps."""
+def test_a_sequence_that_decodes_is_served_within_the_gap(policy: str, max_decode_gap: int) -> None:
+    """A flood of prompts, enough memory: no sequence that has begun waits more than max_decode_gap steps."""
     world = make_world(
         scheduler_policy=policy,
         max_decode_gap=max_decode_gap,

@@ -217,9 +217,7 @@ class Gated(FakeClient):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_unloading_waits_for_those_who_were_accepted_and_takes_nobody_new(
-    oracle: LLM, is_stream: bool
-) -> None:
+def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(oracle: LLM, is_stream: bool) -> None:
     async def live() -> None:
         engine = Gated()
         site = Site(engine, encoder=oracle.encoder, admin_key="root")

@@ -78,7 +78,7 @@ def test_the_line_of_a_refused_request_says_why_and_quotes_no_text_of_the_client
     assert SECRET not in line and "\n" not in line
 
 
-def test_whoever_is_sent_away_before_any_route_has_a_reason_in_the_log(
+def test_a_request_refused_before_any_route_has_a_reason_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site = Site(api_key=("secret-key",), max_body_size="1KiB")
@@ -157,7 +157,7 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
     assert not logged(caplog)
 
 
-def test_a_failure_nobody_foresaw_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unforeseen_failure_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     app: FastAPI = site.app
 

@@ -42,7 +42,7 @@ def all_routes() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("method", "path"), all_routes())
-def test_every_route_but_health_refuses_whoever_has_no_key(method: str, path: str) -> None:
+def test_every_route_but_health_refuses_requests_without_a_key(method: str, path: str) -> None:
     response = call(method, path)
     if path == "/health":
         assert response.status_code == 200
@@ -142,7 +142,7 @@ def test_a_key_ring_compares_every_key() -> None:
 @pytest.mark.parametrize(
     ("headers", "closes"), [({"content-length": "5"}, True), ({"content-length": "0"}, False), ({}, False)]
 )
-def test_whoever_is_refused_with_a_body_is_told_that_nobody_will_read_it(
+def test_a_refused_request_is_told_that_its_body_will_not_be_read(
     headers: dict[str, str], closes: bool
 ) -> None:
     sent: list[Any] = []

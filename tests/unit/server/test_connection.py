@@ -51,7 +51,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 class Peer:
-    """Somebody who is connected to an application."""
+    """A client that is connected to an application."""
 
     def __init__(self, app: Any, head_timeout_s: float = 1000.0) -> None:
         config = uvicorn.Config(app, http=GuardedConnection, ws="none", lifespan="off", log_config=None)
@@ -233,7 +233,7 @@ def test_empty_lines_between_requests_do_not_stop_the_clock() -> None:
         (b"\x16\x03\x01\x02\x00\x01", "this port speaks HTTP, not HTTPS; write http:// in the address"),
     ],
 )
-def test_what_is_no_http_is_told_to_whoever_reads_the_log(
+def test_what_is_no_http_is_told_in_the_log(
     sent: bytes, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def script(peer: Peer) -> None:

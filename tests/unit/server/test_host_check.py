@@ -1,4 +1,4 @@
-"""A server on loopback without keys answers for this machine and for nobody who pretends to be it."""
+"""A server on loopback without keys answers for this machine and for no name that pretends to be it."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_after_the_body_the_application_hears_the_connection() -> None:
 
 @pytest.mark.parametrize("state", ["starting", "draining"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/nowhere"])
-def test_nobody_new_comes_in_while_starting_or_draining(state: str, path: str) -> None:
+def test_no_request_comes_in_while_starting_or_draining(state: str, path: str) -> None:
     server = ServerState(config=ServerConfig())
     server.board.is_starting, server.board.is_draining = state == "starting", state == "draining"
     connection = Connection(chunks(1))

@@ -376,7 +376,7 @@ def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
 
 def test_steps_and_cache_are_the_engine_s_own(oracle: LLM, client: InProcessClient) -> None:
     """Every step of a real engine is in the histogram, and each token it saw in the sum."""
-    for _ in range(1000):  # the last snapshot of whoever asked before may still be on its way
+    for _ in range(1000):  # the last snapshot of an earlier question may still be on its way
         if not (client.stats().num_running or client.stats().num_waiting):
             break
         time.sleep(0.01)

@@ -149,7 +149,7 @@ def test_a_prefix_that_no_metric_can_have_is_refused(prefix: str) -> None:
         ServerConfig(metrics_prefix=prefix)
 
 
-def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_whoever_announces_it(
+def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_another_line(
     checkpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="infer")

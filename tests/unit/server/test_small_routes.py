@@ -235,7 +235,7 @@ def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
     wire: Wire, path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*_: object) -> list[int]:
-        raise AssertionError("nobody should tokenize this")
+        raise AssertionError("this must not be tokenized")
 
     monkeypatch.setattr(wire.state.get_model(None).encoder.tokenizer, "_encode_raw", encode)
     error = wire.refused(path, body, 422, "context_length_exceeded")

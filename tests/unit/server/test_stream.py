@@ -1,4 +1,4 @@
-"""Streams that break, clients that leave, readers that stall: nobody works for nobody."""
+"""Streams that break, clients that leave, readers that stall: no work is done in vain."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_unreadable_directories_say_what_to_do(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_decoder_nobody_can_stream_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     core = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     core.decoder = tokenizers.decoders.WordPiece()
     core.save(str(tmp_path / "tokenizer.json"))
@@ -279,7 +279,7 @@ def test_a_long_text_has_the_ids_the_library_gives_it(name: str) -> None:
 
 
 def test_others_run_while_a_long_text_is_encoded() -> None:
-    """Without a forced switch between threads, a thread that keeps the lock lets nobody else run."""
+    """Without a forced switch between threads, a thread that keeps the lock lets no other run."""
     tokenizer, text = TOKENIZERS["byte-level"], "the inner on a 日本語 " * 10_000
     is_encoding, num_ticks = False, 0
 

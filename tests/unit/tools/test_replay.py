@@ -60,7 +60,7 @@ def test_a_busy_run_comes_out_again_bit_for_bit(tmp_path: Path, seed: int) -> No
 def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
     tmp_path: Path, seed: int, fail_at: int | None
 ) -> None:
-    """Whoever comes or leaves does so between the same two steps, however many are under way."""
+    """Requests come and leave between the same two steps, however many are under way."""
     depths: Counter[int] = Counter()
     step = Engine.step
 
