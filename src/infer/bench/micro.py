@@ -1,6 +1,7 @@
 """Small questions: attention alone, where the memory goes, how long until the first token.
 
-attention   decode attention over scattered blocks: bytes of keys and values per second, beside a copy
+attention   decode attention over scattered blocks: bytes of keys and values per second, beside a copy; the C
+            kernel where it can read the model, else PyTorch (GPUs: benchmarks/kernels/attention_decode.py)
 memory      weights, KV cache, activations, process; sequences at once, paged against contiguous
 startup     fresh processes: imports, help, first token, a server
 """
@@ -31,7 +32,10 @@ from infer.cache.memory import kv_bytes_per_token
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, kept_as
 from infer.errors import EngineError
+from infer.execution.cpu_step import can_read
 from infer.kernels.attention.paged import attend_paged
+from infer.kernels.cpu.library import Library, library
+from infer.kernels.cpu.operations import attend
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.find.default_model import FILE_SHA256
 from infer.loader.find.source import resolve_model
@@ -60,7 +64,8 @@ def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Seq
                 **ceilings.figures(num_bytes / ceilings.copy_bytes_per_s, seconds),
             }
 
-        return bench.row(name, "one layer, one query per sequence, scattered blocks", run)
+        kernel = "C kernel" if _c_kernel(target) else "PyTorch"
+        return bench.row(name, f"{kernel}, one layer, one query per sequence, scattered blocks", run)
 
     cases = {
         f"batch {batch}, context {context}": (batch, context) for batch in batches for context in contexts
@@ -84,18 +89,27 @@ def _attention(target: BenchTarget, batch: int, context: int, seed: int) -> tupl
     per_sequence = -(-context // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(batch * per_sequence, generator=generator).view(batch, per_sequence)
-    slots = (order[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)[:, :context]
-    slots_SL = slots.to(loaded.device)
     like: dict[str, Any] = {"device": loaded.device, "dtype": loaded.dtype}
     store = (batch * per_sequence * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     keys_PGH, values_PGH = torch.randn(store, **like), torch.randn(store, **like)
     q_SNH = torch.randn((batch, config.num_heads, config.head_dim), **like)
-
-    def work() -> torch.Tensor:
-        return attend_paged(q_SNH, keys_PGH, values_PGH, slots_SL, None, scale=config.scale)
-
+    if (c := _c_kernel(target)) is not None:
+        rows = torch.arange(batch)
+        items_I6 = torch.stack([rows, rows * 0 + 1, rows, rows * 0 + context - 1, rows * 0 - 1, rows * 0], 1)
+        paged: dict[str, Any] = {"block_size": BLOCK_SIZE, "scale": config.scale, "window": None}
+        work = partial(attend, c, q_SNH, keys_PGH, values_PGH, order.contiguous(), items_I6, **paged)
+    else:
+        slots = (order[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)[:, :context]
+        slots_SL = slots.to(loaded.device)
+        work = partial(attend_paged, q_SNH, keys_PGH, values_PGH, slots_SL, None, scale=config.scale)
     per_token = kv_bytes_per_token(1, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize)
     return work, batch * context * per_token
+
+
+def _c_kernel(target: BenchTarget) -> Library | None:
+    """Return the C library, if it is built and its attention can read this model's keys."""
+    loaded = target.loaded
+    return library() if can_read(loaded.device, loaded.dtype, loaded.config.head_dim) else None
 
 
 def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:

@@ -369,3 +369,23 @@ def test_a_process_that_fails_has_no_first_byte() -> None:
 def test_decoding_that_does_not_fit_names_its_own_flags(target: BenchTarget) -> None:
     with pytest.raises(ConfigError, match="--steps is 9999, but a sequence has room for .* tokens here"):
         bench_decode(on(target), batches=[1], context=8, num_steps=9999)
+
+
+@pytest.mark.skipif(library() is None, reason="the C kernels are not built here")
+def test_the_attention_that_is_timed_is_that_of_the_engine(
+    target: BenchTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the kernel in C, and it computes what PyTorch does."""
+
+    def attend(batch: int, context: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        work, num_bytes = micro._attention(target, batch, context, seed=1)
+        assert num_bytes == batch * context * 2 * 8 * 4  # keys and values of one head of 8
+        out: torch.Tensor = work()
+        return out
+
+    sizes = [(2, 40), (3, 16), (1, 700)]
+    ours = [attend(*size) for size in sizes]
+    monkeypatch.setattr(micro, "_c_kernel", lambda target: None)
+    for size, out in zip(sizes, ours, strict=True):
+        torch.testing.assert_close(out, attend(*size))
