@@ -24,7 +24,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import facts, parse, write
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
@@ -63,7 +63,8 @@ def make_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
 def make_pool(layout: str) -> PagedKVCachePool:
     """The same memory, cut in one way or the other."""
     if layout == "contiguous":
-        return SlottedKVCachePool(NUM_SLOTS // MAX_SEQ_LEN, MAX_SEQ_LEN)
+        count = NUM_SLOTS // MAX_SEQ_LEN
+        return PagedKVCachePool(count, MAX_SEQ_LEN, use_prefix_caching=False, max_blocks_per_sequence=1)
     block_size = int(layout.split()[-1])
     return PagedKVCachePool(NUM_SLOTS // block_size, block_size, use_prefix_caching=False)
 

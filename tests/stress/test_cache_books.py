@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from tests.unit.cache.traffic import RandomTraffic
 
 
 def make_pool(kind: str, seed: int) -> PagedKVCachePool:
     if kind == "slotted":
-        return SlottedKVCachePool(4, 12, num_host_sequences=2, placement_seed=seed)
+        whole: dict[str, Any] = {"use_prefix_caching": False, "max_blocks_per_sequence": 1}
+        return PagedKVCachePool(4, 12, **whole, num_host_blocks=2, placement_seed=seed)
     if kind == "uncached":
         return PagedKVCachePool(9, 4, use_prefix_caching=False, num_host_blocks=6)
     if kind == "blocks of one":

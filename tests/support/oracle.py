@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
@@ -267,10 +267,12 @@ class OracleWorld:
         )
         self.pool: PagedKVCachePool
         if kv_cache_backend == "contiguous":
-            self.pool = SlottedKVCachePool(
+            self.pool = PagedKVCachePool(
                 max(1, num_blocks * block_size // context_len),
                 context_len,
-                num_host_sequences=num_host_blocks,
+                num_host_blocks=num_host_blocks,
+                use_prefix_caching=False,
+                max_blocks_per_sequence=1,
                 placement_seed=placement_seed,
             )
         else:

@@ -32,9 +32,9 @@ prompt at once than the window and one chunk take.
 **Room is made in this order:** free blocks; cached ones that no sequence uses, least recently used first. To
 preempt a sequence is the scheduler's decision.
 
-Two pools share this code. The paged one has many small blocks. The slotted one is the contiguous
-layout of old: one block of `max_seq_len` tokens per sequence, nothing cached between requests. A pool is
-integers; the tensors are in `kv_store.py`.
+The contiguous layout of old is a pool with other numbers: blocks of `max_seq_len` tokens, one for each
+sequence (`max_blocks_per_sequence`), and nothing cached between requests. A pool is integers; the tensors are
+in `kv_store.py`.
 """
 
 from __future__ import annotations
@@ -445,24 +445,3 @@ class PagedKVCachePool:
             if block in tree:  # not yet gone with another of its group
                 tree.forget(block)
         return True
-
-
-class SlottedKVCachePool(PagedKVCachePool):
-    """The contiguous layout: each sequence gets one block of `max_seq_len` tokens, or has to wait."""
-
-    def __init__(
-        self,
-        num_sequences: int,
-        max_seq_len: int,
-        *,
-        num_host_sequences: int = 0,
-        placement_seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_sequences,
-            max_seq_len,
-            use_prefix_caching=False,
-            num_host_blocks=num_host_sequences,
-            max_blocks_per_sequence=1,
-            placement_seed=placement_seed,
-        )

@@ -23,7 +23,7 @@ from infer import __version__
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
 from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
@@ -225,18 +225,12 @@ def make_pool(
 ) -> PagedKVCachePool:
     """Return the books of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
-    if cache.kv_cache_backend == "contiguous":
-        return SlottedKVCachePool(
-            size.num_blocks,
-            size.block_size,
-            num_host_sequences=cache.swap_blocks,
-            placement_seed=placement_seed,
-        )
     return PagedKVCachePool(
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
         num_host_blocks=cache.swap_blocks * len(windows),
+        max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
         placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from infer.cache.paged_pool import BlockPair, PagedKVCachePool, PoolUsage, SlottedKVCachePool
+from infer.cache.paged_pool import BlockPair, PagedKVCachePool, PoolUsage
 
 
 class CountingPool(PagedKVCachePool):
@@ -45,7 +45,3 @@ class CountingPool(PagedKVCachePool):
 
     def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
         return super().usage(self.computed if num_computed is None else num_computed)
-
-
-class CountingSlottedPool(CountingPool, SlottedKVCachePool):
-    """The same for the contiguous layout."""

@@ -8,7 +8,7 @@ import pytest
 from infer.cache.paged_pool import blocks_for
 from infer.cache.prefix_tree import NO_BLOCK
 from infer.errors import ConfigError, EngineError
-from tests.unit.cache.counting_pool import CountingPool, CountingSlottedPool
+from tests.unit.cache.counting_pool import CountingPool
 from tests.unit.cache.traffic import RandomTraffic, Traffic
 
 PROMPT = list(range(100, 112))  # three blocks of four
@@ -384,7 +384,7 @@ def test_a_leak_is_named() -> None:
 
 
 def test_the_slotted_pool_gives_each_sequence_one_long_block() -> None:
-    pool = CountingSlottedPool(2, 10, num_host_sequences=1)
+    pool = CountingPool(2, 10, use_prefix_caching=False, max_blocks_per_sequence=1, num_host_blocks=1)
     assert (pool.num_blocks, pool.block_size) == (2, 10)
     assert compute(pool, 1, PROMPT[:5]) == compute(pool, 2, PROMPT[:5]) == 0
     assert pool.can_ever_fit(10) and not pool.can_ever_fit(11)

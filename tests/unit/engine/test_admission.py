@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.bench.simulated import SLOW_MACHINE, SimulatedRunner
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.engine import Engine
 from infer.errors import ContextOverflow, RequestError
@@ -23,6 +23,10 @@ def make_request(num_prompt: int, **params: Any) -> Request:
         prompt=tuple(range(num_prompt)),
         params=SamplingParams(**({"temperature": 0.0} | params)),
     )
+
+
+def contiguous(num_sequences: int, max_seq_len: int) -> PagedKVCachePool:
+    return PagedKVCachePool(num_sequences, max_seq_len, use_prefix_caching=False, max_blocks_per_sequence=1)
 
 
 def paged(num_tokens: int, block_size: int = 4) -> PagedKVCachePool:
@@ -135,7 +139,7 @@ def test_beams_must_fit_side_by_side_and_other_sequences_need_not() -> None:
 
 
 def test_a_contiguous_cache_gives_each_sequence_one_slot() -> None:
-    pool = SlottedKVCachePool(3, 20)
+    pool = contiguous(3, 20)
     assert longest_total(make_request(6, max_tokens=14), 20, pool) == 20
     assert longest_total(make_request(6, max_tokens=None), 20, pool) == 20
     with pytest.raises(RequestError, match="in each of 4 beams"):
@@ -146,7 +150,7 @@ def test_a_contiguous_cache_gives_each_sequence_one_slot() -> None:
     ("pool", "longest"),
     [
         (paged(16), 16),
-        (SlottedKVCachePool(3, 20), 20),
+        (contiguous(3, 20), 20),
         (PagedKVCachePool(4, 4, windows=(4,), max_chunk=4), 99),  # the context, as windows free blocks
         (PagedKVCachePool(8, 4, windows=(None, 4, 4, 4), max_chunk=4), 8),
     ],
