@@ -20,8 +20,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from infer.kernels.runtime.dispatch import on_cpu
 from infer.kernels.sampling.adjust_logits import forbidden_by
 from infer.kernels.sampling.gumbel import (
     argmax_rows,
@@ -104,9 +106,27 @@ def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow], overwrites: bool) -
             _check_ids("banned", row.banned, vocab_size)
             logits_V[list(row.banned)] = float("-inf")
         if row.mask_W is not None:
-            logits_V.masked_fill_(forbidden_by(row.mask_W, vocab_size).to(logits_V.device), float("-inf"))
+            _apply_mask(logits_V, row.mask_W)
         apply_penalties(logits_V, row.params, row.tokens, row.num_prompt)
     return adjusted
+
+
+def _apply_mask(logits_V: torch.Tensor, mask_W: torch.Tensor) -> None:
+    """Forbid the ids that a mask does not allow; on a CPU the few that a narrow one allows are put back."""
+    if not on_cpu(logits_V):
+        logits_V.masked_fill_(forbidden_by(mask_W, len(logits_V)).to(logits_V.device), float("-inf"))
+        return
+    row_V, words_W = logits_V.numpy(), mask_W.numpy()
+    (places,) = words_W.nonzero()
+    if len(places) * 16 > len(words_W):
+        np.copyto(row_V, -np.inf, where=forbidden_by(mask_W, len(row_V)).numpy())
+        return
+    bits = np.unpackbits(words_W[places].view(np.uint8), bitorder="little").reshape(-1, 32).nonzero()
+    ids = places[bits[0]] * 32 + bits[1]
+    ids = ids[ids < len(row_V)]  # bits behind the vocabulary mean nothing
+    allowed = row_V[ids]
+    row_V.fill(-np.inf)
+    row_V[ids] = allowed
 
 
 def _needs_adjusting(row: SampleRow) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from infer.sampling.params import NO_TOKEN, SamplingParams
-from infer.sampling.sampler import SampleRow, sample
+from infer.sampling.sampler import SampleRow, _apply_mask, sample
 from tests.unit.sampling.sampling_rows import GREEDY, PLAIN, random_logits, row
 
 VOCAB = 1500
@@ -247,3 +247,21 @@ def test_half_precision_logits_sample_like_their_float32_values(dtype: torch.dty
 def test_no_rows_give_no_samples() -> None:
     found = sample(torch.zeros(0, VOCAB), [])
     assert (found.ids, found.logprobs) == ([], [])
+
+
+@pytest.mark.parametrize("num_words", [0, 1, 2, 7, 31, 62, 63])
+def test_a_mask_forbids_all_that_it_does_not_allow(num_words: int) -> None:
+    """Narrow or wide, also bits behind the vocabulary and logits that are not numbers."""
+    generator = torch.Generator().manual_seed(num_words)
+    vocab_size = 63 * 32 - 9
+    for number in range(5):
+        mask_W = torch.zeros(63, dtype=torch.int32)
+        words = torch.randperm(63, generator=generator)[:num_words]
+        mask_W[words] = torch.randint(-(2**31), 2**31, (num_words,), generator=generator).int()
+        mask_W[62] |= -(2**31)
+        logits_V = torch.randn(vocab_size, generator=generator)
+        logits_V[number::50] = torch.nan
+        bits_V = torch.tensor([int(mask_W[i // 32]) >> i % 32 & 1 for i in range(vocab_size)])
+        expected_V = torch.where(bits_V.bool(), logits_V, -torch.inf)
+        _apply_mask(logits_V, mask_W)
+        assert torch.equal(logits_V.nan_to_num(9.0), expected_V.nan_to_num(9.0))
