@@ -9,7 +9,8 @@ mask and every token later: a constraint that goes beyond them while it is used 
 Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
 request's first masks, so what was compiled is kept for the next request with the same constraint. Requests
 that run together have a lexer each, because only one thread at a time can use one. States are only ever
-added: a request that finds the limit used up by earlier ones starts over with a lexer that none has used.
+added: a request that finds the limit used up by earlier ones starts over with a lexer that none has used, and
+nothing is kept of such a constraint any more.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -132,16 +133,19 @@ class Compiler:
 
     def _free_one(self, key: tuple[str, ...]) -> Lexer | None:
         """The lexer of this constraint that fewest requests use, the last of several; None: compile one."""
-        lexers = [lexer for lexer in reversed(self._kept.get(key, [])) if not lexer.is_full]
-        best = min(lexers, key=lambda lexer: len(lexer.users), default=None)
-        return None if best is None or (best.users and len(lexers) < MAX_KEPT) else best
+        lexers = self._kept.get(key, [])
+        best = min(reversed(lexers), key=lambda lexer: len(lexer.users), default=None)
+        if best is None or any(lexer.is_full for lexer in lexers):
+            return None
+        return None if best.users and len(lexers) < MAX_KEPT else best
 
     def _keep(self, key: tuple[str, ...], lexer: Lexer) -> None:
-        """Keep a lexer for later requests, and none that is full or was not asked for in a long time."""
-        kept = [each for each in self._kept.get(key, ()) if not each.is_full and each is not lexer]
-        self._kept[key] = [*kept, lexer][-MAX_KEPT:]
+        """Keep a lexer for later requests; none of a constraint that fills them: starting over takes time."""
+        kept = self._kept.setdefault(key, [lexer])
+        fills_them = not kept or any(each.is_full for each in kept)
+        kept[:] = [] if fills_them else [*(each for each in kept if each is not lexer), lexer][-MAX_KEPT:]
         self._kept.move_to_end(key)
-        while sum(map(len, self._kept.values())) > MAX_KEPT:
+        while sum(len(each) or 1 for each in self._kept.values()) > MAX_KEPT:
             self._kept.popitem(last=False)
 
 

@@ -120,22 +120,17 @@ def test_what_was_compiled_is_used_again_and_shared_by_many_requests_only(
     assert own.compile(Structured.regex("[a-z]+.")).lexer not in users
 
 
-def test_a_lexer_that_is_full_is_not_used_again() -> None:
+def test_a_request_starts_over_where_others_have_filled_its_lexer() -> None:
     own, structured = Compiler(token_bytes()), Structured.regex("[a-z]+;")
+    full = own.compile(structured).lexer
     grammar = own.compile(structured)
-    full = grammar.lexer
-    assert grammar.lexer_after(full) is None, "no other request had a part in that"
-    del grammar
-    grammar = own.compile(structured)
-    assert grammar.lexer is not full
-    second = grammar.lexer
-    del grammar
-    grammar = own.compile(structured)
-    assert grammar.lexer is second
-    fresh = grammar.lexer_after(second)
-    assert fresh is not None and fresh is not second
-    assert grammar.lexer_after(second) is fresh, "of another sequence of this request"
-    assert grammar.lexer_after(fresh) is None
+    assert grammar.lexer is full
+    fresh = grammar.lexer_after(full)
+    assert fresh is not None and fresh is not full
+    assert grammar.lexer_after(full) is fresh, "of another sequence of this request"
+    assert grammar.lexer_after(fresh) is None, "no other request had a part in that"
+    lexers = [own.compile(structured).lexer for _ in range(4)]
+    assert len({full, fresh, *lexers}) == 6, "its requests fill lexers, and each has its own"
 
 
 def test_few_compiled_constraints_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +140,10 @@ def test_few_compiled_constraints_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     again = [own.compile(Structured.regex(f"{letter}+")).lexer for letter in "fedc"]
     assert again == kept[:1:-1]
     assert own.compile(Structured.regex("a+")).lexer is not kept[0]
+    for letter in "ghijkl":  # of constraints that fill lexers, not even their names are kept for long
+        own.compile(Structured.regex(f"{letter}+")).lexer.is_full = True
+        own.compile(Structured.regex(f"{letter}+"))
+    assert len(own._kept) <= 4 and not any(own._kept.values())
 
 
 def nested(depth: int) -> dict[str, Any]:
