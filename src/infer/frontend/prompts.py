@@ -139,20 +139,23 @@ class PromptEncoder:
         `param` is what the caller calls the prompts.
         """
         last = self.tokenizer.vocab_size - 1
-        for prompt in prompts:
+        places = [f"{param} {i}" for i in range(len(prompts))] if len(prompts) > 1 else [param]
+        for prompt, place in zip(prompts, places, strict=True):
             if not isinstance(prompt, str) and prompt and not 0 <= min(prompt) <= max(prompt) <= last:
                 raise RequestError(
-                    f"{param} holds ids from {min(prompt)} to {max(prompt)}, "
+                    f"{place} holds ids from {min(prompt)} to {max(prompt)}, "
                     f"but this model's tokens are 0 to {last}",
                     param=param,
                 )
+        ids: list[list[int]] = []
         try:
-            return [
-                self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
+            for prompt in prompts:
+                ids.append(
+                    self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+                )
         except RequestError as error:
-            raise blame(error, param) from None
+            raise blame(number(error, places[len(ids)]), param) from None
+        return ids
 
     def encode_chat(
         self,
@@ -283,6 +286,14 @@ def blame(error: RequestError, param: str) -> RequestError:
     """The error with another name for the prompt: `messages` of a chat, `input` of an embedding."""
     if error.param == "prompt":
         error.param = param
+    return error
+
+
+def number(error: RequestError, place: str) -> RequestError:
+    """The error with the place of the prompt in a list, such as `prompt 1`."""
+    said = str(error)
+    if said.startswith("prompt "):
+        error.args = (place + said.removeprefix("prompt"), *error.args[1:])
     return error
 
 

@@ -50,6 +50,7 @@ class ServedModel:
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
     max_queue: int | None = None  # sequences that may wait for each engine
+    scheduler_policy: str = "fcfs"  # of its engines: one of them reads a request's priority
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
 

@@ -89,6 +89,8 @@ def test_a_load_that_cannot_be_is_refused_with_the_reason(body: Any, status: int
     response = post(site, "/admin/models/load", body)
     assert response.status_code == status, response.text
     assert word in response.text
+    if "knobs" in body:
+        assert response.json()["error"]["param"] == "knobs"
     assert list(site.state.models) == ["fake"]
 
 

@@ -111,3 +111,17 @@ def test_a_conversation_that_does_not_fit_is_blamed_on_the_messages(wire: Wire, 
     assert error["param"] == "messages"
     fits = {"messages": MESSAGES, "max_tokens": 10_000, "stream": stream}
     assert wire.refused(PATH, fits, 422, "context_length_exceeded")["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(wire: Wire, fields: dict[str, Any], param: str) -> None:
+    error = wire.post(PATH, {"messages": MESSAGES} | fields).json()["error"]
+    assert error["param"] == param and param in error["message"]

@@ -232,6 +232,52 @@ def test_fields_without_effect_are_named_in_a_header(wire: Wire) -> None:
     assert "x-infer-ignored" not in wire.post(PATH, {"prompt": "x", "max_tokens": 1}).headers
 
 
+def test_a_priority_that_no_policy_reads_is_named_in_a_header(wire: Wire) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "priority": -1}
+    assert wire.post(PATH, body).headers["x-infer-ignored"] == "priority"
+    assert "x-infer-ignored" not in wire.post(PATH, body | {"priority": 0}).headers, "the default"
+    (model,) = wire.state.models.values()
+    model.scheduler_policy = "priority"
+    assert "x-infer-ignored" not in wire.post(PATH, body).headers
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (["a", "word " * 20_000, "b"], "prompt 1 has "),  # seen by the tokenizer
+        ([[5], [5], [5] * 5_000], "prompt 2 has 5000 tokens"),  # seen by the engine
+        ([[5], [10**6]], "prompt 1 holds ids from 1000000 to 1000000"),
+        (["word " * 20_000], "prompt has "),
+        ([[10**6]], "prompt holds ids"),
+    ],
+)
+def test_a_prompt_of_a_list_is_named_by_its_place(wire: Wire, prompts: Any, words: str) -> None:
+    code = None if "holds" in words else "context_length_exceeded"
+    error = wire.refused(PATH, {"prompt": prompts, "max_tokens": 1}, 422, code)
+    assert error["message"].startswith(words) and error["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, which needs"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"logprobs": 50}, "logprobs", "logprobs must be an integer in [0, 20], got 50"),
+        (
+            {"stream": True, "stream_options": {"include_usgae": True}},
+            "stream_options.include_usgae",
+            "unknown field 'stream_options.include_usgae'; did you mean 'include_usage'?",
+        ),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(
+    wire: Wire, fields: dict[str, Any], param: str, words: str
+) -> None:
+    error = wire.refused(PATH, {"prompt": "x"} | fields, 422)
+    assert error["param"] == param and error["message"].startswith(words)
+
+
 def test_the_event_route_refuses_what_it_cannot_show(wire: Wire) -> None:
     assert wire.refused(PATH + "/stream", {"prompt": "x", "stream": False}, 422)["param"] == "stream"
     assert wire.refused(PATH + "/stream", {"prompt": "x", "echo": True}, 422)["param"] == "echo"

@@ -378,7 +378,7 @@ def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: st
             "input[0].call_id",
             "missing",
         ),
-        ({"text": {"verbosity": "low"}}, "verbosity", "short answers"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "short answers"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         (
             {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},

@@ -385,3 +385,12 @@ def test_no_field_of_a_tool_is_passed_over(oracle: LLM, tool: dict[str, Any], sa
     error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": [tool]}, 422)
     assert error["param"] == "tools[0]"
     assert said in error["message"]
+
+
+def test_a_format_beside_forced_calls_is_named_as_without_effect(oracle: LLM) -> None:
+    talk = Talk(oracle, CALL)
+    for field in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}):
+        answer = talk.wire.post(PATH, BODY | field | {"tool_choice": "required"})
+        assert answer.headers["x-infer-ignored"] == next(iter(field))
+    auto = talk.wire.post(PATH, BODY | {"response_format": {"type": "json_object"}})
+    assert "x-infer-ignored" not in auto.headers, "it has its effect"

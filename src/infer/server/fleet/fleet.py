@@ -171,6 +171,7 @@ class Fleet:
             clients=engines,
             created=int(time.time()),
             max_queue=config.scheduler.max_queue,
+            scheduler_policy=config.scheduler.scheduler_policy,
             engines=shared,
         )
         try:

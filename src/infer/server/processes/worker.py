@@ -158,14 +158,21 @@ class Worker:
                     policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
                 )
                 clients.append(MeteredClient(client, name, self._metrics, label))
-            encoder = await make_encoder(EngineConfig.from_knobs(**knobs).load, text, ready)
+            config = EngineConfig.from_knobs(**knobs)
+            encoder = await make_encoder(config.load, text, ready)
             if not self._feeds.keys() >= set(engines):
                 raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
         except BaseException:
             await self._close(clients)
             raise
         self._state.models[name] = ServedModel(
-            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue, engines=engines
+            name=name,
+            encoder=encoder,
+            clients=clients,
+            created=created,
+            max_queue=max_queue,
+            scheduler_policy=config.scheduler.scheduler_policy,
+            engines=engines,
         )
         gc.collect()
         gc.freeze()  # what start-up made stays

@@ -105,6 +105,7 @@ class NamedTool(Body):
 class TextOptions(Body):
     """The form of the answer's text."""
 
+    where = "text."
     neutral = {"verbosity": Neutral(("medium",), "ask for short answers in the input")}
 
     format: dict[str, Any] | None = None
@@ -113,6 +114,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """How much the model reasons before it answers."""
 
+    where = "reasoning."
     ignored = frozenset({"summary", "generate_summary"})  # reasoning is shown as it is
     neutral = {"context": Neutral(("auto",), _NOT_KEPT), "mode": Neutral(("standard",), "there is one mode")}
 
@@ -135,7 +137,17 @@ ROLES = ("user", "assistant", "system", "developer")
 class ResponseStreamOptions(Body):
     """What a stream carries beside its events."""
 
+    where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
+
+
+SPELLINGS = {  # fields of a chat, as these bodies call them
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
 
 
 class ResponsesRequest(Body):
@@ -160,13 +172,6 @@ class ResponsesRequest(Body):
         "prompt": "plain prompts go to /v1/completions, this route takes input",
         "response_format": "this route takes text.format",
     }
-    spellings = {
-        "max_tokens": "max_output_tokens",
-        "messages": "input",
-        "reasoning_effort": "reasoning.effort",
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-    }
 
     model: Name | None = None
     input: str | list[dict[str, Any]]
@@ -184,6 +189,11 @@ class ResponsesRequest(Body):
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+
+    @property
+    def spellings(self) -> Mapping[str, str]:
+        """Fields of a chat in the words of this route."""
+        return SPELLINGS
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:

@@ -5,7 +5,8 @@ silence:
 
     honoured    a field of the classes below
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
-    ignored     about the client and not about the answer; named in the x-infer-ignored response header
+    ignored     about the client and not about the answer, or without effect on this server or beside another
+                field; named in the x-infer-ignored response header
     unknown     refused, with the closest known name, or with the route it belongs to
 
 The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
@@ -134,7 +135,7 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
-    spellings: ClassVar[Mapping[str, str]] = {}  # fields of a chat, as this body calls them
+    where: ClassVar[str] = ""  # the field of another body that holds this one, and a dot
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -142,6 +143,11 @@ class Body(BaseModel):
     def ignored_fields(self) -> tuple[str, ...]:
         """The fields that were given and have no effect."""
         return self._ignored
+
+    @property
+    def spellings(self) -> Mapping[str, str]:
+        """Fields of a chat and parameters of sampling, as the client called them."""
+        return {}
 
     def note_ignored(self, names: Iterable[str]) -> None:
         """Add fields of inner objects that have no effect."""
@@ -152,7 +158,9 @@ class Body(BaseModel):
     def _account_for_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
             return handler(data)
-        kept, ignored = account_for(data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere)
+        kept, ignored = account_for(
+            data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere, where=cls.where
+        )
         made = handler(kept)
         made._ignored = (*made._ignored, *ignored)
         return made
@@ -278,6 +286,7 @@ Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 class StreamOptions(Body):
     """What a stream carries beside its tokens."""
 
+    where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "frames are not padded")}
 
     include_usage: bool | None = None
@@ -318,6 +327,11 @@ class SamplingBody(Body):
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @property
+    def spellings(self) -> Mapping[str, str]:
+        """The newer name of `max_tokens`, if it was sent."""
+        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
     @model_validator(mode="after")
     def _join_max_tokens(self) -> Self:
@@ -369,6 +383,12 @@ class ChatRequest(SamplingBody, Conversation):
     reasoning_effort: str | None = None
     max_reasoning_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def spellings(self) -> Mapping[str, str]:
+        """The newer name of `max_tokens`, and the field that says how many logprobs."""
+        logprobs = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
+        return {**super().spellings, **logprobs}
 
 
 class CountedChat(ChatRequest):

@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta
-from infer.frontend.prompts import blame
+from infer.frontend.prompts import blame, number
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.schemas import SamplingBody
@@ -204,6 +204,8 @@ async def merge(
             where, message = await queue.get()
             if message is None:
                 num_open -= 1
+            elif isinstance(message, RequestError):
+                raise number(message, f"prompt {where}")
             elif isinstance(message, Exception):
                 raise message
             else:

@@ -126,6 +126,8 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
         max_reasoning_tokens=body.max_reasoning_tokens,
         template_options=body.chat_template_kwargs,
     )
+    if structured is not None and form is not None and form.is_forced:
+        body.note_ignored([structured.param.partition(".")[0]])  # the answer is calls
     return make_job("chatcmpl", body, model, state.config, [ids], (None,), bound or params, form)
 
 
@@ -152,6 +154,8 @@ def make_job(
     """The job of a body: a fresh id, and a numbered request for each prompt."""
     mark("tokenize")
     check_supported(body, params)
+    if body.priority and model.scheduler_policy != "priority":
+        body.note_ignored(["priority"])
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
     requests = tuple(

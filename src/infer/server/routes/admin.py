@@ -68,6 +68,9 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
         table = knob_table()
         knobs = {name: parse_knob(table[name], v) if name in table else v for name, v in body.knobs.items()}
         config = EngineConfig.from_knobs(**(knobs | {"model": body.model}))
+    except ConfigError as error:
+        raise RequestError(str(error), param="knobs") from None
+    try:
         model = await _fleet(http).load(body.name, config)
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="model") from None

@@ -51,8 +51,9 @@ def spell_all(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
     """The text of some ids, special tokens spelled out."""
-    tokenizer = server_state(http).get_model(body.model).encoder.tokenizer
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
+    encoder = server_state(http).get_model(body.model).encoder
+    (ids,) = await encode_prompts(encoder, [body.tokens], "tokens")
+    text = await asyncio.to_thread(encoder.tokenizer.decode, ids, skip_special=False)
     return json_response({"prompt": text}, body)
 
 
