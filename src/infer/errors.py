@@ -27,11 +27,18 @@ Anything else that escapes (AssertionError, KeyError, ...) is a bug in this pack
 from __future__ import annotations
 
 import difflib
+import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MIN_ALIKE = 0.75  # letters that two names share in the same order, of all letters of both
 MIN_BEGUN = 3  # letters: fewer begin too many names
+MAX_VALUE_LEN = 60  # characters of a value in a message
+_JSON_WORDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (type(None), "null"), (Mapping, "an object"), (list, "a list"), (str, "a string"),
+    (bool, "true or false"), ((int, float), "a number"),
+)  # fmt: skip
 
 
 class InferError(Exception):
@@ -156,6 +163,46 @@ class EngineStopped(EngineError):
 
 class EngineLost(EngineStopped):
     """The engine has ended and will not be started again."""
+
+
+def json_type(value: object) -> str:
+    """Return what kind of JSON value a client gave."""
+    words = (word for types, word in _JSON_WORDS if isinstance(value, types))
+    return next(words, f"a value of type {type(value).__name__}")
+
+
+class _JsonRepr(reprlib.Repr):
+    """A short form of a JSON value; a text by itself has the quotes that names have in messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxlong = self.maxother = MAX_VALUE_LEN
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802  # the name of the type
+        return "null"
+
+    def repr_str(self, value: str, level: int) -> str:
+        shown = value[:MAX_VALUE_LEN]
+        return repr(shown) if level == self.maxlevel else json.dumps(shown, ensure_ascii=False)
+
+
+_JSON_REPR = _JsonRepr()
+
+
+def show_value(value: object) -> str:
+    """Return a value that a client gave, in JSON's words and at most 60 characters.
+
+    The work is bounded too: a body may hold a list of a million numbers in the wrong place.
+    """
+    try:
+        text = _JSON_REPR.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        text = f"a value of type {type(value).__name__} too long to print"
+    return text if len(text) <= MAX_VALUE_LEN else text[: MAX_VALUE_LEN - 3] + "..."
 
 
 def spell_context(context_len: int) -> str:

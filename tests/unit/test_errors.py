@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infer.config.settings import knob_table
-from infer.errors import ContextOverflow, QueueFull, closest, nearest
+from infer.errors import ContextOverflow, QueueFull, closest, json_type, nearest, show_value
 from infer.sampling.params import SamplingParams
 
 NAMES = [*knob_table(with_server=True), *SamplingParams.__dataclass_fields__]
@@ -77,3 +77,19 @@ def test_one_token_is_not_called_tokens(num_tokens: int, spelled: str) -> None:
 
 def test_a_full_queue_counts_one_as_one() -> None:
     assert str(QueueFull.of(1, 1)).startswith("1 sequence is waiting and max_queue is 1; try again later")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "kind"),
+    [
+        (None, "null", "null"),
+        (True, "true", "true or false"),
+        (1.5, "1.5", "a number"),
+        ("it's", '"it\'s"', "a string"),
+        ([{"name": "f", "x": None}, "é"], '[{"name": "f", "x": null}, "é"]', "a list"),
+        ({"a": {"b": {"c": 1}}}, '{"a": {"b": {...}}}', "an object"),
+        ("x" * 10**6, f"'{'x' * 56}...", "a string"),
+    ],
+)
+def test_values_are_shown_in_the_words_of_json(value: object, shown: str, kind: str) -> None:
+    assert (show_value(value), json_type(value)) == (shown, kind)

@@ -17,7 +17,7 @@ from infer.dialects.events import TOOL_NAME, ToolCall, is_complete
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import Dialect, Think
-from infer.errors import RequestError
+from infer.errors import RequestError, show_value
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
 from infer.tokenizer.tokenizer import Tokenizer
@@ -188,7 +188,8 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     function = tool.get("function") if kind == "function" else None
     if not isinstance(function, Mapping):
-        what = f"tools of type {kind!r:.80} are not supported"
+        what = "it has no type" if kind is None else f"the type {show_value(kind)} is not supported"
+        what = what if kind != "function" else f"its function is {show_value(tool.get('function'))}"
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
             what = "name, description and parameters belong inside of function, as a chat has them"
         raise RequestError(
@@ -208,7 +209,7 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise RequestError(
-            f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, got {name!r:.80}",
+            f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, got {show_value(name)}",
             param=f"{where}.name",
         )
     if name in CHOICES:
@@ -226,7 +227,7 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(
-            f"{where}.strict must be true or false, got {strict!r:.80}", param=f"{where}.strict"
+            f"{where}.strict must be true or false, got {show_value(strict)}", param=f"{where}.strict"
         )
     return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
 
@@ -265,8 +266,10 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         if any(name == tool.name for tool in tools):
             return str(name)
         names = ", ".join(tool.name for tool in tools) or "none"
-        raise RequestError(f"tool_choice names {name!r:.80}, but the tools are: {names}", param="tool_choice")
-    what = f"{kind!r:.80} is not supported; " if kind is not None else ""
+        raise RequestError(
+            f"tool_choice names {show_value(name)}, but the tools are: {names}", param="tool_choice"
+        )
+    what = f"{show_value(kind)} is not supported; " if kind is not None else ""
     raise RequestError(
         f"{what}tool_choice must be 'auto', 'none', 'required' or "
         f'{{"type": "function", "function": {{"name": ...}}}}',

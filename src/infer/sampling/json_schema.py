@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from infer.errors import RequestError
+from infer.errors import RequestError, show_value
 
 MAX_DEPTH = 100  # schemas inside of schemas, references followed
 MAX_SCHEMAS = 20_000  # all of them
@@ -535,9 +535,7 @@ class _SchemaCheck:
             raise self._refuse(where, f"has {count} {what}; at most {limit} are allowed")
 
     def _error(self, where: str, wanted: str, given: object) -> RequestError:
-        shown = repr(given) if isinstance(given, str | int | float | bool) or given is None else None
-        shown = f"a value of type {type(given).__name__}" if shown is None else shown[:80]
-        return self._refuse(where, f"{wanted}, got {shown}")
+        return self._refuse(where, f"{wanted}, got {show_value(given)}")
 
     def _refuse(self, where: str, why: str) -> RequestError:
         keyword = where.rpartition("/")[2][:80]

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from infer.errors import RequestError
+from infer.errors import RequestError, show_value
 from infer.sampling.json_schema import (
     check_grammar,
     check_keywords,
@@ -90,8 +90,7 @@ class Structured:
             schema = schema.model_json_schema()
         if not isinstance(schema, str | Mapping | bool):
             raise RequestError(
-                f"a JSON schema must be an object, JSON text or a class of pydantic, got "
-                f"{type(schema).__name__}",
+                f"{param}: a JSON schema must be an object or a text with one, got {show_value(schema)}",
                 param=param,
             )
         text = schema if isinstance(schema, str) else _dump(schema, param)
@@ -221,7 +220,7 @@ class Structured:
 
     def _check_choices(self, choices: Any) -> None:
         if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
-            given = len(choices) if isinstance(choices, list) else type(choices).__name__
+            given = len(choices) if isinstance(choices, list) else show_value(choices)
             raise self._error(f"choice must be a list of 1 to {MAX_CHOICES} texts, got {given}")
         if any(not isinstance(text, str) or not text for text in choices):
             raise self._error("every choice must be a text that is not empty")
@@ -270,7 +269,7 @@ class Reasoning:
 def check_schema(schema: object, param: str) -> None:
     """Refuse what is no JSON schema at all, or is nested too deep; its keywords are not looked at."""
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"a JSON schema is an object, got {type(schema).__name__}", param=param)
+        raise RequestError(f"{param}: a JSON schema must be an object, got {show_value(schema)}", param=param)
     level: list[object] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
@@ -297,7 +296,7 @@ def _parse(text: str, param: str) -> Any:
             f"the JSON is nested too deep, at most {MAX_SCHEMA_DEPTH} deep is allowed", param=param
         ) from None
     except ValueError as error:
-        raise RequestError(f"this is not JSON: {error}", param=param) from None
+        raise RequestError(f"{param}: this is not JSON: {error}", param=param) from None
 
 
 def _dump(value: object, param: str) -> str:

@@ -40,7 +40,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
-from infer.errors import ConfigError, TemplateError
+from infer.errors import ConfigError, TemplateError, json_type, show_value
 from infer.tokenizer.chat_families import FAMILIES, templates_directory
 from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
@@ -177,7 +177,8 @@ class ChatTemplate:
                     param=name,
                 )
             if not isinstance(value, KWARGS[name]):
-                raise TemplateError(f"{name} must be {KWARGS[name].__name__}, got {value!r}", param=name)
+                wanted = "true or false" if KWARGS[name] is bool else "a string"
+                raise TemplateError(f"{name} must be {wanted}, got {show_value(value)}", param=name)
 
 
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
@@ -210,7 +211,7 @@ def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Check a conversation and bring it into the form templates expect."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise TemplateError(f"messages must be a list, got {type(messages).__name__}", param="messages")
+        raise TemplateError(f"messages must be a list, got {json_type(messages)}", param="messages")
     if not messages:
         raise TemplateError("messages is empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -225,7 +226,7 @@ def clean_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     if not tools:
         return None
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise TemplateError(f"tools must be a list, got {type(tools).__name__}", param="tools")
+        raise TemplateError(f"tools must be a list, got {json_type(tools)}", param="tools")
     if len(tools) > MAX_TOOLS:
         raise TemplateError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools")
     for i, tool in enumerate(tools):
@@ -305,7 +306,7 @@ def _clean_content(content: Any, where: str, *, may_be_missing: bool) -> str:
 
 def _clean_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise TemplateError(f"{where} must be a list, got {type(calls).__name__}", param=where)
+        raise TemplateError(f"{where} must be a list, got {json_type(calls)}", param=where)
     cleaned = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -329,7 +330,7 @@ def _parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise TemplateError(f"{where} is not valid JSON", param=where) from None
     if not isinstance(arguments, Mapping):
-        raise TemplateError(f"{where} must be a JSON object, got {type(arguments).__name__}", param=where)
+        raise TemplateError(f"{where} must be a JSON object, got {json_type(arguments)}", param=where)
     return dict(arguments)
 
 

@@ -61,7 +61,7 @@ def test_a_flag_is_a_constraint_on_every_prompt(
     [
         (["--json-schema", "missing.json"], "cannot read --json-schema missing.json: No such file"),
         (["--json-schema", "latin.json"], "--json-schema latin.json is not UTF-8"),
-        (["--json-schema", "{"], "not JSON"),
+        (["--json-schema", '{"type": '], "--json-schema: this is not JSON: "),
         (["--json-schema", '{"not": {}}'], "--json-schema: the keyword 'not' of the schema at #/not"),
         (["--regex", "(?=a)"], "--regex: the pattern uses look-around"),
         (["--choice", ""], "not empty"),

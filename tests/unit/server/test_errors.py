@@ -171,7 +171,9 @@ def test_what_does_not_fit_has_the_code_and_the_words_that_clients_look_for(
         ({"prompt": "x", "stream_options": {"include_usage": "yes"}}, 400, "'yes'"),
         ({"prompt": "x", "timeout": -1}, 422, "-1"),
         ({"prompt": 5}, 400, "5"),
-        ({"prompt": "x", "skip_special_tokens": False}, 422, "False"),
+        ({"prompt": "x", "skip_special_tokens": False}, 422, "false"),
+        ({"prompt": "x", "max_tokens": True}, 400, "true"),
+        ({"prompt": [{"name": "f"}, None]}, 400, '[{"name": "f"}, null]'),
     ],
 )
 def test_the_value_that_was_given_is_shown(wire: Wire, body: dict[str, Any], status: int, shown: str) -> None:

@@ -269,7 +269,7 @@ def test_keywords_are_honoured_or_refused() -> None:
         own_template("llama3").render(hello, enable_thinking=False)
     with pytest.raises(TemplateError, match="unknown chat template keyword 'messages_'"):
         own_template("llama3").render(hello, messages_=[])
-    with pytest.raises(TemplateError, match="enable_thinking must be bool"):
+    with pytest.raises(TemplateError, match="enable_thinking must be true or false"):
         own_template("qwen3").render(hello, enable_thinking="no")
     with pytest.raises(TemplateError, match="cannot show tools"):
         own_template("zephyr").render(hello, tools=[{"function": {"name": "f"}}])

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +48,8 @@ from infer.errors import (
     TemplateError,
     UnknownModel,
     closest,
+    json_type,
+    show_value,
 )
 from infer.server.state import current_id, current_record
 
@@ -58,7 +59,6 @@ RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
 CLIENT_GONE = 499  # what proxies log for it; it is never read
 MAX_MESSAGE_LEN = 1000
-MAX_VALUE_LEN = 60
 MODEL_NOT_FOUND = "model_not_found"
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
@@ -117,12 +117,6 @@ FOREIGN_ROUTES = {  # of another API: what does the same here
     "/api/embed": "/v1/embeddings",
     "/api/tags": "/v1/models",
 }
-
-_JSON_WORDS = ((list, "a list"), (str, "a string"), (bool, "true or false"), (int | float, "a number"))
-
-_SHOWN = reprlib.Repr()
-_SHOWN.maxlevel = 2
-_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = MAX_VALUE_LEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,18 +203,6 @@ def scrub(message: str) -> str:
     return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message)))
 
 
-def show_value(value: object) -> str:
-    """The value of one field as Python spells it, in at most 60 characters.
-
-    The work is bounded too: a body may hold a list of a million numbers in the wrong place.
-    """
-    try:
-        text = _SHOWN.repr(value)
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        text = f"a value of type {type(value).__name__} too long to print"
-    return text if len(text) <= MAX_VALUE_LEN else text[: MAX_VALUE_LEN - 3] + "..."
-
-
 def to_api_error(error: BaseException) -> ApiError:
     """The status and message for an exception; failures of the server are logged with the request's id.
 
@@ -278,8 +260,7 @@ def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, 
         return f"the body came {came}; {advice}"
     if value is None:
         return f"the body is empty or null; {example}"
-    given = next((word for types, word in _JSON_WORDS if isinstance(value, types)), "something else")
-    return f"the body must be a JSON object, such as {{...}}, got {given}"
+    return f"the body must be a JSON object, such as {{...}}, got {json_type(value)}"
 
 
 def _spell_location(location: tuple[str | int, ...]) -> str | None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infer.errors import RequestError
-from infer.server.protocol.errors import show_value
+from infer.errors import RequestError, show_value
 from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Name, Neutral
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.turns import Path, Turns, spell_path

@@ -33,9 +33,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from infer.errors import MalformedRequest, RequestError, closest
+from infer.errors import MalformedRequest, RequestError, closest, show_value
 from infer.sampling.params import MAX_INT
-from infer.server.protocol.errors import show_value
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
@@ -246,7 +245,7 @@ def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
         for allowed in neutral.values
     ):
         return
-    allowed = " or ".join(["null", *(repr(each) for each in neutral.values)])
+    allowed = " or ".join(["null", *map(show_value, neutral.values)])
     raise RequestError(
         f"{name} is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}",
         param=name,

@@ -16,9 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.errors import MalformedRequest, RequestError
+from infer.errors import MalformedRequest, RequestError, show_value
 from infer.sampling.structured import Structured
-from infer.server.protocol.errors import show_value
 from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 
 FORMATS = ("text", "json_object", "json_schema")

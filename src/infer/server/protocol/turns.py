@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from infer.errors import MalformedRequest, RequestError, closest
-from infer.server.protocol.errors import show_value, validation_error
+from infer.errors import MalformedRequest, RequestError, closest, json_type, show_value
+from infer.server.protocol.errors import validation_error
 from infer.server.protocol.schemas import Body, check_call_id
 
 Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
@@ -134,7 +134,7 @@ def _kind_of(
     default: str | None,
 ) -> str:
     if not isinstance(given, dict):
-        raise MalformedRequest(f"{where} must be an object, got {type(given).__name__}", param=where)
+        raise MalformedRequest(f"{where} must be an object, got {json_type(given)}", param=where)
     kind = given.get("type", default)
     if not isinstance(kind, str):
         message = f"{where}.type must be a string: {', '.join(kinds)}; got {show_value(kind)}"
