@@ -241,6 +241,18 @@ def test_a_tool_without_parameters_is_called_without_arguments(parameters: dict[
     assert read(form, walk(form, 1, is_special=True)) == ([("f", {})], "")
 
 
+def test_no_object_of_a_forced_call_has_properties_that_its_schema_does_not_name() -> None:
+    inner = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a", "b"]}
+    form = AnswerFormat(
+        dialect=BY_NAME["hermes"], tools=(Tool(name="f", parameters=schema),), choice="f", max_calls=1
+    )
+    for seed in range(5):
+        ((name, arguments),), _ = read(form, walk(form, seed, is_special=True))
+        assert (name, set(arguments), set(arguments["a"])) == ("f", {"a", "b"}, {"n"})
+    assert "additionalProperties" not in inner, "what the model is shown is as it was sent"
+
+
 def test_what_only_describes_a_schema_is_left_out() -> None:
     described = {"type": "string", "title": "T", "description": "D" * 9999, "enum": ["title"]}
     schema = {"type": "object", "properties": {"description": described, "title": {"type": "integer"}}}

@@ -341,7 +341,7 @@ SCRAPS = [
 def test_any_scraps_cut_anywhere(
     dialect: str | None, text: str, places: list[int], thinks: bool, in_reasoning: bool
 ) -> None:
-    flags = {"thinks": thinks, "in_reasoning": thinks and in_reasoning}
+    flags: dict[str, Any] = {"thinks": thinks, "in_reasoning": thinks and in_reasoning}
     whole = read(dialect, [text], **flags)
     cuts = [0, *sorted(min(place, len(text)) for place in places), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
