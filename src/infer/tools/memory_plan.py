@@ -392,7 +392,7 @@ def _smaller(config: EngineConfig, dtype: str, *, on_gpu: bool) -> list[tuple[st
         found.append(("bfloat16", config, "dtype=bfloat16"))
         if can_shrink:
             found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
-    form = config.load.quantization
+    form, forms = config.load.quantization, tuple[str, ...]()
     if on_gpu:
         forms = ("fp8", "int8", "int4") if form in ("auto", "none") else ()
     else:  # int8 and int4 need fewer bytes than bfloat16, and compute in float32
