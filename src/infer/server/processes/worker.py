@@ -165,15 +165,10 @@ class Worker:
         except BaseException:
             await self._close(clients)
             raise
-        self._state.models[name] = ServedModel(
-            name=name,
-            encoder=encoder,
-            clients=clients,
-            created=created,
-            max_queue=max_queue,
-            scheduler_policy=config.scheduler.scheduler_policy,
-            engines=engines,
+        self._state.models[name] = model = ServedModel(
+            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue, engines=engines
         )
+        model.scheduler_policy = config.scheduler.scheduler_policy
         gc.collect()
         gc.freeze()  # what start-up made stays
 

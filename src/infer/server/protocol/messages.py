@@ -10,7 +10,6 @@ From there on a message is a chat: the same checks, the same template, the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError, show_value
@@ -115,16 +114,6 @@ EFFORTS = {"max": "xhigh"}  # by other names in a chat
 THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
-SPELLINGS = {  # fields of a chat, as these bodies call them
-    "max_reasoning_tokens": "thinking.budget_tokens",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-}
-
-
 class CountTokensRequest(Body):
     """`POST /v1/messages/count_tokens`, and what it shares with `POST /v1/messages`."""
 
@@ -153,6 +142,14 @@ class CountTokensRequest(Body):
         "prompt": "plain prompts go to /v1/completions, this route takes messages",
         "stop": "this route takes stop_sequences",
     }
+    renamed = {
+        "max_reasoning_tokens": "thinking.budget_tokens",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "output_config.effort",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     model: Name | None = None
     messages: list[dict[str, Any]]
@@ -162,11 +159,6 @@ class CountTokensRequest(Body):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
-
-    @property
-    def spellings(self) -> Mapping[str, str]:
-        """Fields of a chat in Anthropic's words."""
-        return SPELLINGS
 
 
 class MessagesRequest(CountTokensRequest):

@@ -141,15 +141,6 @@ class ResponseStreamOptions(Body):
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
 
 
-SPELLINGS = {  # fields of a chat, as these bodies call them
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-
-
 class ResponsesRequest(Body):
     """`POST /v1/responses`."""
 
@@ -172,6 +163,13 @@ class ResponsesRequest(Body):
         "prompt": "plain prompts go to /v1/completions, this route takes input",
         "response_format": "this route takes text.format",
     }
+    renamed = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
 
     model: Name | None = None
     input: str | list[dict[str, Any]]
@@ -189,11 +187,6 @@ class ResponsesRequest(Body):
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-
-    @property
-    def spellings(self) -> Mapping[str, str]:
-        """Fields of a chat in the words of this route."""
-        return SPELLINGS
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:

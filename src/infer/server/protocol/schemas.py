@@ -134,6 +134,7 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
+    renamed: ClassVar[Mapping[str, str]] = {}  # fields of a chat, as this body calls them
     where: ClassVar[str] = ""  # the field of another body that holds this one, and a dot
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
@@ -146,7 +147,7 @@ class Body(BaseModel):
     @property
     def spellings(self) -> Mapping[str, str]:
         """Fields of a chat and parameters of sampling, as the client called them."""
-        return {}
+        return self.renamed
 
     def note_ignored(self, names: Iterable[str]) -> None:
         """Add fields of inner objects that have no effect."""
@@ -329,8 +330,9 @@ class SamplingBody(Body):
 
     @property
     def spellings(self) -> Mapping[str, str]:
-        """The newer name of `max_tokens`, if it was sent."""
-        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        """Parameters by the names they were sent under."""
+        names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+        return {name: sent for name, sent in names.items() if getattr(self, sent, None) is not None}
 
     @model_validator(mode="after")
     def _join_max_tokens(self) -> Self:
@@ -382,12 +384,6 @@ class ChatRequest(SamplingBody, Conversation):
     reasoning_effort: str | None = None
     max_reasoning_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def spellings(self) -> Mapping[str, str]:
-        """The newer name of `max_tokens`, and the field that says how many logprobs."""
-        logprobs = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
-        return {**super().spellings, **logprobs}
 
 
 class CountedChat(ChatRequest):
