@@ -139,7 +139,7 @@ class PromptEncoder:
         `param` is what the caller calls the prompts.
         """
         last = self.tokenizer.vocab_size - 1
-        places = [f"{param} {i}" for i in range(len(prompts))] if len(prompts) > 1 else [param]
+        places = [param] if len(prompts) == 1 else [f"{param} {i}" for i in range(len(prompts))]
         for prompt, place in zip(prompts, places, strict=True):
             if not isinstance(prompt, str) and prompt and not 0 <= min(prompt) <= max(prompt) <= last:
                 raise RequestError(
