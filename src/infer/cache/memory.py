@@ -30,9 +30,7 @@ from infer.errors import ConfigError, NoRoom
 
 FLOAT32_BYTES = 4
 GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
-GRAPH_WORKSPACE = (
-    32 << 20
-)  # of the matrix library, for a stream or thread in which steps are captured; on Hopper
+GRAPH_WORKSPACE = 32 << 20  # of the matrix library on Hopper, for a stream or thread that captures steps
 GPU_RUNTIME_BYTES = 896 << 20  # CUDA's context, libraries, nodes of graphs; up to 878 MiB on an H200
 
 

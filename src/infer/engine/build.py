@@ -260,10 +260,9 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
 
 
 def _make_arena(step: StepBytes, device: torch.device) -> Arena:
+    workspace = GRAPH_WORKSPACE if step.graphs else 0  # the thread that captures keeps one for good
     try:
-        return Arena(
-            step.activations + GRAPH_WORKSPACE, device
-        )  # the thread that captures keeps one for good
+        return Arena(step.activations + workspace, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the {format_bytes(step.activations)} of the largest step were free and are taken by another "

@@ -303,8 +303,6 @@ def plan_memory(
         asked = (plan.kv_bytes(max_seq_len) >> 20) + 1  # MiB
         if not is_sized and (asked << 20) * (1 + share) <= left - needed:
             ways.append(f"kv_cache_memory={asked}MiB")
-        if not is_sized and config.cache.kv_cache_dtype == "auto":
-            ways.append("kv_cache_dtype=int8 for longer sequences in the same memory")
         raise ConfigError(
             f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(plan.kv_bytes(max_seq_len))} "
             f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "

@@ -239,6 +239,14 @@ def test_a_short_step_is_hardly_padded(
     assert max(map(sum, graphs.sizes)) == 1024
 
 
+def test_a_short_step_has_prompt_tokens_however_many_rows_there_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = Steps(monkeypatch, max_rows=2048, max_tokens=512, short_step=1024).graphs.sizes
+    assert (992, 32) in sizes
+    assert all(size.num_tokens >= 0 for size in sizes)
+
+
 def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Steps(monkeypatch, max_tokens=512).graphs.size_for(0, 600) is None
     assert Steps(monkeypatch, max_tokens=0).graphs.size_for(0, 6) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from infer.client.messages import Ready
 from infer.config.settings import LoadConfig
+from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
+from infer.frontend.prompts import PromptEncoder, find_source, make_encoder, open_text
 from infer.loader.load import read_headers
 from infer.sampling.params import SamplingParams
+from infer.server.fleet import fleet
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -128,3 +132,10 @@ def test_who_gives_no_params_samples_as_the_authors_of_the_model_recommend(tmp_p
     long = encoder.make_request([5] * (encoder.context_len - 2), None).params
     assert (long.temperature, long.max_tokens) == (0.25, None)
     assert encoder.make_request([5], SamplingParams()).params.temperature == 1.0  # given is given
+
+
+def test_several_engines_serve_the_length_that_all_of_them_have(folder: Path) -> None:
+    config = LoadConfig(model=str(folder))
+    text = open_text(config, find_source(config, show_progress=False))
+    ready = [Ready(EngineStats(), "gemma3", length, 256) for length in (100, 49, 256)]
+    assert asyncio.run(fleet.make_encoder(config, text, ready)).context_len == 49

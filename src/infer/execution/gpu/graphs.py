@@ -144,7 +144,7 @@ class StepGraphs:
         self._many_tokens = [tokens for tokens in _MANY_TOKENS if tokens <= max_tokens]
         self._many_rows = [*(rows for rows in _MANY_ROWS if rows < max_rows), max_rows]
         self._short_step = short_step
-        short_rows = range(_STEP, max_rows + 1, _STEP) if short_step else ()
+        short_rows = range(_STEP, min(max_rows, short_step - _STEP) + 1, _STEP)
         self._short_sizes = [StepSize(rows, short_step - rows) for rows in short_rows]
         sizes = [
             *(StepSize(rows, 0) for rows in self.decode_rows),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _POLL_SECONDS = 0.02
 _LONG_SECONDS = 10.0  # to wait without a word
-_MAX_SECONDS = 180.0  # to wait at all: longer than any compiler may run (cuda_build.py)
+_MAX_SECONDS = 180.0  # to wait at all: longer than one compiler runs; then this process compiles, too
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:

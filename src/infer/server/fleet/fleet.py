@@ -241,7 +241,7 @@ class Fleet:
             await asyncio.gather(opening, *starts, return_exceptions=True)
             text = opening.result()
             engines = [start.result() for start in starts]
-            encoder = await make_encoder(config.load, text, engines[0].ready)
+            encoder = await make_encoder(config.load, text, [engine.ready for engine in engines])
         except BaseException:
             started = [start for start in starts if not start.cancelled() and start.exception() is None]
             await asyncio.gather(*(start.result().close() for start in started))
@@ -283,16 +283,16 @@ class Fleet:
 
 
 async def make_encoder(
-    config: LoadConfig, text: tuple[TextHeaders, Tokenizer], ready: Ready
+    config: LoadConfig, text: tuple[TextHeaders, Tokenizer], engines: Sequence[Ready]
 ) -> PromptEncoder:
-    """The encoder of a model of which an engine says what it serves; a thread makes it."""
+    """The encoder of a model for lengths that all of its engines serve; a thread makes it."""
     return await asyncio.to_thread(
         PromptEncoder,
         config,
         *text,
-        family=ready.family,
-        context_len=ready.context_len,
-        model_len=ready.model_len,
+        family=engines[0].family,
+        context_len=min(engine.context_len for engine in engines),
+        model_len=engines[0].model_len,
     )
 
 

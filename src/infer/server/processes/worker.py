@@ -147,9 +147,11 @@ class Worker:
         """Serve a model with these engines, which are ready and counted under these labels."""
         text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
         clients: list[EngineClient] = []
+        readies: list[Ready] = []
         try:
             for engine, label in zip(engines, labels, strict=True):
                 link, ready = await self._feeds[engine].next()
+                readies.append(ready)
                 client = ProcessClient(
                     link,
                     ready,
@@ -159,7 +161,7 @@ class Worker:
                 )
                 clients.append(MeteredClient(client, name, self._metrics, label))
             config = EngineConfig.from_knobs(**knobs)
-            encoder = await make_encoder(config.load, text, ready)
+            encoder = await make_encoder(config.load, text, readies)
             if not self._feeds.keys() >= set(engines):
                 raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
         except BaseException:
