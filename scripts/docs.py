@@ -221,7 +221,7 @@ def _cpu_report(name: str) -> dict[str, Any]:
 
 def _cpu_clock(found: dict[str, Any]) -> str:
     """By which clock a report compares: processor time where the machine had other work."""
-    return "per_s" if found.get("others", 1.0) < QUIET else "per_cpu_s"
+    return "per_s" if found["others"] < QUIET else "per_cpu_s"
 
 
 def _cpu_tables(found: dict[str, Any]) -> list[str]:
@@ -275,7 +275,7 @@ def _cpu_larger(found: dict[str, Any]) -> list[str]:
 
 
 def _cpu_origin(found: dict[str, Any], clock: str) -> str:
-    machine, others = found["machine"], found.get("others", 1.0)
+    machine, others = found["machine"], found["others"]
     unit = "by the clock" if clock == "per_s" else "of processor time"
     return (
         f"Tokens per second {unit}. {machine['cpu']}, {machine['architecture']}; "
