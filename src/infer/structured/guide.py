@@ -126,12 +126,12 @@ class Guide:
         if self.matcher is None or not self.matcher.is_error():
             return False
         assert self.grammar is not None and self._lexer is not None
-        said, lexer = self.matcher.get_error().splitlines()[0], self.grammar.lexer_after(self._lexer)
+        full, lexer = self.matcher, self.grammar.lexer_after(self._lexer)
         if lexer is not None:
             self.matcher, self._lexer = lexer.matcher(), lexer
             if self.matcher.consume_tokens(self._matched):
                 return True
-        self.error = f"the output reached a limit of its constraint, which is too complex there: {said}"
+        self.error = _limit_error(full)
         return False
 
     def validate(self, ids: Sequence[int]) -> int:
@@ -225,14 +225,29 @@ class Guide:
         for end in range(len(text) + 1) if any(trigger in text for trigger in triggers) else ():
             if not text.endswith(triggers, 0, end):
                 continue
-            matcher, rest = self.grammar.lexer.matcher(), text[end:]
-            ids = tokenizer.tokenize_bytes(rest) if rest else []
-            if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
+            ids = tokenizer.tokenize_bytes(text[end:]) if text[end:] else []
+            matcher = self._matcher_for(ids)
+            if matcher is None:  # the model has written on already, and not this
                 continue
             self._start(matcher)
             for each in ids:
                 self._match(each)
             return
+
+    def _matcher_for(self, ids: list[int]) -> LLMatcher | None:
+        """A matcher that allows these ids at its start; None: the grammar does not, or it has an `error`."""
+        assert self.grammar is not None
+        lexer: Lexer | None = self.grammar.lexer
+        while lexer is not None:
+            matcher = lexer.matcher()
+            if matcher.validate_tokens(ids) == len(ids):
+                return matcher
+            matcher.compute_bitmask()  # it says whether a limit was reached; validating does not
+            if not matcher.is_error():
+                return None
+            lexer = self.grammar.lexer_after(lexer)
+        self.error = _limit_error(matcher)
+        return None
 
     def _match(self, token_id: int) -> None:
         matcher, due = self.matcher, self._due
@@ -245,3 +260,8 @@ class Guide:
         if self.matcher is not None and self.matcher.is_stopped():
             self.matcher, self._due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED
+
+
+def _limit_error(matcher: LLMatcher) -> str:
+    said = matcher.get_error().splitlines()[0]
+    return f"the output reached a limit of its constraint, which is too complex there: {said}"

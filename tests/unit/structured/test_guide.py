@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from infer.sampling.structured import Reasoning, Structured
+from infer.structured import compiler as compiler_module
 from infer.structured import masks as filler_module
+from infer.structured.compiler import Compiler, Grammar
 from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
 from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
 from tests.support.words import (
@@ -21,6 +24,7 @@ from tests.support.words import (
     compiled,
     ids_of,
     text_of,
+    token_bytes,
     token_of,
 )
 
@@ -141,6 +145,39 @@ def test_a_trigger_behind_one_that_does_not_fit_is_found() -> None:
     assert guide.state == FREE
     guide.consume(ids_of("x"))
     assert guide.state == CONSTRAINED, "one that began in the token of the first"
+
+
+def filled_by_others(monkeypatch: pytest.MonkeyPatch) -> Grammar:
+    """The grammar of a request whose lexer another has filled."""
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 200)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 1)
+    structured = Structured(kind="regex", text=r"\s*\{(a|b)*a(a|b){14}c", triggers=("<tc>",))
+    own, rng = Compiler(token_bytes()), random.Random(1)
+    grammar, other = own.compile(structured), own.compile(structured)
+    assert other.lexer is grammar.lexer
+    matcher = other.lexer.matcher()
+    matcher.consume_tokens(ids_of("{"))
+    for _ in range(300):
+        matcher.compute_bitmask()
+        if not matcher.consume_tokens(ids_of(rng.choice("ab"))):
+            break
+    assert "too many states" in matcher.get_error()
+    return grammar
+
+
+def test_a_trigger_is_found_where_others_have_filled_the_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full lexer validates nothing, which is not to be taken for text that does not fit."""
+    guide = Guide(filled_by_others(monkeypatch))
+    guide.consume([token_of("<tc>\n")])
+    assert guide.state == CONSTRAINED and guide.error is None
+    assert texts(allowed(guide)) >= {"{", "\n"} and "x" not in texts(allowed(guide))
+
+
+def test_text_behind_a_trigger_that_cannot_be_checked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Guide(filled_by_others(monkeypatch))
+    monkeypatch.setattr(Grammar, "lexer_after", lambda self, full: None)
+    guide.consume([token_of("<tc>\n")])
+    assert guide.error is not None and "too complex" in guide.error
 
 
 def test_forced_ids_come_in_their_order_however_they_are_taken() -> None:
