@@ -146,7 +146,10 @@ class Compiler:
         kept[:] = [] if fills_them else [*(each for each in kept if each is not lexer), lexer][-MAX_KEPT:]
         self._kept.move_to_end(key)
         while sum(len(each) or 1 for each in self._kept.values()) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            oldest, lexers = next(iter(self._kept.items()))
+            del lexers[:1]
+            if not lexers:
+                del self._kept[oldest]
 
 
 @contextmanager

@@ -146,6 +146,20 @@ def test_few_compiled_constraints_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(own._kept) <= 4 and not any(own._kept.values())
 
 
+def test_lexers_are_dropped_one_by_one_from_the_constraint_asked_for_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 4)
+    own = Compiler(token_bytes())
+    together = [own.compile(Structured.regex("a+")) for _ in range(4)]
+    first, *others = [grammar.lexer for grammar in together]
+    own.compile(Structured.regex("b+"))
+    assert list(own._kept.values())[0] == others and first not in others
+    for letter in "cde":
+        own.compile(Structured.regex(f"{letter}+"))
+    assert [key[1] for key in own._kept] == ["b+", "c+", "d+", "e+"]
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for number in range(depth):
