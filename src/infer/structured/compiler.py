@@ -19,6 +19,7 @@ sometimes write nothing else.
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from infer.structured.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_SIZE = 250_000
 MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a request
@@ -94,17 +97,23 @@ class Grammar:
     def lexer_after(self, full: Lexer) -> Lexer | None:
         """The lexer to start over with where a limit of another was reached.
 
-        None: no other request had a part in that.
+        None: no other request had a part in that, or none can be made. It raises nothing: an engine asks
+        in the middle of a step that many requests share.
         """
         full.is_full = True
         if full is self.lexer:
             if full.num_users == 1:
                 return None
             thread = ThreadPoolExecutor(1, "infer-grammar")
-            with deep_stacks():
-                made = thread.submit(_compile, self._structured, self.tokenizer)
-            thread.shutdown(wait=False)
-            self.lexer = Lexer(made.result(), full.costs)
+            try:
+                with deep_stacks():
+                    made = thread.submit(_compile, self._structured, self.tokenizer)
+                self.lexer = Lexer(made.result(), full.costs)
+            except Exception as error:
+                logger.warning("constraint not compiled again error=%r", error)
+                return None
+            finally:
+                thread.shutdown(wait=False)
             self.lexer.serve(self)
         return self.lexer
 

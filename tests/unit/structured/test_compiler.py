@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -158,6 +159,33 @@ def test_lexers_are_dropped_one_by_one_from_the_constraint_asked_for_longest_ago
     for letter in "cde":
         own.compile(Structured.regex(f"{letter}+"))
     assert [key[1] for key in own._kept] == ["b+", "c+", "d+", "e+"]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (compiler_module, "_compile", RequestError("too large")),
+    ],
+)
+def test_a_request_that_cannot_start_over_fails_alone(
+    where: object,
+    name: str,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The engine's thread asks for it, in the middle of a step of many requests."""
+    own, structured = Compiler(token_bytes()), Structured.regex("[a-z]+;")
+    full = own.compile(structured).lexer
+    grammar = own.compile(structured)
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(where, name, fail)
+    assert grammar.lexer_after(full) is None
+    assert [record.message for record in caplog.records] == [f"constraint not compiled again error={error!r}"]
 
 
 def nested(depth: int) -> dict[str, Any]:
