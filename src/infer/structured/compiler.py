@@ -9,8 +9,9 @@ mask and every token later: a constraint that goes beyond them while it is used 
 Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
 request's first masks, so what was compiled is kept for the next request with the same constraint. Requests
 that run together have a lexer each, because only one thread at a time can use one. States are only ever
-added: a request that finds the limit used up by earlier ones starts over with a lexer that none has used, and
-nothing is kept of such a constraint any more.
+added, so a lexer that is kept may have a fifth of the states that a request may have: 64 of them are at most
+640,000 states, 0.3 to 1.3 GB. A request that finds them used up starts over with a lexer of its own, with
+the whole limit, and nothing is kept of such a constraint any more.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_SIZE = 250_000
 MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a request
+MAX_KEPT_STATES = 10_000  # of a lexer that later requests may use
 MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
@@ -62,24 +64,21 @@ class MaskCost:
         self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
 
 
+MaskCosts = tuple[MaskCost, MaskCost]  # of masks after a narrow one, and after a wide one
+
+
 class Lexer:
     """A compiled constraint at its start, and the requests that use copies of it."""
 
-    def __init__(self, matcher: LLMatcher, costs: tuple[MaskCost, MaskCost] | None = None) -> None:
-        self._matcher = matcher
-        self.costs = costs or (MaskCost(), MaskCost())  # of masks after a narrow one, and after a wide one
+    def __init__(self, matcher: LLMatcher, costs: MaskCosts, *, is_own: bool) -> None:
+        self._matcher, self.costs = matcher, costs
+        self.is_own = is_own  # of one request, which may have all of the states
         self.users: WeakSet[Grammar] = WeakSet()  # now
-        self.num_users = 0  # so far
         self.is_full = False  # a limit was reached: of no use to other requests
 
     def matcher(self) -> LLMatcher:
         """A matcher at the start of the grammar."""
         return self._matcher.deep_copy()
-
-    def serve(self, grammar: Grammar) -> None:
-        """Take note of a request that uses it."""
-        self.users.add(grammar)
-        self.num_users += 1
 
 
 class Grammar:
@@ -92,29 +91,28 @@ class Grammar:
         self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
         self.param = structured.param
-        lexer.serve(self)
+        lexer.users.add(self)
 
     def lexer_after(self, full: Lexer) -> Lexer | None:
         """The lexer to start over with where a limit of another was reached.
 
-        None: no other request had a part in that, or none can be made. It raises nothing: an engine asks
-        in the middle of a step that many requests share.
+        None: it was this request's own, or none can be made. It raises nothing: an engine asks in the middle
+        of a step that many requests share.
         """
         full.is_full = True
         if full is self.lexer:
-            if full.num_users == 1:
+            if full.is_own:
                 return None
             thread = ThreadPoolExecutor(1, "infer-grammar")
             try:
                 with deep_stacks():
-                    made = thread.submit(_compile, self._structured, self.tokenizer)
-                self.lexer = Lexer(made.result(), full.costs)
+                    made = thread.submit(_compile, self._structured, self.tokenizer, full.costs, is_own=True)
+                self.lexer = made.result()
             except Exception as error:
                 logger.warning("constraint not compiled again error=%r", error)
                 return None
             finally:
                 thread.shutdown(wait=False)
-            self.lexer.serve(self)
         return self.lexer
 
 
@@ -130,28 +128,33 @@ class Compiler:
         """The grammar of a request; raises `RequestError` that names what cannot be compiled."""
         key = structured.kind, structured.text, structured.whitespace or WHITESPACE
         with self._lock:
-            lexer = self._free_one(key)
-            costs = next((each.costs for each in self._kept.get(key, ())), None)
+            lexer, is_own = self._free_one(key), self._fills_lexers(key)
+            costs = next((each.costs for each in self._kept.get(key, ())), (MaskCost(), MaskCost()))
         try:
-            lexer = lexer or Lexer(_compile(structured, self.token_bytes.tokenizer()), costs)
+            lexer = lexer or _compile(structured, self.token_bytes.tokenizer(), costs, is_own=is_own)
         except RequestError as error:
             raise RequestError(str(error), param=structured.param) from None
         with self._lock:
             self._keep(key, lexer)
             return Grammar(lexer, self.token_bytes, structured)
 
+    def _fills_lexers(self, key: tuple[str, ...]) -> bool:
+        """Whether a request with this constraint has needed more states than a kept lexer may have."""
+        lexers = self._kept.get(key)
+        return lexers is not None and (not lexers or any(each.is_full for each in lexers))
+
     def _free_one(self, key: tuple[str, ...]) -> Lexer | None:
         """The lexer of this constraint that fewest requests use, the last of several; None: compile one."""
         lexers = self._kept.get(key, [])
         best = min(reversed(lexers), key=lambda lexer: len(lexer.users), default=None)
-        if best is None or any(lexer.is_full for lexer in lexers):
+        if best is None or self._fills_lexers(key):
             return None
         return None if best.users and len(lexers) < MAX_KEPT else best
 
     def _keep(self, key: tuple[str, ...], lexer: Lexer) -> None:
         """Keep a lexer for later requests; none of a constraint that fills them: starting over takes time."""
         kept = self._kept.setdefault(key, [lexer])
-        fills_them = not kept or any(each.is_full for each in kept)
+        fills_them = lexer.is_own or self._fills_lexers(key)
         kept[:] = [] if fills_them else [*(each for each in kept if each is not lexer), lexer][-MAX_KEPT:]
         self._kept.move_to_end(key)
         while sum(len(each) or 1 for each in self._kept.values()) > MAX_KEPT:
@@ -172,13 +175,13 @@ def deep_stacks() -> Iterator[None]:
             stack_size(usual)
 
 
-def limits() -> LLParserLimits:
+def limits(*, is_own: bool) -> LLParserLimits:
     """What compiling, a mask and a token may take."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        max_lexer_states=MAX_LEXER_STATES,
+        max_lexer_states=MAX_LEXER_STATES if is_own else MAX_KEPT_STATES,
         step_max_items=MAX_STEP_ITEMS,
         step_lexer_fuel=MAX_STEP_FUEL,
         initial_lexer_fuel=MAX_START_FUEL,
@@ -186,11 +189,11 @@ def limits() -> LLParserLimits:
     )
 
 
-def _compile(structured: Structured, tokenizer: LLTokenizer) -> LLMatcher:
+def _compile(structured: Structured, tokenizer: LLTokenizer, costs: MaskCosts, *, is_own: bool) -> Lexer:
     from llguidance import LLMatcher
 
     try:
-        matcher = LLMatcher(tokenizer, _to_grammar(structured), log_level=0, limits=limits())
+        matcher = LLMatcher(tokenizer, _to_grammar(structured), log_level=0, limits=limits(is_own=is_own))
     except ValueError as error:
         raise RequestError(_explain(structured, str(error))) from None
     if not matcher.is_error():
@@ -198,9 +201,11 @@ def _compile(structured: Structured, tokenizer: LLTokenizer) -> LLMatcher:
         first.compute_bitmask()  # it takes longest, and finds what is too large
         if first.is_error():
             matcher = first
+    if not is_own and "too many states" in matcher.get_error():
+        return _compile(structured, tokenizer, costs, is_own=True)
     if matcher.is_error():
         raise RequestError(_explain(structured, matcher.get_error()))
-    return matcher
+    return Lexer(matcher, costs, is_own=is_own)
 
 
 def _to_grammar(structured: Structured) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
+AT_LIMIT = "the output reached a limit of its constraint, which is too complex there: "
 
 
 class Guide:
@@ -131,7 +132,7 @@ class Guide:
             self.matcher, self._lexer = lexer.matcher(), lexer
             if self.matcher.consume_tokens(self._matched):
                 return True
-        self.error = _limit_error(full)
+        self.error = AT_LIMIT + full.get_error().splitlines()[0]
         return False
 
     def validate(self, ids: Sequence[int]) -> int:
@@ -246,7 +247,7 @@ class Guide:
             if not matcher.is_error():
                 return None
             lexer = self.grammar.lexer_after(lexer)
-        self.error = _limit_error(matcher)
+        self.error = AT_LIMIT + matcher.get_error().splitlines()[0]
         return None
 
     def _match(self, token_id: int) -> None:
@@ -260,8 +261,3 @@ class Guide:
         if self.matcher is not None and self.matcher.is_stopped():
             self.matcher, self._due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED
-
-
-def _limit_error(matcher: LLMatcher) -> str:
-    said = matcher.get_error().splitlines()[0]
-    return f"the output reached a limit of its constraint, which is too complex there: {said}"

@@ -59,9 +59,9 @@ def test_while_it_is_compiled_there_is_nothing_to_do(monkeypatch: pytest.MonkeyP
     gate = threading.Event()
     compile_one = compiler_module._compile
 
-    def compile_late(structured: Structured, tokenizer: Any) -> Any:
+    def compile_late(structured: Structured, *args: Any, **options: Any) -> Any:
         assert gate.wait(60)
-        return compile_one(structured, tokenizer)
+        return compile_one(structured, *args, **options)
 
     monkeypatch.setattr(compiler_module, "_compile", compile_late)
     aside = Aside(max_queue=1, max_batch_size=1)
@@ -120,11 +120,11 @@ def test_what_was_aborted_is_not_compiled_and_counts_until_a_thread_has_passed_i
     gate, begun, seen = threading.Event(), threading.Semaphore(0), list[str]()
     compile_one = compiler_module._compile
 
-    def compile_late(structured: Structured, tokenizer: Any) -> Any:
+    def compile_late(structured: Structured, *args: Any, **options: Any) -> Any:
         seen.append(structured.text)
         begun.release()
         assert gate.wait(60)
-        return compile_one(structured, tokenizer)
+        return compile_one(structured, *args, **options)
 
     monkeypatch.setattr(compiler_module, "_compile", compile_late)
     aside = Aside(max_queue=6, max_batch_size=2)
@@ -237,7 +237,8 @@ def test_a_reasoning_has_no_more_tokens_than_it_may(limit: int, steps_ahead: int
 
 
 def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 60)
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 40)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 40)
     world = GuidedWorld(num_blocks=100, steps_ahead=1)
     heavy = Structured(kind="regex", text="(a|b)*a(a|b){14}c", param="structured_outputs")
     world.add("heavy", [5], structured=heavy, max_tokens=50, n=2)
@@ -256,6 +257,7 @@ def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.
 def test_no_request_fails_because_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the limits for itself, as have two that run side by side."""
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 400)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 400)
     world = GuidedWorld(num_blocks=100)
     heavy = Structured(kind="regex", text="(a|b)*a(a|b){14}c")
     for number in range(20):

@@ -93,6 +93,7 @@ def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, wo
 def test_no_output_meets_a_limit_that_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lexers are shared, and the states that one output has made fill them; it does not fail another."""
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 200)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 200)
     rng = random.Random(1)
     for _ in range(40):
         guide = Guide(compiled(Structured(kind="regex", text="(a|b)*a(a|b){14}c")))
@@ -129,9 +130,39 @@ def test_a_request_starts_over_where_others_have_filled_its_lexer() -> None:
     fresh = grammar.lexer_after(full)
     assert fresh is not None and fresh is not full
     assert grammar.lexer_after(full) is fresh, "of another sequence of this request"
-    assert grammar.lexer_after(fresh) is None, "no other request had a part in that"
+    assert grammar.lexer_after(fresh) is None, "it was its own"
     lexers = [own.compile(structured).lexer for _ in range(4)]
     assert len({full, fresh, *lexers}) == 6, "its requests fill lexers, and each has its own"
+
+
+def test_a_request_may_have_more_states_than_a_lexer_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is bounded by states, which grow with the texts of all requests that use it."""
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 150)
+    own, rng = Compiler(token_bytes()), random.Random(1)
+    structured = Structured(kind="regex", text="(a|b)*a(a|b){14}c")
+    grammar = own.compile(structured)
+    guide, kept = Guide(grammar), grammar.lexer
+    for _ in range(200):
+        allowed_ids(guide)
+        guide.consume(ids_of(rng.choice("ab")))
+    assert guide.error is None and kept.is_full and not kept.is_own
+    assert grammar.lexer.is_own and not grammar.lexer.is_full
+    assert own.compile(structured).lexer.is_own and not any(own._kept.values()), "none starts over again"
+
+
+def test_a_constraint_that_begins_with_more_states_is_compiled_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 10)
+    own, structured = Compiler(token_bytes()), Structured.choice(["true", "false", "null", "items"])
+    grammar = own.compile(structured)
+    assert grammar.lexer.is_own and not any(own._kept.values())
+    guide = Guide(grammar)
+    guide.consume(ids_of("items"))
+    assert guide.state == ENDED and guide.error is None
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 10)
+    with pytest.raises(RequestError, match="too many states"):
+        own.compile(structured)
 
 
 def test_few_compiled_constraints_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +211,7 @@ def test_a_request_that_cannot_start_over_fails_alone(
     full = own.compile(structured).lexer
     grammar = own.compile(structured)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr(where, name, fail)
@@ -250,6 +281,7 @@ def test_a_limit_that_is_reached_while_it_is_used_is_the_error_of_its_guide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 150)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 100)
     own = Compiler(token_bytes())
     grammar = own.compile(Structured(kind="regex", text="(a|b)*a(a|b){14}c"))
     guide, other = Guide(grammar), Guide(compiled(Structured.regex("(a|b)*")))

@@ -149,7 +149,7 @@ def test_a_trigger_behind_one_that_does_not_fit_is_found() -> None:
 
 def filled_by_others(monkeypatch: pytest.MonkeyPatch) -> Grammar:
     """The grammar of a request whose lexer another has filled."""
-    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 200)
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_STATES", 200)
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 1)
     structured = Structured(kind="regex", text=r"\s*\{(a|b)*a(a|b){14}c", triggers=("<tc>",))
     own, rng = Compiler(token_bytes()), random.Random(1)
