@@ -39,6 +39,7 @@ Reader = Generator[None, str, T]  # is sent characters, an empty one at the end;
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter is free in JSON
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -194,15 +195,18 @@ class AnswerParser:
         if not (yield from self._begins_with(text)):
             raise _NotACall
 
-    def _up_to(self, end: str) -> Reader[str]:
-        """What stands in front of `end`, which is read as well."""
-        read = ""
-        while not read.endswith(end):
+    def _name(self, end: str = "", pattern: re.Pattern[str] = NAME) -> Reader[str]:
+        """A name, blanks around it, and `end` behind it; what cannot become that is text at once."""
+        name, char = "", (yield from self._first())
+        while char and pattern.fullmatch(name + char):
+            name += char
             char = yield from self._char()
-            if not char:
-                raise _NotACall
-            read += char
-        return read[: -len(end)]
+        self._unread(char)
+        if not name:
+            raise _NotACall
+        if end:
+            yield from self._expect(end)
+        return name.rstrip()
 
     def _prose(self, markers: Iterable[str]) -> Reader[str]:
         """Pass text on; returns the marker that ends it, or nothing at the end of the answer."""
@@ -271,7 +275,7 @@ class AnswerParser:
             self._raw.clear()
         except _NotACall:
             text = "".join(self._raw)
-            self._raw.clear()
+            self._end_call()
             if self._has_ended and (self._form.is_forced or (self._is_cut and marker)):
                 self._ahead.clear()
                 self._pass_markup()
@@ -386,16 +390,9 @@ class AnswerParser:
 
     def _named_call(self) -> Reader[None]:
         """`f[ARGS]{…}`, with or without `[CALL_ID]id` in the middle; the markers may be missing."""
-        name = ""
-        char = yield from self._first()
-        while NAME.fullmatch(char):
-            name += char
-            char = yield from self._char()
-        self._unread(char)
-        if not NAME.fullmatch(name):
-            raise _NotACall
+        name = yield from self._name()
         if (yield from self._begins_with("[CALL_ID]")):
-            yield from self._up_to("[ARGS]")
+            yield from self._name("[ARGS]")
         else:
             yield from self._begins_with("[ARGS]")
         yield from self._expect("{")
@@ -407,15 +404,13 @@ class AnswerParser:
 
     def _xml_call(self) -> Reader[None]:
         """`f>`, parameters, and the end of the function."""
-        name = (yield from self._up_to(">")).strip()
-        if not NAME.fullmatch(name):
-            raise _NotACall
+        name = yield from self._name(">")
         self._start(name)
         properties = self._tools[name].properties if name in self._tools else {}
         self._argue("{")
         separator = ""
         while (yield from self._begins_with("<parameter=")):
-            key = (yield from self._up_to(">")).strip()
+            key = yield from self._name(">", KEY)
             self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             if not (yield from self._xml_value(properties.get(key))):
                 return

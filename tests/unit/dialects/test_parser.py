@@ -323,6 +323,41 @@ def test_a_call_that_is_cut_is_no_text_behind_its_marker(dialect: str, text: str
     assert parts(read(dialect, [text])) == ("", text, []), "an answer that ended so by itself means it"
 
 
+PROSE = [  # text that speaks of a call: the dialect, what is before the place where it is clear, and the rest
+    ("qwen3_coder", "It begins with <function= and", " then the name follows, a sign and more"),
+    ("qwen3_coder", "It begins with <tool_call>\n<function=the", " name, and `>` ends"),
+    ("qwen3_coder", f"So: <function={'f' * 128}", "fff and more"),
+    ("qwen3_coder", "Write <function=", "<name> there"),
+    ("mistral_v11", "Write [TOOL_CALLS]name[CALL_ID]the", " id that was given, then [ARG"),
+]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize(("dialect", "begin", "rest"), PROSE, ids=range(len(PROSE)))
+def test_prose_behind_a_marker_is_text_as_soon_as_it_is_no_name(
+    dialect: str, begin: str, rest: str, is_cut: bool
+) -> None:
+    for pieces in ([begin + rest], list(begin + rest)):
+        assert parts(read(dialect, pieces, is_cut=is_cut)) == ("", begin + rest, [])
+    form = AnswerFormat(dialect=BY_NAME[dialect], tools=TOOLS, think=None, choice="auto")
+    parser = AnswerParser(form)
+    parser.push(begin[:-1])
+    held = "".join(
+        event.text for event in parser.push(begin[-1] + rest[:3]) if isinstance(event, ContentDelta)
+    )
+    assert begin[-1] in held, "it is not held back until the answer ends"
+
+
+def test_a_parameter_whose_name_never_ends_is_text() -> None:
+    text = "<function=now><parameter=a name\nof it, <function=now>"
+    for is_cut in (True, False):
+        found = parts(read("qwen3_coder", list(text), is_cut=is_cut, max_calls=2))
+        assert found == ("", "<parameter=a name\nof it,", [("now", "{"), ("now", "{}")])
+    assert parts(read("qwen3_coder", [text], max_calls=1)) == ("", "<parameter=a name", [("now", "{")])
+    named = "<function=now><parameter= größe in cm >\n3\n</parameter></function>"
+    assert parts(read("qwen3_coder", [named])) == ("", "", [("now", '{"größe in cm": 3}')])
+
+
 SCRAPS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": ', CITY, "{", "}", "[", "]",
     "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "now", "now(", "a=1", ")",
