@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import orjson
 import pytest
 
 from infer.errors import RequestError
@@ -15,6 +17,7 @@ from infer.frontend.llm import LLM
 from infer.frontend.prompts import to_unit
 from infer.loader.pooling import Pooling
 from infer.scheduling.request import Request, StepOutput
+from infer.server.routes import embeddings
 from tests.support.wire import ScriptedClient, Wire, make_state
 
 
@@ -197,6 +200,48 @@ def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
 
     wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
     assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == unit([3.0, 0.5])
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_numbers_are_written_beside_the_event_loop_as_they_come(
+    oracle: LLM, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    done: list[tuple[str, int]] = []  # what was done, and by which thread
+    states = [(1 / (i + 1), 0.1, float(i)) for i in range(40)]
+
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        done.append(("embed", threading.get_ident()))
+        yield StepOutput(request.request_id, 0, (), finish_reason="stop", embedding=states[request.prompt[0]])
+
+    def noted(name: str) -> Callable[..., Any]:
+        work = getattr(embeddings, name)
+
+        def note(*args: object) -> object:
+            done.append((name, threading.get_ident()))
+            return work(*args)
+
+        return note
+
+    for name in ("encode_vector", "join_list"):
+        monkeypatch.setattr(embeddings, name, noted(name))
+    wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
+    body = {"input": [[i] for i in range(40)], "encoding_format": encoding}
+    answer = wire.post("/v1/embeddings", body)
+    units = [unit(list(state)) for state in states]
+    packed = [base64.b64encode(struct.pack("<3f", *vector)).decode() for vector in units]
+    vectors: list[Any] = units if encoding == "float" else packed
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": 40, "total_tokens": 40}
+    wanted = {"object": "list", "data": data, "model": "tiny", "usage": usage}
+    assert answer.content == orjson.dumps(wanted), "to the last bit"
+
+    in_loop = {thread for name, thread in done if name == "embed"}
+    assert not [name for name, thread in done if name != "embed" and thread in in_loop]
+    names = [name for name, _ in done]
+    assert (names.count("encode_vector"), names[-1]) == (40, "join_list")
+    for i in range(len(names)):  # the first are written before the last have come
+        waiting = names[:i].count("embed") - names[:i].count("encode_vector")
+        assert waiting <= embeddings.MAX_TOGETHER
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import base64
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import orjson
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
@@ -25,7 +26,7 @@ from infer.scheduling.request import Request
 from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import split_prompts
-from infer.server.routes.json_route import json_response, make_router, server_state
+from infer.server.routes.json_route import ignored_headers, make_router, server_state
 from infer.server.state import ServedModel, engine_id, mark
 
 router = make_router()
@@ -62,37 +63,40 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
     )
+
+    def write(index: int, state: list[float]) -> bytes:
+        vector = encode_vector(job.finish(state), encoding)
+        return orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
+
     try:
         async with asyncio.timeout(limit):
-            states = await unless_disconnected(http.receive, _embed(model, requests))
+            vectors = await unless_disconnected(http.receive, _embed(model, requests, write))
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
-    # beside the event loop: millions of numbers take a while, and others are being answered
-    vectors = await asyncio.to_thread(lambda: [job.finish(state) for state in states])
     num_tokens = sum(len(prompt) for prompt in job.prompts)
-    return json_response(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": i, "embedding": encode_vector(vector, encoding)}
-                for i, vector in enumerate(vectors)
-            ],
-            "model": body.model if body.model is not None else model.name,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        },
-        body,
-    )
+    rest = {
+        "model": body.model if body.model is not None else model.name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    content = await asyncio.to_thread(join_list, vectors, rest)
+    return Response(content, headers=ignored_headers(body), media_type="application/json")
 
 
-async def _embed(model: ServedModel, requests: Sequence[Request]) -> list[list[float]]:
-    """The hidden states of all inputs, a few of them in the engine at a time: others wait there too."""
+async def _embed(
+    model: ServedModel, requests: Sequence[Request], write: Callable[[int, list[float]], bytes]
+) -> list[bytes]:
+    """The vectors of all inputs as JSON, a few of them in the engine at a time: others wait there too.
+
+    A thread writes each as soon as it is there. Millions of numbers take half a gigabyte as Python's floats,
+    and to write them at once would keep the interpreter's lock from every stream.
+    """
     window = asyncio.Semaphore(min(MAX_TOGETHER, model.max_queue or MAX_TOGETHER))
 
-    async def embed_one(request: Request) -> list[float]:
+    async def embed_one(index: int, request: Request) -> bytes:
         async with window:
-            return await embed(model.pick(request), request)
+            return await asyncio.to_thread(write, index, await embed(model.pick(request), request))
 
-    tasks = [asyncio.ensure_future(embed_one(request)) for request in requests]
+    tasks = [asyncio.ensure_future(embed_one(i, request)) for i, request in enumerate(requests)]
     try:
         return await asyncio.gather(*tasks)
     except RequestError as error:
@@ -100,6 +104,12 @@ async def _embed(model: ServedModel, requests: Sequence[Request]) -> list[list[f
     finally:
         for task in tasks:
             task.cancel()
+
+
+def join_list(items: Sequence[bytes], rest: Mapping[str, object]) -> bytes:
+    """The JSON of a list and of the fields behind it; `bytes.join` keeps no lock over long texts."""
+    commas = (text for item in items for text in (b",", item))
+    return b"".join([b'{"object":"list","data":[', *list(commas)[1:], b"],", orjson.dumps(rest)[1:]])
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:
