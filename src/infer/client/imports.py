@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from infer import __version__
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import models_dir
 
@@ -61,13 +62,23 @@ def put_off(name: str) -> None:
 def keep_bytecode(of: str = "torch") -> None:
     """Let this process, and those it starts, keep bytecode in a folder of ours where Python keeps none.
 
-    What tells is a large package that every start imports. A folder that the user has named stays.
+    What tells is a large package that every start imports. A folder that the user has named stays. Ours has
+    the versions in its name, because a cache may outlive an image, and only its owner may use it: bytecode is
+    code.
     """
     spec = PathFinder.find_spec(of)
     if sys.pycache_prefix is not None or spec is None or spec.cached is None or spec.origin is None:
         return
     cannot_write = sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
     if cannot_write and not os.path.exists(spec.cached):
-        with suppress(ModelSourceError):  # there is no home
-            sys.pycache_prefix, sys.dont_write_bytecode = str(models_dir().parent / "bytecode"), False
-            os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
+        from importlib.metadata import version  # seldom needed, and slow to import
+
+        with suppress(ModelSourceError, OSError, ImportError):  # no home, no folder there, an unknown PyTorch
+            python = ".".join(map(str, sys.version_info[:3]))
+            versions = f"python-{python}-torch-{version('torch')}-infer-{__version__}"
+            folder = models_dir().parent / "bytecode" / versions
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()  # others may use what a link leads to
+            if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and os.access(folder, os.W_OK):
+                sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+                os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from infer import __version__
 from infer.client.imports import put_off
 
 ENGINE = """
@@ -51,9 +53,11 @@ def test_an_import_that_fails_late_says_so_each_time(tmp_path: Path, monkeypatch
 
 
 LARGE = """
-import subprocess, sys
+import os, subprocess, sys
 from infer.client.imports import keep_bytecode
+os.geteuid = lambda: int(sys.argv[2])
 keep_bytecode("large")
+assert "torch" not in sys.modules
 import large
 assert large.__cached__ == sys.argv[1], large.__cached__
 child = [sys.executable, "-c", "import large; print(large.__cached__)"]
@@ -61,7 +65,11 @@ assert subprocess.run(child, capture_output=True, text=True).stdout.strip() == s
 """
 
 
-@pytest.mark.parametrize("case", ["none is written", "there is some", "the user's folder"])
+CASES = ["none is written", "there is some", "the user's folder"]
+CASES += ["others may read", "a link", "another's", "no home can be made"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_bytecode_is_kept_where_python_keeps_none(case: str, tmp_path: Path) -> None:
     """A package without bytecode, in a process that writes none: as in many containers."""
     package = tmp_path / "large"
@@ -71,7 +79,10 @@ def test_bytecode_is_kept_where_python_keeps_none(case: str, tmp_path: Path) -> 
     beside = package / "__pycache__" / name
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     env |= {"XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-    kept = tmp_path / "home" / "infer" / "bytecode" / package.relative_to("/") / name
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = f"python-{python}-torch-{version('torch')}-infer-{__version__}"
+    folder = tmp_path / "home" / "infer" / "bytecode" / versions
+    kept = folder / package.relative_to("/") / name
     if case == "there is some":
         beside.parent.mkdir()
         beside.write_bytes(b"")
@@ -79,6 +90,23 @@ def test_bytecode_is_kept_where_python_keeps_none(case: str, tmp_path: Path) -> 
     if case == "the user's folder":
         env["PYTHONPYCACHEPREFIX"] = str(tmp_path / "named")
         kept = tmp_path / "named" / package.relative_to("/") / name
-    done = subprocess.run([sys.executable, "-c", LARGE, str(kept)], capture_output=True, text=True, env=env)
+    if case == "others may read":
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)
+    if case == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(tmp_path / "elsewhere")
+    if case == "no home can be made":
+        (tmp_path / "home").write_text("a file")
+    is_refused = case in CASES[3:]
+    kept = beside if is_refused else kept
+    user = os.geteuid() + (case == "another's")
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, str(kept), str(user)], capture_output=True, text=True, env=env
+    )
     assert done.returncode == 0, done.stderr
-    assert (kept.exists(), kept.parent.exists()) == ((case != "the user's folder",) * 2)
+    is_there = case in ("none is written", "there is some")
+    assert (kept.exists(), kept.parent.exists()) == (is_there, is_there)
+    if case == "none is written":
+        assert folder.stat().st_mode & 0o777 == 0o700
