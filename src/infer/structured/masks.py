@@ -113,5 +113,5 @@ class MaskFiller:
 
 
 def _size_of(seconds: float) -> int:
-    """The same number for times of about the same size: of which none is twice another."""
+    """The size of a time, as a number that times between two powers of two of a microsecond share."""
     return int(seconds * 1e6).bit_length()
