@@ -1,7 +1,7 @@
 """Where the time of a step goes: a trace to look at, and tables of what took longest.
 
     python -m benchmarks.profile_generation [--out DIR] [--batch 8] [--prompt-len 128] [--steps 16]
-                                            [--model DIR | --model-config DIR | --tiny]
+                                            [--model DIR | --model-config DIR | --tiny] [--quantization FORM]
 
     DIR/trace.json     open it in chrome://tracing or ui.perfetto.dev
     DIR/kernels.txt    device kernels, by the time they took (a GPU only)
@@ -85,9 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefill", action="store_true", help="profile the prompts too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--out", type=Path, default=Path("profile"), help="directory (default: profile)")
     args = parser.parse_args(argv)
-    knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "max_batch_size": args.batch}
+    knobs = {name: getattr(args, name) for name in ("model", "device", "dtype", "quantization")}
+    knobs["max_batch_size"] = args.batch
     target = open_target(knobs, model_config=args.model_config, is_tiny=args.tiny)
     engine = target.engine()
     warm_up(engine, target)
