@@ -35,6 +35,7 @@ from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.small import launch
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
+from infer.kernels.runtime.launch import launch_triton
 
 FEW_TOKENS = 64  # more of them are worth unpacking W for
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
@@ -88,8 +89,13 @@ def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     """W as plain rows, [N, K]; in the type of its codes, these alone."""
     raw = w.form.codes == "fp8" and dtype is torch.float8_e4m3fn
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
-    expand_kernel[tuple(w.cells.shape[:2])](
-        *stored_parts(w), out_NK, *w.shape, *tile_sizes(w), **tile_constants(w), RAW=raw
+    launch_triton(
+        expand_kernel,
+        tuple(w.cells.shape[:2]),
+        (*stored_parts(w), out_NK),
+        (*w.shape, *tile_sizes(w)),
+        **tile_constants(w),
+        RAW=raw,
     )
     return out_NK.view(dtype)
 
@@ -100,12 +106,11 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
         return w.dequantized()[ids_T].to(dtype)
     out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.cells.device)
     if ids_T.numel():
-        lookup_kernel[(ids_T.numel(), -(-w.size // 512))](
-            ids_T.contiguous(),
-            *stored_parts(w),
-            out_TK,
-            w.size,
-            *tile_sizes(w),
+        launch_triton(
+            lookup_kernel,
+            (ids_T.numel(), -(-w.size // 512)),
+            (ids_T.contiguous(), *stored_parts(w), out_TK),
+            (w.size, *tile_sizes(w)),
             **tile_constants(w),
             BLOCK=512,
         )
@@ -139,10 +144,17 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
     assert w.size == K and x_MK.stride(1) == 1, (w.shape, x_MK.shape, x_MK.stride())
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     block_m = 16 if M <= 16 else 64
-    coded_skinny_kernel[(len(w.cells), -(-M // block_m))](
-        x_MK, *stored_parts(w), x_MK if bias_N is None else bias_N, y_MN, x_MK.stride(0), M, N, K,
-        *tile_sizes(w), **tile_constants(w), BIAS=bias_N is not None, WIDEN=INTERPRETED, BLOCK_M=block_m,
-    )  # fmt: skip
+    launch_triton(
+        coded_skinny_kernel,
+        (len(w.cells), -(-M // block_m)),
+        (x_MK, *stored_parts(w), x_MK if bias_N is None else bias_N, y_MN),
+        (x_MK.stride(0), N, K, *tile_sizes(w)),
+        (M,),
+        **tile_constants(w),
+        BIAS=bias_N is not None,
+        WIDEN=INTERPRETED,
+        BLOCK_M=block_m,
+    )
     return y_MN
 
 
@@ -161,8 +173,13 @@ def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens in FP8, and a scale for each of them, [M, 1]."""
     codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scales_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32, device=x_MK.device)
-    quantize_rows_kernel[(len(x_MK),)](
-        x_MK, codes_MK, scales_M1, x_MK.stride(0), x_MK.shape[1], BLOCK=2048, num_warps=8
+    launch_triton(
+        quantize_rows_kernel,
+        (len(x_MK),),
+        (x_MK, codes_MK, scales_M1),
+        (x_MK.stride(0), x_MK.shape[1]),
+        BLOCK=2048,
+        num_warps=8,
     )
     return codes_MK, scales_M1
 
@@ -173,8 +190,13 @@ def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = -(-M // 16) * 16  # without which the library refuses
     codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
     scales_GM = torch.empty((K // 128, padded), dtype=torch.float32, device=device)
-    quantize_blocks_kernel[(M, -(-K // 128 // 8))](
-        x_MK, codes_MK, scales_GM, x_MK.stride(0), padded, K, BLOCKS=8
+    launch_triton(
+        quantize_blocks_kernel,
+        (M, -(-K // 128 // 8)),
+        (x_MK, codes_MK, scales_GM),
+        (x_MK.stride(0), K),
+        (padded,),
+        BLOCKS=8,
     )
     return codes_MK, scales_GM.t()
 

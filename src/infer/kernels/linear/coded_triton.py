@@ -172,7 +172,7 @@ def lookup_kernel(
 
 @jit_for_any("M")
 def coded_skinny_kernel(
-    x_ptr, cells_ptr, words_ptr, scales_ptr, minima_ptr, bias_ptr, y_ptr, x_row_stride, M, N, K,
+    x_ptr, cells_ptr, words_ptr, scales_ptr, minima_ptr, bias_ptr, y_ptr, M, x_row_stride, N, K,
     num_cells, num_groups,
     FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
     CELL_BYTES: tl.constexpr, BIAS: tl.constexpr,
@@ -221,7 +221,7 @@ def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: t
 
 
 @jit_for_any("M")
-def quantize_blocks_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, M, K, BLOCKS: tl.constexpr):
+def quantize_blocks_kernel(x_ptr, codes_ptr, scales_ptr, M, x_row_stride, K, BLOCKS: tl.constexpr):
     """Rows as e4m3 with a scale for each 128 columns, [K / 128, M]; NaN where there is one."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     blocks = first + tl.arange(0, BLOCKS)

@@ -16,8 +16,8 @@
        x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
    The boxes of W for all stages are asked for before the kernel before has finished (`griddepcontrol.wait`), those of
-   x, which that kernel makes, after it. The next kernel is let in when the last box is under way: what it asks
-   for is read while this one multiplies and stores.
+   x, which that kernel makes, after it. The next kernel is let in when the last box is under way (`lets_in`): what it
+   asks for is read while this one multiplies and stores.
 
    A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
    then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up those of the
@@ -143,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const char* __restrict__ gain,            // [N]
     char* __restrict__ sum,                   // [M, N]: r
     double* __restrict__ squares,             // [parts, M]: written with ADDS, read with PARTS
-    long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset) {
+    long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset, int lets_in) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
     const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // of tokens: neighbours read the same W
@@ -212,7 +212,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     if (is_loader) {
         for (int i = 0; i < num_ahead; ++i) load_weights_of(i);
         fetch_map(x_map);
-        if (count <= STAGES) let_next_kernel_start();
+        if (lets_in && count <= STAGES) let_next_kernel_start();
     }
     __syncwarp();
     if (SPLIT > 1) {
@@ -467,7 +467,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             load_weights_of(i);
             load_tokens_of(i);
         }
-        let_next_kernel_start();
+        if (lets_in) let_next_kernel_start();
     } else if (PARTS && warp > WARPS) {
         const int helper = warp - WARPS - 1;
         constexpr int STEP = 3 * (32 / LANES);  // threads for each token
