@@ -69,6 +69,7 @@ from infer.kernels.attention.reference import LOG2E, attend_naive
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
 from infer.kernels.elementwise.kv_codes import KVScales, encode_rows, load_scales, read_both, weigh_codes
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
+from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.runtime.ptx import prefetch_l2
 
 
@@ -415,10 +416,10 @@ def _finish_item(
 @jit
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
-    num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, q_row_stride, q_head_stride,
-    table_stride, scale_log2e,
-    q_weight_ptr,  # from here to `offset`: for PROJECTED alone
-    k_weight_ptr, cos_ptr, sin_ptr, eps, offset, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr,
+    q_weight_ptr,  # this and the next three, `eps` and `offset`: for PROJECTED alone
+    k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e, eps, offset,
+    G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_INTS: tl.constexpr,
     PREFETCH_N: tl.constexpr,  # positions of the first item
@@ -640,11 +641,15 @@ def _launch_decode(
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
-    _decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
-        q, keys_PGH, values_PGH, *(scales or (q, q)), tables_RB, out, items_W8, num_items,
-        work.sums, work.maxima, work.denominators, work.tickets,
-        *q_strides, tables_RB.stride(0), scale * LOG2E,
-        q_weight_H, k_weight_H, transform.cos_PR, transform.sin_PR, transform.eps, transform.offset,
+    launch_triton(
+        _decode_kernel,
+        (min(work.num_sms * config.programs_per_sm, S * max_splits * G),),
+        (
+            q, keys_PGH, values_PGH, *(scales or (q, q)), tables_RB, out, items_W8, num_items, work.sums,
+            work.maxima, work.denominators, work.tickets, q_weight_H, k_weight_H, transform.cos_PR,
+            transform.sin_PR,
+        ),
+        (*q_strides, tables_RB.stride(0), scale * LOG2E, transform.eps, transform.offset),
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,

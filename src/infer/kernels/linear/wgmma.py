@@ -34,7 +34,7 @@ again.
 The next kernel is let in early, except behind a projection for attention whose blocks are on most SMs. An SM
 divides one memory into shared memory and L1, and can do so anew only while it is empty. Attention that starts
 beside such a block keeps the little L1 that the block has left it, to its end, and with it fewer loads under
-way: with 128 rows of 450 positions it took 74 us instead of 62 in a 0.6B model, 71 instead of 62 in an 8B one.
+way: with 128 rows of 450 positions it took 74 us instead of 62 in a 0.6B model, 71 instead of 62 in 8B.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -75,7 +75,7 @@ _WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compil
 _CHUNK = 64  # columns of a stage
 _RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
 _MOST_SMS = 112  # and enough are left for the next kernel
-_CROWDED = 96  # blocks beside which attention should not start (see above)
+_CROWDED = 96  # blocks: on most SMs
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
@@ -139,6 +139,11 @@ class WgmmaConfig:
     def num_blocks(self, M: int, N: int, *, gated: bool) -> int:
         """How many blocks a launch with M tokens has."""
         return self.num_tiles(N, gated=gated) * self.split * -(-M // self.width)
+
+    def leaves_little(self, num_blocks: int) -> bool:
+        """Whether so many blocks take more than half of the shared memory of most SMs."""
+        of_sm = min(self.blocks, -(-num_blocks // NUM_SMS)) * self.shared_bytes
+        return num_blocks >= _CROWDED and of_sm > _SHARED_BYTES // 2
 
     @property
     def num_threads(self) -> int:
@@ -343,7 +348,7 @@ def launch(
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
-    lets_in = gated or epilogue.add is not None or num_blocks < _CROWDED
+    lets_in = gated or epilogue.add is not None or not config.leaves_little(num_blocks)
     kernel(
         num_blocks,
         *weights,
