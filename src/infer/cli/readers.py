@@ -8,38 +8,32 @@ The parser (parser.py) makes the message of it, and takes what is allowed from t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
-def positive(text: str) -> int:
-    """A number of things, of which there must be one."""
-    return _at_least(1, int(text))
+def _number(kind: Callable[[str], Number], least: Number, name: str) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        number = kind(text)
+        if not least <= number < math.inf:
+            raise ValueError
+        return number
+
+    read.__name__ = name
+    return read
 
 
-def natural(text: str) -> int:
-    """A number of things, of which there may be none."""
-    return _at_least(0, int(text))
+positive = _number(int, 1, "a whole number of 1 or more")
+natural = _number(int, 0, "a whole number of 0 or more")
+zero_or_more = _number(float, 0.0, "a number of 0 or more")
+above_zero = _number(float, math.ulp(0.0), "a number above 0")
 
 
 def numbers(text: str) -> Sequence[int]:
     """Several whole numbers of 1 or more, with commas between."""
     return [positive(part) for part in text.split(",")]
-
-
-def above_zero(text: str) -> float:
-    """A span of time that must pass, or a share that must be something."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number
-
-
-def zero_or_more(text: str) -> float:
-    """A span of time that may be none."""
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise ValueError
-    return number
 
 
 def int_or_none(text: str) -> int | None:
@@ -53,16 +47,6 @@ def token_bias(text: str) -> tuple[int, float]:
     return int(token_id), float(bias)
 
 
-def _at_least(least: int, number: int) -> int:
-    if number < least:
-        raise ValueError
-    return number
-
-
-positive.__name__ = "a whole number of 1 or more"
-natural.__name__ = "a whole number of 0 or more"
 numbers.__name__ = "whole numbers of 1 or more with commas between"
-above_zero.__name__ = "a number above 0"
-zero_or_more.__name__ = "a number of 0 or more"
 int_or_none.__name__ = "a whole number or 'none'"
 token_bias.__name__ = "ID=BIAS"
