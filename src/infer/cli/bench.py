@@ -29,6 +29,9 @@ Benches: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 INTERRUPTED = 130  # the exit code after Ctrl-C; what was measured by then is printed and written
 
+HELP = "measure a server, an engine, or what each idea is worth here"
+DESCRIPTION = "Measure a server, an engine, or what each idea is worth on this machine."
+USAGE = "COMMAND [options]"
 EXAMPLES = """\
 examples:
   infer bench serve --url http://127.0.0.1:8000 --workload all --seed 42 --wait 60
@@ -108,16 +111,9 @@ COMPARE = (
 )
 
 
-def add_parser(commands: Benches) -> None:
-    """Register the subcommand and its own subcommands."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure a server, an engine, or what each idea is worth here",
-        description="Measure a server, an engine, or what each idea is worth on this machine.",
-        usage="infer bench COMMAND [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=lambda args: _no_command(parser), log_level="warning", debug=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its own commands, which have the flags."""
+    parser.set_defaults(parser=parser, log_level="warning", debug=False)
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_serve(benches)
     for name in ENGINE:
@@ -141,8 +137,9 @@ def add_parser(commands: Benches) -> None:
         flags.add_common_flags(made)
 
 
-def _no_command(parser: argparse.ArgumentParser) -> int:
-    parser.print_help(sys.stderr)
+def run(args: argparse.Namespace) -> int:
+    """Show the help: a benchmark was not named."""
+    args.parser.print_help(sys.stderr)
     return 2
 
 

@@ -61,6 +61,9 @@ COMMANDS = {
 }
 ALIASES = {"/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}  # what other programs call them
 
+HELP = "hold a conversation in the terminal"
+DESCRIPTION = "Hold a conversation with an instruct model in the terminal; /help lists its commands."
+USAGE = "[options]"
 EXAMPLES = """\
 examples:
   infer chat
@@ -72,16 +75,8 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "chat",
-        help="hold a conversation in the terminal",
-        description="Hold a conversation with an instruct model in the terminal; /help lists its commands.",
-        usage="infer chat [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     conversation = parser.add_argument_group("conversation")
     conversation.add_argument(
         "--tools",

@@ -9,6 +9,9 @@ from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
 
+HELP = "what this machine has for running models, and what would make it faster"
+DESCRIPTION = "Print processor, compiler, kernels, GPU, memory and models, and what could be better."
+USAGE = "[options]"
 EXAMPLES = """\
 examples:
   infer doctor
@@ -16,16 +19,8 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what this machine has for running models, and what would make it faster",
-        description="Print processor, compiler, kernels, GPU, memory and models, and what could be better.",
-        usage="infer doctor [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     flags.add_common_flags(parser)
 

@@ -7,6 +7,9 @@ import argparse
 from infer.cli import flags
 from infer.cli.answer import write_out
 
+HELP = "download a model, or the default one, for use without a network"
+DESCRIPTION = "Download a model and print where it lies; one that is already here is not touched."
+USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
   infer fetch
@@ -14,16 +17,8 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "fetch",
-        help="download a model, or the default one, for use without a network",
-        description="Download a model and print where it lies; one that is already here is not touched.",
-        usage="infer fetch [MODEL] [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="hub id (org/name); nothing: the default model"
     )

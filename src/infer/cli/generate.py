@@ -58,6 +58,9 @@ LABEL_LEN = 100  # characters of a prompt that its answer is announced with
 OPEN_AT_ONCE = 1024  # prompts of a file in the engine: more than it runs at once, fewer than fill the memory
 ASKED_AT_ONCE = 32  # prompts of a file with a server: a connection and a thread each
 
+HELP = "answer a prompt, or each line of a file"
+DESCRIPTION = "Answer a prompt, streaming the text to standard output as it is generated."
+USAGE = "[PROMPT] [options]"
 EXAMPLES = """\
 examples:
   infer generate "Why is the sky blue?"
@@ -86,16 +89,8 @@ class AskedPrompt:
     stream: TextStream | RemoteStream | StreamAhead | InferError
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "generate",
-        help="answer a prompt, or each line of a file",
-        description="Answer a prompt, streaming the text to standard output as it is generated.",
-        usage="infer generate [PROMPT] [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     prompt = parser.add_argument_group("prompt and output")
     prompt.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the text; '-' or nothing: standard input"

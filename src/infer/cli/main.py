@@ -8,8 +8,8 @@
     130   interrupted with Ctrl-C
     141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
 
-Each subcommand is a module with `add_parser` and `run`. None of them imports torch before it has a
-model to load, so that `--help` and a mistyped flag answer at once.
+Each subcommand is a module: its help text (HELP, DESCRIPTION, USAGE, EXAMPLES), `add_flags` and `run`. None
+of them imports torch before it has a model to load, so that `--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     with importing():
         modules = [importlib.import_module(f"infer.cli.{command}") for command in commands]
-    for module in modules:
-        module.add_parser(parsers)
+    for name, module in zip(commands, modules, strict=True):
+        usage = f"infer {name} {module.USAGE}"
+        about = {"help": module.HELP, "description": module.DESCRIPTION, "epilog": module.EXAMPLES}
+        command = parsers.add_parser(name, usage=usage, **about)
+        command.set_defaults(run=module.run)
+        module.add_flags(command)
     return parser
 
 

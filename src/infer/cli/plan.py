@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from infer.tools.memory_plan import MemoryPlan
     from infer.tools.scheme_plan import SchemePlan
 
+HELP = "show where a model's memory would go, without loading it"
+DESCRIPTION = (
+    "Show the memory of weights, activations and KV cache, how many sequences of which length fit\n"
+    "at once, and the flags to start with. Exit code 2 if it does not fit."
+)
+USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
   infer plan
@@ -58,19 +65,8 @@ NO_MEMORY = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "plan",
-        help="show where a model's memory would go, without loading it",
-        description=(
-            "Show the memory of weights, activations and KV cache, how many sequences of which length fit\n"
-            "at once, and the flags to start with. Exit code 2 if it does not fit."
-        ),
-        usage="infer plan [MODEL] [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -197,15 +193,7 @@ def _forms_json(forms: Forms) -> dict[str, Any]:
     return {
         "bandwidth": forms.bandwidth,
         "schemes": [
-            {
-                "quantization": scheme.quantization,
-                "kept_as": scheme.kept_as,
-                "is_chosen": scheme.is_chosen,
-                "weights": scheme.weights,
-                "bytes_per_token": scheme.bytes_per_token,
-                "num_cache_tokens": scheme.num_cache_tokens,
-                "tokens_per_second": forms.tokens_per_second(scheme),
-            }
+            asdict(scheme) | {"tokens_per_second": forms.tokens_per_second(scheme)}
             for scheme in forms.schemes
         ],
     }

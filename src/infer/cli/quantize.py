@@ -10,6 +10,13 @@ from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.errors import ConfigError
 
+HELP = "write a checkpoint in GPTQ, AWQ, compressed-tensors, FP8 or NF4"
+DESCRIPTION = (
+    "Write a checkpoint in a published quantized format: each weight of the layers is rounded to\n"
+    "the nearest step, which needs no data and no GPU. Embeddings, norms, routers and the head stay\n"
+    "as they are. Next to nothing is lost at 8 bits; at 4 bits smaller groups lose less."
+)
+USAGE = "MODEL OUT --scheme NAME [options]"
 EXAMPLES = """\
 examples:
   infer quantize ./model ./model-fp8 --scheme fp8-block
@@ -26,20 +33,8 @@ OPTIONS = {  # what can be chosen of some schemes; the others are as they are
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "quantize",
-        help="write a checkpoint in GPTQ, AWQ, compressed-tensors, FP8 or NF4",
-        description=(
-            "Write a checkpoint in a published quantized format: each weight of the layers is rounded to\n"
-            "the nearest step, which needs no data and no GPU. Embeddings, norms, routers and the head stay\n"
-            "as they are. Next to nothing is lost at 8 bits; at 4 bits smaller groups lose less."
-        ),
-        usage="infer quantize MODEL OUT --scheme NAME [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     parser.add_argument("model", metavar="MODEL", help="model directory or hub id of plain safetensors")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; new, or empty")
     parser.add_argument("--scheme", required=True, choices=SCHEMES, metavar="NAME", help=", ".join(SCHEMES))

@@ -15,6 +15,12 @@ from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
+HELP = "run a record again, bit for bit"
+DESCRIPTION = (
+    "Run a record again with its own knobs, and compare every plan and every sampled id.\n"
+    "Exit code 1 if the runs differ."
+)
+USAGE = "RECORD [options]"
 EXAMPLES = """\
 examples:
   infer generate --record run.jsonl "Why is the sky blue?"
@@ -24,19 +30,8 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "replay",
-        help="run a record again, bit for bit",
-        description=(
-            "Run a record again with its own knobs, and compare every plan and every sampled id.\n"
-            "Exit code 1 if the runs differ."
-        ),
-        usage="infer replay RECORD [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     parser.add_argument(
         "record", metavar="RECORD", type=Path, help="file written by 'infer generate --record'"
     )

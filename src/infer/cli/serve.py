@@ -22,6 +22,9 @@ from infer.loader.find.source import check_model
 
 logger = logging.getLogger(__name__)
 
+HELP = "answer over HTTP, as OpenAI's API does"
+DESCRIPTION = "Serve one or more models over HTTP, for every client of OpenAI's API and for browsers."
+USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
   infer serve
@@ -32,16 +35,8 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "serve",
-        help="answer over HTTP, as OpenAI's API does",
-        description="Serve one or more models over HTTP, for every client of OpenAI's API and for browsers.",
-        usage="infer serve [MODEL] [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     models = parser.add_argument_group("models")
     models.add_argument(
         "positional_model", nargs="?", metavar="MODEL", help="model directory, GGUF file or hub id"

@@ -21,6 +21,13 @@ from infer.errors import ConfigError
 if TYPE_CHECKING:
     from infer.bench.workloads import Workload
 
+HELP = "compare scheduling policies and cache sizes under a load, without a model"
+DESCRIPTION = (
+    "Run the real scheduler and cache books under a load, on a virtual clock, for every policy and\n"
+    "every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
+    "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use."
+)
+USAGE = "(--trace FILE | --workload NAME) [options]"
 EXAMPLES = """\
 a trace has one request per line; only the first three keys are needed:
   {"arrival": 0.5, "prompt_len": 900, "output_len": 40, "prefix_id": "tools", "prefix_len": 800,
@@ -60,20 +67,8 @@ COLUMNS = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "simulate",
-        help="compare scheduling policies and cache sizes under a load, without a model",
-        description=(
-            "Run the real scheduler and cache books under a load, on a virtual clock, for every policy and\n"
-            "every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
-            "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use."
-        ),
-        usage="infer simulate (--trace FILE | --workload NAME) [options]",
-        epilog=EXAMPLES,
-    )
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
     load = parser.add_argument_group("load and output")
     load.add_argument("--trace", metavar="FILE", type=Path, help="requests to simulate, as JSON lines")
     load.add_argument(
