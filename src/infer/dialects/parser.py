@@ -40,6 +40,7 @@ Reader = Generator[None, str, T]  # is sent characters, an empty one at the end;
 ARGUMENT_KEYS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter is free in JSON
+JSON, PYTHON = ("{[", "}]", '"'), ("([{", ")]}", "\"'")  # brackets that open, that close, and quotes
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -52,6 +53,31 @@ def new_call_id(*, is_short: bool) -> str:
     return (
         "".join(secrets.choice(_ALPHABET) for _ in range(9)) if is_short else f"call_{secrets.token_hex(12)}"
     )
+
+
+class _Nesting:
+    """How far a text, given character by character, is inside of brackets and quotes."""
+
+    def __init__(self, opening: str, closing: str, quotes: str, *, begun: str) -> None:
+        self._opening, self._closing, self._quotes = opening, closing, quotes
+        self._depth = 0
+        self._is_escaped = False
+        self.quote = ""  # the one that is open
+        self.add(begun)
+
+    @property
+    def is_open(self) -> bool:
+        return self._depth > 0 or self.quote != ""
+
+    def add(self, char: str) -> None:
+        if self.quote:
+            if char == self.quote and not self._is_escaped:
+                self.quote = ""
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif char in self._quotes:
+            self.quote = char
+        else:
+            self._depth += (char in self._opening) - (char in self._closing)
 
 
 class AnswerParser:
@@ -348,20 +374,15 @@ class AnswerParser:
     def _stream_object(self) -> Reader[None]:
         """Pass an object on, character by character, up to its closing brace."""
         self._argue("{")
-        depth, in_text, is_escaped = 1, False, False
-        while depth:
+        inside = _Nesting(*JSON, begun="{")
+        while inside.is_open:
             char = yield from self._char()
             if not char:
                 return
-            if in_text:
-                in_text = is_escaped or char != '"'
-                is_escaped = char == "\\" and not is_escaped
-            elif char == "<":  # no JSON: a marker, and a brace was forgotten
+            if char == "<" and not inside.quote:  # no JSON: a marker, and a brace was forgotten
                 self._unread(char)
                 return
-            else:
-                in_text = char == '"'
-                depth += (char in "{[") - (char in "}]")
+            inside.add(char)
             self._argue(char)
 
     def _value(self, first: str) -> Reader[str]:
@@ -369,20 +390,15 @@ class AnswerParser:
         if not first or first in ",:}]<":
             self._unread(first)
             raise _NotACall
-        read, depth, in_text, is_escaped = first, int(first in "{["), first == '"', False
-        while depth or in_text or first not in '{["':
+        read, inside = first, _Nesting(*JSON, begun=first)
+        while inside.is_open or first not in '{["':
             char = yield from self._char()
             if not char:
                 raise _NotACall
-            if not depth and not in_text and (char in ",}]" or char.isspace()):
+            if not inside.is_open and (char in ",}]" or char.isspace()):
                 self._unread(char)
                 break
-            if in_text:
-                in_text = is_escaped or char != '"'
-                is_escaped = char == "\\" and not is_escaped
-            else:
-                in_text = char == '"'
-                depth += (char in "{[") - (char in "}]")
+            inside.add(char)
             read += char
         return read
 
@@ -483,20 +499,13 @@ class AnswerParser:
 
     def _parentheses(self) -> Reader[str]:
         """From an opening parenthesis, which was read, to the closing one; quotes are those of Python."""
-        read, depth, quote, is_escaped = "(", 1, "", False
-        while depth:
+        read, inside = "(", _Nesting(*PYTHON, begun="(")
+        while inside.is_open:
             char = yield from self._char()
             if not char:
                 raise _NotACall
+            inside.add(char)
             read += char
-            if quote:
-                if char == quote and not is_escaped:
-                    quote = ""
-                is_escaped = char == "\\" and not is_escaped
-            elif char in "\"'":
-                quote = char
-            else:
-                depth += (char in "([{") - (char in ")]}")
         return read
 
 
