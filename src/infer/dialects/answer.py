@@ -1,25 +1,24 @@
 """How one answer is to be read: in which notation, with which tools, and whether it begins with reasoning.
 
     the model's dialect ──┐
-    tools, tool_choice  ──┼──► AnswerFormat ──► parser()       reads the answer, one parser for each sequence
-    the rendered prompt ──┘                └──► structured()   makes the model write what tool_choice asks for
+    tools, tool_choice  ──┼──► AnswerFormat ──► AnswerParser   reads the answer, one parser for each sequence
+    the rendered prompt ──┘                └──► constraint     makes the model write what tool_choice asks for
 
 A conversation without tools, with a model that does not reason, has no format: its answer is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer.dialects.events import TOOL_NAME, ToolCall, is_complete
 from infer.dialects.grammar import constraint
-from infer.dialects.parser import AnswerParser
 from infer.dialects.table import Dialect, Think
 from infer.errors import RequestError, show_value
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Reasoning, Structured
+from infer.sampling.structured import Reasoning
 from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -76,22 +75,11 @@ class AnswerFormat:
         """Whether the answer is calls and nothing else, behind its reasoning."""
         return self.dialect is not None and self.choice != "auto"
 
-    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
-        """A parser for one sequence."""
-        return AnswerParser(self, new_id)
-
-    def structured(self, tokenizer: Tokenizer, text: Structured | None = None) -> Structured | None:
-        """The constraint that makes a model write the calls that were asked for; None if it is free.
-
-        `text` is the constraint on an answer that is no call.
-        """
-        return constraint(self, tokenizer, text)
-
     def bind(
         self, params: SamplingParams, tokenizer: Tokenizer, max_reasoning: int | None = None
     ) -> SamplingParams:
         """The parameters with what the format asks of an engine: forced calls, an end of reasoning."""
-        structured = self.structured(tokenizer, params.structured)
+        structured = constraint(self, tokenizer, params.structured)
         reasoning = None
         if self.think is not None and (structured is not None or max_reasoning is not None):
             reasoning = _find_end(self.think, tokenizer, max_reasoning)
@@ -206,30 +194,20 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
             raise RequestError(
                 f"unknown field {where}.{key!s:.80}; allowed are {', '.join(sorted(_TOOL_KEYS))}", param=where
             )
-    name = function.get("name")
-    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise RequestError(
-            f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, got {show_value(name)}",
-            param=f"{where}.name",
-        )
-    if name in CHOICES:
-        raise RequestError(
-            f"{where}.name cannot be {name!r}, which is a value of tool_choice ({', '.join(CHOICES)}); "
-            "rename the tool",
-            param=f"{where}.name",
-        )
-    description = function.get("description")
-    if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
-        raise RequestError(
-            f"{where}.description must be a text of at most {MAX_DESCRIPTION} characters",
-            param=f"{where}.description",
-        )
-    strict = function.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise RequestError(
-            f"{where}.strict must be true or false, got {show_value(strict)}", param=f"{where}.strict"
-        )
-    return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
+    name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
+    is_named = isinstance(name, str) and TOOL_NAME.fullmatch(name) is not None
+    is_described = description is None or isinstance(description, str) and len(description) <= MAX_DESCRIPTION
+    shown, values = show_value(name), f"a value of tool_choice ({', '.join(CHOICES)})"
+    for key, is_right, must in (
+        ("name", is_named, f"must be 1 to 64 letters, digits, underscores or dashes, got {shown}"),
+        ("name", name not in CHOICES, f"cannot be {shown}, which is {values}; rename the tool"),
+        ("description", is_described, f"must be a text of at most {MAX_DESCRIPTION} characters"),
+        ("strict", isinstance(strict, bool | None), f"must be true or false, got {show_value(strict)}"),
+    ):
+        if not is_right:
+            raise RequestError(f"{where}.{key} {must}", param=f"{where}.{key}")
+    parameters = _read_schema(function.get("parameters"), where)
+    return Tool(name=str(name), parameters=parameters, is_strict=bool(strict))
 
 
 def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ import msgspec
 
 from infer.dialects.answer import AnswerFormat
 from infer.dialects.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCall, join_calls
+from infer.dialects.parser import AnswerParser
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -174,7 +175,7 @@ class _SequenceText:
     ) -> None:
         self._request = request
         self._form = form
-        self._parser = form.parser() if form is not None else None
+        self._parser = AnswerParser(form) if form is not None else None
         shown = form.shown_ids if form is not None else frozenset()
         # A stop string counts only once min_tokens are there; the search begins then.
         stop = request.params.stop if request.params.min_tokens == 0 else ()

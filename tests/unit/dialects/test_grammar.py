@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from infer.dialects.answer import AnswerFormat, Tool
 from infer.dialects.events import CallDelta, CallStart, ContentDelta
+from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import BY_NAME, THINK, Dialect
 from infer.errors import RequestError
@@ -87,7 +88,7 @@ def _next_of_end(text: str, end: str = "</parameter>\n") -> str:
 def walk(form: AnswerFormat, seed: int, *, is_special: bool, prefix: str = "") -> str:
     """A text that the grammar allows, drawn at random; it is led towards an end once it is long."""
     tokenizer, ll = vocabulary(is_special=is_special)
-    structured = form.structured(tokenizer)
+    structured = constraint(form, tokenizer)
     assert structured is not None
     matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -162,7 +163,7 @@ def test_a_named_tool_is_called_once(dialect: Dialect) -> None:
 @pytest.mark.parametrize("dialect", [each for each in BY_NAME.values() if each.name != "pythonic"])
 def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
     form = AnswerFormat(dialect=dialect, tools=TOOLS)
-    structured = form.structured(vocabulary(is_special=True)[0])
+    structured = constraint(form, vocabulary(is_special=True)[0])
     assert structured is not None
     (trigger,) = structured.triggers
     for seed in range(6):
@@ -174,13 +175,13 @@ def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
 
 def test_free_text_is_not_constrained_without_strict_tools() -> None:
     form = AnswerFormat(dialect=BY_NAME["hermes"], tools=(NOW, PICK))
-    assert form.structured(vocabulary(is_special=True)[0]) is None
+    assert constraint(form, vocabulary(is_special=True)[0]) is None
 
 
 def test_a_call_may_follow_reasoning_after_blanks() -> None:
     form = AnswerFormat(dialect=BY_NAME["hermes"], tools=(NOW,), choice="required", think=THINK)
     tokenizer, ll = vocabulary(is_special=True)
-    structured = form.structured(tokenizer)
+    structured = constraint(form, tokenizer)
     assert structured is not None
     matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
     ids = tokenizer.encode(
@@ -192,14 +193,14 @@ def test_a_call_may_follow_reasoning_after_blanks() -> None:
 def test_strict_is_refused_where_it_cannot_be_enforced() -> None:
     tokenizer, _ = vocabulary(is_special=True)
     with pytest.raises(RequestError, match="have no marker"):
-        AnswerFormat(dialect=BY_NAME["pythonic"], tools=TOOLS).structured(tokenizer)
+        constraint(AnswerFormat(dialect=BY_NAME["pythonic"], tools=TOOLS), tokenizer)
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     tool = Tool(name="f", parameters=schema, is_strict=True)
     with pytest.raises(RequestError, match="pattern of the parameter 'a'"):
-        AnswerFormat(dialect=BY_NAME["qwen3_coder"], tools=(tool,)).structured(tokenizer)
+        constraint(AnswerFormat(dialect=BY_NAME["qwen3_coder"], tools=(tool,)), tokenizer)
     dashed = Tool(name="get-time")
     with pytest.raises(RequestError, match="'get-time'"):
-        AnswerFormat(dialect=BY_NAME["gemma3"], tools=(dashed,), choice="required").structured(tokenizer)
+        constraint(AnswerFormat(dialect=BY_NAME["gemma3"], tools=(dashed,), choice="required"), tokenizer)
 
 
 WILD = {
@@ -224,12 +225,12 @@ def test_a_schema_that_cannot_be_followed_is_refused_only_if_strict(keyword: str
         )
         for each in (False, True)
     )
-    structured = loose.structured(tokenizer)
+    structured = constraint(loose, tokenizer)
     assert structured is not None
     matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters: .*#/properties/a") as caught:
-        strict.structured(tokenizer)
+        constraint(strict, tokenizer)
     assert caught.value.param == "tools[0].function.parameters"
 
 
@@ -259,7 +260,7 @@ def test_what_only_describes_a_schema_is_left_out() -> None:
     form = AnswerFormat(
         dialect=BY_NAME["hermes"], tools=(Tool(name="f", parameters=schema),), choice="required"
     )
-    structured = form.structured(vocabulary(is_special=True)[0])
+    structured = constraint(form, vocabulary(is_special=True)[0])
     assert structured is not None
     assert "DDD" not in structured.text
     assert '"description":{"type":"string","enum":["title"]},"title":{"type":"integer"}' in structured.text
@@ -272,9 +273,9 @@ def test_tools_that_are_too_large_together_are_refused_before_they_are_looked_at
     tools = tuple(Tool(name=f"t{i}", parameters=schema) for i in range(30))
     tokenizer, _ = vocabulary(is_special=True)
     form = AnswerFormat(dialect=BY_NAME["hermes"], tools=tools[:20], choice="required")
-    assert form.structured(tokenizer) is not None
+    assert constraint(form, tokenizer) is not None
     with pytest.raises(RequestError, match="the parameters of all tools have 8.... characters"):
-        dataclasses.replace(form, tools=tools).structured(tokenizer)
+        constraint(dataclasses.replace(form, tools=tools), tokenizer)
 
 
 PARTED = [each for each in BY_NAME.values() if each.form in ("xml", "pythonic")]
@@ -297,12 +298,12 @@ def test_a_grammar_too_large_is_refused_while_it_is_written(dialect: Dialect) ->
     properties = {f"p{i}": refs | {"minItems": i} for i in range(300)}
     schema = {"type": "object", "properties": properties, "$defs": big}
     with pytest.raises(RequestError, match="the parameters of all tools have"):
-        forced(dialect, schema).structured(tokenizer)
+        constraint(forced(dialect, schema), tokenizer)
     schema["properties"] = {f"p{i}": {"$ref": "#/$defs/all", "minItems": i} for i in range(300)}
     schema["$defs"] = big | {"all": refs}
     tracemalloc.start()
     with pytest.raises(RequestError, match="the grammar of these tools has more than"):
-        forced(dialect, schema).structured(tokenizer)
+        constraint(forced(dialect, schema), tokenizer)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 << 20
@@ -328,7 +329,7 @@ def test_definitions_are_written_where_they_are_reached(dialect: Dialect) -> Non
         "definitions": {"x/y z": {"type": "boolean"}},
     }
     form = forced(dialect, schema, is_strict=True)
-    structured = form.structured(tokenizer)
+    structured = constraint(form, tokenizer)
     assert structured is not None
     assert "never" not in structured.text
     assert structured.text.count('"enum":[1,2]') == 1
@@ -346,10 +347,10 @@ def test_a_reference_to_another_argument_cannot_be_followed(dialect: Dialect, re
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": ref}}},
     }
-    structured = forced(dialect, schema).structured(tokenizer)
+    structured = constraint(forced(dialect, schema), tokenizer)
     assert structured is not None
     matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     with pytest.raises(RequestError, match="a \\$ref of the strict tool 'f' cannot be followed") as caught:
-        forced(dialect, schema, is_strict=True).structured(tokenizer)
+        constraint(forced(dialect, schema, is_strict=True), tokenizer)
     assert caught.value.param == "tools"

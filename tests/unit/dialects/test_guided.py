@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infer.dialects.answer import AnswerFormat, Tool
+from infer.dialects.grammar import constraint
 from infer.dialects.table import BY_NAME, Dialect
 from infer.structured.compiler import Compiler
 from infer.structured.guide import CONSTRAINED, FREE, Guide
@@ -39,7 +40,7 @@ WRITTEN = {  # text, what an engine may write of a call, and what it may not wri
 def test_a_strict_call_is_enforced_from_its_marker_to_its_end(dialect: Dialect, has_tokens: bool) -> None:
     metadata = gpt2_metadata(("<|endoftext|>", *(MARKERS if has_tokens else ()), "<|im_end|>"))
     tokenizer = Tokenizer.from_gguf(metadata)
-    structured = AnswerFormat(dialect=dialect, tools=(TOOL,)).structured(tokenizer)
+    structured = constraint(AnswerFormat(dialect=dialect, tools=(TOOL,)), tokenizer)
     assert structured is not None
     core = read_gguf_vocabulary(metadata).core
     token_bytes = TokenBytes(

@@ -105,7 +105,7 @@ def test_a_marker_that_is_a_special_token_reaches_the_parser() -> None:
 
 
 def test_an_answer_without_a_format_has_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AnswerFormat, "parser", None)
+    monkeypatch.setattr("infer.frontend.outputs.AnswerParser", None)
     vocabulary = tokenizer()
     assert find_format(vocabulary, [1], dialect=BY_NAME["hermes"], think=None) is None
     request = Request(request_id="r", prompt=(0,), params=SamplingParams())
