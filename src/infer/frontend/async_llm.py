@@ -83,51 +83,31 @@ class AsyncLLM(TextModel):
         self.client.abort(request_id)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
         """Continue a prompt and return the whole answer; cancelling the call ends the request.
 
-        Options are those of `RequestOptions`: priority, deadline and cache_salt.
+        Options are those of `RequestOptions`: request_id, priority, deadline and cache_salt.
         """
-        return await self._answer(await self._open(self._open_prompt, prompt, params, request_id, **options))
+        return await self._answer(await self._open(self._open_prompt, prompt, params, **options))
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        return self._stream(self._open_prompt, prompt, params, request_id, **options)
+        return self._stream(self._open_prompt, prompt, params, **options)
 
     async def chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput:
         """Answer a conversation, or a text as its only message; returns the whole answer, see `LLM.chat`."""
-        return await self._answer(await self._open(self._open_chat, messages, params, request_id, **options))
+        return await self._answer(await self._open(self._open_chat, messages, params, **options))
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        return self._stream(self._open_chat, messages, params, request_id, **options)
+        return self._stream(self._open_chat, messages, params, **options)
 
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None

@@ -49,7 +49,6 @@ from infer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from infer.scheduling.request import Request
-    from infer.tokenizer.tokenizer import Tokenizer
 
 Opened: TypeAlias = "tuple[Request, OutputBuilder]"  # a request for the engine, and what makes its answer
 
@@ -75,57 +74,32 @@ class TextModel:
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
+        self.name, self.tokenizer = self.encoder.name, self.encoder.tokenizer
+        self.sampling_defaults = self.encoder.sampling_defaults  # what its authors recommend; may be empty
+        self.has_chat_template = self.encoder.has_chat_template  # whether `chat` works with this model
         self._start(engine)
 
     def _start(self, engine: Engine) -> None:
         """Take over the engine."""
         raise NotImplementedError
 
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.encoder.name
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.encoder.tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, float]:
-        """The sampling parameters that the model's authors recommend; empty if there are none."""
-        return self.encoder.sampling_defaults
-
     def sampling_params(self, **given: Any) -> SamplingParams:
         """Return these parameters, and the model's defaults for those that are not given or None."""
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**(dict(self.sampling_defaults) | chosen))
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` works with this model."""
-        return self.encoder.has_chat_template
-
     def _open_prompt(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None, **options: Unpack[RequestOptions]
     ) -> Opened:
-        request = self.encoder.make_request(prompt, params, request_id, **options)
+        request = self.encoder.make_request(prompt, params, **options)
         return request, OutputBuilder(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 
     def _open_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        request_id: str | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Conversation, params: SamplingParams | None, **options: Unpack[ChatOptions]
     ) -> Opened:
         chat, own = split_options(options)
         ids, params, form = self.encoder.open_chat(messages, params, **chat)
-        request = self.encoder.make_request(ids, params, request_id, **own)
+        request = self.encoder.make_request(ids, params, **own)
         return request, OutputBuilder(request, self.tokenizer, None, is_chat=True, form=form)
 
 

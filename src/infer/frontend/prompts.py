@@ -46,6 +46,7 @@ Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a 
 class RequestOptions(TypedDict, total=False):
     """The options of a request beside its prompt and its params; `Request` has the defaults."""
 
+    request_id: str  # default: the next number
     priority: int  # smaller is more urgent; read by the `priority` policy
     deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
     cache_salt: str  # only requests with the same salt share cached prefixes
@@ -251,7 +252,6 @@ class PromptEncoder:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
@@ -266,8 +266,9 @@ class PromptEncoder:
             params = self.default_params(len(ids))
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
-        request_id = request_id if request_id is not None else self.next_id()
-        return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+        if options.get("request_id") is None:
+            options["request_id"] = self.next_id()
+        return Request(prompt=tuple(ids), params=params, **options)
 
     def default_params(self, num_prompt: int) -> SamplingParams:
         """What the model's authors recommend; a short context ends an output, and is no error."""

@@ -91,7 +91,10 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
             assert limit in str(caught.value)
 
 
-KNOWN = "known: priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, template_options"
+KNOWN = (
+    "known: request_id, priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, "
+    "template_options"
+)
 
 
 @pytest.mark.parametrize(
