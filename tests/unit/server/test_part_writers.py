@@ -22,7 +22,7 @@ from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.stream import Generation, Piece
-from infer.server.routes.messages import MessageWriter, message_body, stop_fields
+from infer.server.routes.messages import MessageWriter
 from infer.server.routes.responses import ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -106,6 +106,12 @@ def read(frames: bytes) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def message(parts: list[Part], finish_reason: str, stop_reason: str | int | None = None) -> dict[str, Any]:
+    writer = MessageWriter(GENERATION, cast(Any, None))
+    writer.parts, writer.finish_reason, writer.stop_reason = parts, finish_reason, stop_reason
+    return writer.body()
+
+
 def response_writer() -> ResponseWriter:
     return ResponseWriter(GENERATION, ResponsesRequest(input="hi"))
 
@@ -117,7 +123,7 @@ def test_a_stream_of_blocks_adds_up_to_the_message(
 ) -> None:
     events = stream(MessageWriter(GENERATION, cast(Any, None)), pieces, finish_reason)
     parts = parts_of(pieces)
-    whole = message_body(GENERATION, parts, stop_fields(GENERATION, parts, finish_reason, None))
+    whole = message(parts, finish_reason)
     Message.model_validate(whole, strict=True)
 
     assert [name for name, _ in events[:2]] == ["message_start", "ping"]
@@ -209,18 +215,20 @@ def test_the_events_of_a_response_are_those_of_openai() -> None:
 
 def test_reasons_to_stop() -> None:
     text, call = Part("text", 0), Part("call", 1, "call_0", "f", ["{}"])
-    assert stop_fields(GENERATION, [text], "stop", None)["stop_reason"] == "end_turn"
-    assert stop_fields(GENERATION, [text], "length", None)["stop_reason"] == "max_tokens"
-    assert stop_fields(GENERATION, [text, call], "stop", None)["stop_reason"] == "tool_use"
-    assert stop_fields(GENERATION, [text, call], "length", None)["stop_reason"] == "max_tokens"
+    assert message([text], "stop")["stop_reason"] == "end_turn"
+    assert message([text], "length")["stop_reason"] == "max_tokens"
+    assert message([text, call], "stop")["stop_reason"] == "tool_use"
+    assert message([text, call], "length")["stop_reason"] == "max_tokens"
     cut = Part("call", 1, "call_0", "f", ['{"a": '])
-    assert stop_fields(GENERATION, [cut], "stop", "x") == {
-        "stop_reason": "stop_sequence",
-        "stop_sequence": "x",
-    }
-    assert stop_fields(GENERATION, [text], "stop", 7)["stop_reason"] == "end_turn"
-    ended = stop_fields(GENERATION, [text], "stop", "###")
-    assert ended == {"stop_reason": "stop_sequence", "stop_sequence": "###"}
+    assert (
+        message([cut], "stop", "x").items()
+        >= {
+            "stop_reason": "stop_sequence",
+            "stop_sequence": "x",
+        }.items()
+    )
+    assert message([text], "stop", 7)["stop_reason"] == "end_turn"
+    assert message([text], "stop", "###")["stop_sequence"] == "###"
 
 
 def test_a_response_that_fails_says_so_twice() -> None:

@@ -13,7 +13,7 @@ model_context_window_exceeded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -48,7 +48,6 @@ class MessageErrorBody(BaseModel):
 router = make_router(MessageErrorBody)
 
 UNSIGNED = "unsigned"  # clients want a signature under reasoning, and send it back; it says nothing here
-NOT_ENDED = {"stop_reason": None, "stop_sequence": None}
 DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -88,7 +87,7 @@ class MessageWriter(PartWriter):
 
     def begin(self) -> list[bytes]:
         """The message without content, and the ping that Anthropic sends behind it."""
-        message = message_body(self.generation, [], NOT_ENDED)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None})
         return [_event("message_start", message=message), _event("ping")]
 
     def open(self, part: Part) -> list[bytes]:
@@ -109,15 +108,48 @@ class MessageWriter(PartWriter):
 
     def finish(self) -> list[bytes]:
         """Why the answer ended, and what it cost."""
-        ended = _event("message_delta", delta=self._reason(), usage=usage(self.generation))
+        ended = _event("message_delta", delta=self._reason(), usage=self._usage())
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
-        """The whole message."""
-        return message_body(self.generation, self.parts, self._reason())
+        """The whole message; calls that were cut, whose arguments are no object, are left out."""
+        whole = [part for part in self.parts if part.kind != "call" or _arguments(part.text) is not None]
+        return self._message([block(part) for part in whole or [Part("text", 0)]], self._reason())
+
+    def _message(self, content: list[dict[str, Any]], reason: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": "msg_" + self.generation.job.job_id.rpartition("-")[2],
+            "type": "message",
+            "role": "assistant",
+            "model": self.generation.job.model_name,
+            "content": content,
+            **reason,
+            "usage": self._usage(),
+        }
 
     def _reason(self) -> dict[str, Any]:
-        return stop_fields(self.generation, self.parts, self.finish_reason, self.stop_reason)
+        """Why the answer ended, in Anthropic's words."""
+        sequence = self.stop_reason if isinstance(self.stop_reason, str) else None
+        if self.finish_reason == "length":
+            is_full = self.generation.job.params.max_tokens is None  # `open_message` has lifted the limit
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif (calls := [part for part in self.parts if part.kind == "call"]) and is_complete(calls[-1].text):
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        """The tokens so far; Anthropic counts those of the prompt that came from the cache by themselves."""
+        counts = self.generation.usage()
+        num_cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": reasoning_tokens(counts)},
+        }
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -126,25 +158,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def _delta(part: Part, delta: dict[str, str]) -> bytes:
     return _event("content_block_delta", index=part.index, delta=delta)
-
-
-def message_body(generation: Generation, parts: Sequence[Part], reason: Mapping[str, Any]) -> dict[str, Any]:
-    """A message; `reason` says why it ended."""
-    return {
-        "id": "msg_" + generation.job.job_id.rpartition("-")[2],
-        "type": "message",
-        "role": "assistant",
-        "model": generation.job.model_name,
-        "content": [block(part) for part in whole_parts(parts)],
-        **reason,
-        "usage": usage(generation),
-    }
-
-
-def whole_parts(parts: Sequence[Part]) -> Sequence[Part]:
-    """The parts without calls that were cut, whose arguments are no object; an empty text if none is left."""
-    whole = [part for part in parts if part.kind != "call" or _arguments(part.text) is not None]
-    return whole or [Part("text", 0)][: len(parts)]
 
 
 def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
@@ -167,31 +180,3 @@ def _arguments(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def stop_fields(
-    generation: Generation, parts: Sequence[Part], finish_reason: str | None, stop_reason: str | int | None
-) -> dict[str, Any]:
-    """Why an answer ended, in Anthropic's words."""
-    sequence = stop_reason if isinstance(stop_reason, str) else None
-    if finish_reason == "length":
-        is_full = generation.job.params.max_tokens is None  # `open_message` has lifted the limit
-        reason = "model_context_window_exceeded" if is_full else "max_tokens"
-    elif (calls := [part for part in parts if part.kind == "call"]) and is_complete(calls[-1].text):
-        reason = "tool_use"
-    else:
-        reason = "end_turn" if sequence is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
-
-
-def usage(generation: Generation) -> dict[str, Any]:
-    """The tokens so far; Anthropic counts those of the prompt that came from the cache by themselves."""
-    counts = generation.usage()
-    num_cached = counts["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": counts["prompt_tokens"] - num_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
-        "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"thinking_tokens": reasoning_tokens(counts)},
-    }
