@@ -70,7 +70,7 @@ def test_the_models_defaults_stand_where_the_client_says_nothing(oracle: LLM) ->
 
     def made(**fields: Any) -> SamplingParams:
         body = CompletionRequest.model_validate({"prompt": "x"} | fields)
-        return make_params(body, Front(), ServerConfig(), max_tokens=4, logprobs=None)  # type: ignore[arg-type]
+        return make_params(body, Front(), ServerConfig().max_n, max_tokens=4, logprobs=None)  # type: ignore[arg-type]
 
     assert made() == SamplingParams(max_tokens=4, **defaults)  # type: ignore[arg-type]
     assert made(temperature=0) == SamplingParams(max_tokens=4, **defaults | {"temperature": 0})  # type: ignore[arg-type]

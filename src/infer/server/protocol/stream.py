@@ -300,19 +300,11 @@ class ChunkWriter(FrameWriter):
         """The frame of one token; most hold nothing but its text, and are put together from three parts."""
         if logprobs is None and delta.finish_reason is None and not self.has_usage:
             return self._openings[index] + orjson.dumps(delta.text) + self._plain
-        return self.chunk(index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        return self.frame(index, self.text(delta.text), logprobs, delta.finish_reason, delta.stop_reason)
 
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        logprobs: Mapping[str, Any] | None,
-        finish_reason: str | None,
-        stop_reason: str | int | None = None,
-    ) -> bytes:
-        """A frame with all fields of a choice."""
-        inner = self.opening + orjson.dumps(text) + self.closing
-        return self.frame(index, inner, logprobs, finish_reason, stop_reason)
+    def text(self, text: str) -> bytes:
+        """The field of a choice that holds its text."""
+        return self.opening + orjson.dumps(text) + self.closing
 
     def frame(
         self,

@@ -80,17 +80,16 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     params = make_params(
         body,
         model.encoder,
-        state.config,
+        state.config.max_n,
         structured=await find_structured(body),
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    ids = await encode_prompts(
-        model.encoder, prompts, "prompt", add_special=body.add_special_tokens is not False
-    )
+    special = body.add_special_tokens is not False
+    ids = await encode_prompts(model.encoder, prompts, "prompt", add_special=special)
     texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
-    return make_job("cmpl", body, model, state.config, ids, texts, params)
+    return make_job(body, model, state.config, ids, params, texts=texts)
 
 
 async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = False) -> Job:
@@ -106,14 +105,9 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     structured = await find_structured(body)
-    params = make_params(
-        body,
-        model.encoder,
-        state.config,
-        structured=structured,
-        max_tokens=body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    asked = {"structured": structured, "max_tokens": body.max_tokens, "logprobs": logprobs}
+    params = make_params(body, model.encoder, state.config.max_n, **asked)
     check_has_template(model.encoder)
     ids, bound, form = await asyncio.to_thread(
         model.encoder.open_chat,
@@ -128,7 +122,7 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
     )
     if structured is not None and form is not None and form.is_forced:
         body.note_ignored([structured.param.partition(".")[0]])  # the answer is calls
-    return make_job("chatcmpl", body, model, state.config, [ids], (None,), bound or params, form)
+    return make_job(body, model, state.config, [ids], bound or params, form=form)
 
 
 def _ignore_limits(body: ChatRequest) -> None:
@@ -142,13 +136,13 @@ def _ignore_limits(body: ChatRequest) -> None:
 
 
 def make_job(
-    prefix: str,
     body: SamplingBody,
     model: ServedModel,
     config: ServerConfig,
     ids: Sequence[Sequence[int]],
-    texts: tuple[str | None, ...],
     params: SamplingParams,
+    *,
+    texts: tuple[str | None, ...] = (None,),
     form: AnswerFormat | None = None,
 ) -> Job:
     """The job of a body: a fresh id, and a numbered request for each prompt."""
@@ -156,7 +150,8 @@ def make_job(
     check_supported(body, params)
     if body.priority and model.scheduler_policy != "priority":
         body.note_ignored(["priority"])
-    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    is_chat = isinstance(body, ChatRequest)
+    job_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
     requests = tuple(
         Request(
@@ -177,35 +172,23 @@ def make_job(
         requests=requests,
         prompts=texts,
         time_limit_s=min(limits, default=None),
-        is_chat=isinstance(body, ChatRequest),
+        is_chat=is_chat,
         form=form,
     )
 
 
-def make_params(
-    body: SamplingBody,
-    encoder: PromptEncoder,
-    config: ServerConfig,
-    *,
-    structured: Structured | None = None,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
-    """The client's fields over the model's defaults; beam search takes no defaults."""
+def make_params(body: SamplingBody, encoder: PromptEncoder, max_n: int, **asked: Any) -> SamplingParams:
+    """The client's fields over the model's defaults; beam search takes no defaults.
+
+    `asked` are the parameters that each route reads in its own way.
+    """
     fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(encoder.sampling_defaults)
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
-        check_num_sequences(name, fields.get(name, 1), config.max_n)
+        check_num_sequences(name, fields.get(name, 1), max_n)
     if body.logit_bias is not None:
         fields["logit_bias"] = _read_bias(body.logit_bias)
-    return SamplingParams(
-        **fields,
-        structured=structured,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    return SamplingParams(**fields, **asked)
 
 
 async def find_structured(body: SamplingBody) -> Structured | None:
@@ -243,14 +226,13 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
     """Refuse a body with more prompts than an empty queue could hold: no retry could succeed."""
-    if model.max_queue is None or num_prompts <= model.max_queue * len(model.clients):
-        return
-    room = model.max_queue * len(model.clients)
-    raise RequestError(
-        f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
-        "send fewer at a time",
-        param="prompt",
-    )
+    room = num_prompts if model.max_queue is None else model.max_queue * len(model.clients)
+    if num_prompts > room:
+        raise RequestError(
+            f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
+            "send fewer at a time",
+            param="prompt",
+        )
 
 
 async def encode_prompts(

@@ -77,7 +77,16 @@ class Turns:
         `refused` is the reason why other types are not taken, or has the reasons of some.
         """
         where = spell_path(path)
-        kind = _kind_of(kinds, given, where, refused, default)
+        if not isinstance(given, dict):
+            raise MalformedRequest(f"{where} must be an object, got {json_type(given)}", param=where)
+        kind = given.get("type", default)
+        if not isinstance(kind, str):
+            message = f"{where}.type must be a string: {', '.join(kinds)}; got {show_value(kind)}"
+            raise MalformedRequest(message, param=f"{where}.type")
+        if kind not in kinds:
+            reason = refused if isinstance(refused, str) else refused.get(kind)
+            hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
+            raise RequestError(f"{where} has type {kind[:80]!r}, which is not supported{hint}", param=where)
         try:
             made = kinds[kind].model_validate({name: given[name] for name in given if name != "type"})
         except ValidationError as error:
@@ -124,23 +133,3 @@ def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
                 error.args = (re.sub(rf"\b{name}\b", other, str(error)), *error.args[1:])
                 break
         raise
-
-
-def _kind_of(
-    kinds: Mapping[str, type[Body]],
-    given: Any,
-    where: str,
-    refused: Mapping[str, str] | str,
-    default: str | None,
-) -> str:
-    if not isinstance(given, dict):
-        raise MalformedRequest(f"{where} must be an object, got {json_type(given)}", param=where)
-    kind = given.get("type", default)
-    if not isinstance(kind, str):
-        message = f"{where}.type must be a string: {', '.join(kinds)}; got {show_value(kind)}"
-        raise MalformedRequest(message, param=f"{where}.type")
-    if kind in kinds:
-        return kind
-    reason = refused if isinstance(refused, str) else refused.get(kind)
-    hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
-    raise RequestError(f"{where} has type {kind[:80]!r}, which is not supported{hint}", param=where)

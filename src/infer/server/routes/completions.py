@@ -152,7 +152,7 @@ class CompletionWriter(ChunkWriter):
             self._not_echoed.remove(choice)
             logprobs = view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs)
             reason = None if view.shows_output else "length"
-            frames.append(self.chunk(choice, view.prompt_text(piece.prompt), logprobs, reason))
+            frames.append(self.frame(choice, self.text(view.prompt_text(piece.prompt)), logprobs, reason))
         if view.shows_output:
             logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
             frames.append(self.token(choice, delta, logprobs))
