@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import (
@@ -92,14 +92,14 @@ class ProcessClient:
         restart: bool = True,
         policy: RestartPolicy | None = None,
         on_down: Callable[[str], None] | None = None,
-        **options: Unpack[SpawnOptions],
+        **options: Any,
     ) -> ProcessClient:
         """Start an engine and wait for its model; what stops it from starting is raised here.
 
         A `stuck_timeout` of 0 means never. `policy` is when to start it again, `on_down` gets the reason each
-        time it is gone, and `options` say how it is started.
+        time it is gone, and `options` say how it is started: the fields of `SpawnOptions`.
         """
-        start = partial(EngineProcess.start, config, **options)
+        start = partial(EngineProcess.start, config, SpawnOptions(**options))
         process, ready = await start()
         return cls(
             process,

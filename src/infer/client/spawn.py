@@ -29,13 +29,11 @@ ENGINE_MODULE = "infer.client.process"
 Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
 
 
-def spawn_engine(module: str) -> subprocess.Popen[bytes]:
-    """Start an engine process; it waits for its orders (`Launch`) on standard input."""
-    return spawn(module)
-
-
 def spawn(module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module, with its output in a pipe or going where ours goes."""
+    """Start a process that runs a module, with its output in a pipe or going where ours goes.
+
+    It waits for its orders on standard input.
+    """
     # -P and our own path: the child imports what we import, never from the working directory
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
@@ -88,11 +86,11 @@ class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):
     def __init__(self, number: int) -> None:
         self._waiting: list[subprocess.Popen[bytes]] = []
         for _ in range(number):
-            self._waiting.append(spawn_engine(ENGINE_MODULE))
+            self._waiting.append(spawn(ENGINE_MODULE))
 
     def take(self, module: str) -> subprocess.Popen[bytes]:
         """Return a process that waits, or a new one if none is left or another module is to run."""
-        return self._waiting.pop(0) if self._waiting and module == ENGINE_MODULE else spawn_engine(module)
+        return self._waiting.pop(0) if self._waiting and module == ENGINE_MODULE else spawn(module)
 
     def __exit__(self, *error: object) -> None:
         for process in self._waiting:

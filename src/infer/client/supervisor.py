@@ -26,11 +26,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import ALONE, Launch, Ready, Replica, Stop, to_error
-from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn_engine
+from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
@@ -64,38 +64,37 @@ class RestartPolicy:
         return delay
 
 
-class SpawnOptions(TypedDict, total=False):
+def _write_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnOptions:
     """How an engine process is started, the first time and again."""
 
-    module: str  # that the child runs; default: ENGINE_MODULE
-    spawn: Spawn  # gives a child that runs it, perhaps since a while ago; default: spawn_engine
-    on_log: Callable[[str], None] | None  # gets each line that it writes, from a thread; default: to stderr
-    num_links: int  # above 1 other processes serve the same engine; default: 1
-    on_spawn: Callable[[Sequence[str]], None] | None  # gets the endpoints that these are to bind
-    replica: Replica  # which of several engines it is; default: ALONE
+    module: str = ENGINE_MODULE  # that the child runs
+    spawn: Spawn = spawn  # gives a child that runs it, perhaps since a while ago
+    on_log: Callable[[str], None] = _write_to_stderr  # gets each line that it writes, from a thread
+    num_links: int = 1  # above 1 other processes serve the same engine
+    on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets those that these are to bind
+    replica: Replica = ALONE  # which of several engines it is
 
 
 class EngineProcess(EngineLink):
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
     def __init__(self, config: EngineConfig, options: SpawnOptions) -> None:
-        if unknown := options.keys() - SpawnOptions.__optional_keys__:
-            raise TypeError(
-                f"an engine process has no option {', '.join(sorted(unknown))}; possible: "
-                f"{', '.join(sorted(SpawnOptions.__optional_keys__))}"
-            )
-        self._on_log = options.get("on_log") or _write_to_stderr
+        self._on_log = options.on_log
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._exit_code: int | None = None
 
         with contextlib.ExitStack() as resources:
             self.directory = _private_directory(resources)
-            self.endpoints = [
-                f"ipc://{self.directory}/engine-{number}" for number in range(options.get("num_links", 1))
-            ]
+            names = [f"engine-{number}" for number in range(options.num_links)]
+            self.endpoints = [f"ipc://{self.directory}/{name}" for name in names]
             super().__init__(self.endpoints[0])
             resources.callback(self._resources.close)
-            self._process = options.get("spawn", spawn_engine)(options.get("module", ENGINE_MODULE))
+            self._process = options.spawn(options.module)
             self._resources = resources.pop_all()
         self._log_thread = threading.Thread(target=self._pass_lines_on, name="infer-engine-log", daemon=True)
         self._log_thread.start()
@@ -105,18 +104,15 @@ class EngineProcess(EngineLink):
             knobs=config.knobs(),
             log_level=log_level(),
             spawned_at=perf_counter(),
-            replica=options.get("replica", ALONE),
+            replica=options.replica,
         )
         give_orders(self._process, launch)
 
     @classmethod
-    async def start(
-        cls, config: EngineConfig, **options: Unpack[SpawnOptions]
-    ) -> tuple[EngineProcess, Ready]:
+    async def start(cls, config: EngineConfig, options: SpawnOptions) -> tuple[EngineProcess, Ready]:
         """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
         process = cls(config, options)
-        if (on_spawn := options.get("on_spawn")) is not None:
-            on_spawn(process.endpoints[1:])
+        options.on_spawn(process.endpoints[1:])
         exited = asyncio.ensure_future(process.exited.wait())
         try:
             events: list[asyncio.Future[Any]] = [process.ready, exited]
@@ -231,7 +227,3 @@ def log_level() -> str:
     """The level of our log, for a child process."""
     level = logging.getLogger("infer").getEffectiveLevel()
     return next((name for name in reversed(LEVELS) if getattr(logging, name.upper()) <= level), LEVELS[0])
-
-
-def _write_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -274,12 +274,12 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(arguments: list[str]) -> No
 
 NOTING = """
 from infer.client import spawn
-start = spawn.spawn_engine
+start = spawn.spawn
 def note(module):
     process = start(module)
     print(process.pid, flush=True)
     return process
-spawn.spawn_engine = note
+spawn.spawn = note
 from infer.__main__ import main
 sys.exit(main(["serve"]))
 """

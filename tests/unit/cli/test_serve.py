@@ -11,7 +11,7 @@ import pytest
 from infer.cli import flags
 from infer.cli.main import build_parser, main
 from infer.cli.serve import read_models, split_name
-from infer.client.spawn import spawn_engine
+from infer.client import spawn as spawning
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError
 
@@ -82,13 +82,13 @@ def test_a_start_that_fails_leaves_no_engine_process_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The port is taken by another: the engine process has been started ahead by then."""
-    started = []
+    started, start = [], spawning.spawn
 
     def spawn(module: str) -> subprocess.Popen[bytes]:
-        started.append(spawn_engine(module))
+        started.append(start(module))
         return started[-1]
 
-    monkeypatch.setattr("infer.client.spawn.spawn_engine", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
     (tmp_path / "good.gguf").write_bytes(b"GGUF")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -299,7 +299,6 @@ def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytes
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("start", [ProcessClient.start, EngineProcess.start])
-def test_an_option_that_is_misspelt_is_refused(start: Any) -> None:
-    with pytest.raises(TypeError, match="no option on_logs; possible: module, num_links, on_log, on_spawn"):
-        asyncio.run(start(EngineConfig(), on_logs=print))
+def test_an_option_that_is_misspelt_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'on_logs'"):
+        asyncio.run(ProcessClient.start(EngineConfig(), on_logs=print))
