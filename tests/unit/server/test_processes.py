@@ -312,7 +312,8 @@ class FewWorkers:
         assert labels == ["0", "1"]
         raise self.failure
 
-    def forget_engines(self, engines: list[int]) -> None:
+    def tell(self, message: str, *, engines: list[int]) -> None:
+        assert message == "gone"
         self.forgotten += engines
 
 

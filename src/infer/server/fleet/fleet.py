@@ -133,7 +133,7 @@ class Fleet:
             for client in model.clients:
                 num_forgotten += await client.reset_prefix_cache()
                 model.router.forget(client)
-            self._workers.forget_prefixes(model.name)
+            self._workers.tell("forget", name=model.name)
         return num_forgotten
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class Fleet:
                 else self._start_processes(config, shared)
             )
         except BaseException:
-            self._workers.forget_engines(shared)
+            self._workers.tell("gone", engines=list(shared))
             raise
         model = ServedModel(
             name=name or encoder.name,
@@ -202,7 +202,7 @@ class Fleet:
         await self._workers.serve(model, config, labels)
 
     def _tell_names(self) -> None:
-        self._workers.set_names(self.state.aliases, self.state.default_model)
+        self._workers.tell("names", aliases=self.state.aliases, default=self.state.default_model)
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
@@ -254,7 +254,7 @@ class Fleet:
         try:
             await asyncio.gather(*(client.close() for client in model.clients))
         finally:
-            self._workers.forget_engines(model.engines)
+            self._workers.tell("gone", engines=list(model.engines))
 
     # -- watching ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ request on, with all its headers, and the answer back; so it is the same everywh
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,11 +16,6 @@ from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
 from infer.server.middleware.auth import HEALTH_PATH, is_admin, route_path
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    path: str
 
 
 class Forward:
@@ -39,7 +34,7 @@ class Forward:
         request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}
         request["body"] = (await receive()).get("body", b"")  # whole: BodyLimit has read it
         answer = await self._ask(request)
-        scope["route"] = _Route(answer["route"])
+        scope["route"] = SimpleNamespace(path=answer["route"])  # as `route_of` reads it
         start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
         await send(start)
         await send({"type": "http.response.body", "body": answer["body"], "more_body": False})

@@ -19,6 +19,7 @@ import gc
 import logging
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -222,14 +223,9 @@ async def run(launch: WorkerLaunch) -> None:
     metrics = ServerMetrics(config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
-
-    async def ask(request: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await channel.call("http", request)
-        return answer
-
     await channel.open()
     listening = asyncio.create_task(channel.run())
-    server = HttpServer(uvicorn_config(state, Fleet(state, metrics), ask=ask))
+    server = HttpServer(uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http")))
     server.share(socket.socket(fileno=launch.listener), state.board)
     serving = asyncio.create_task(server.serve(sockets=[]))
     ends = [asyncio.create_task(worker.stopping.wait()), listening]

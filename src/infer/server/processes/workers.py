@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -101,7 +101,8 @@ class Workers:
                 **fds,
             }
             give_orders(child, launch)
-            process = _Process(number, child, Channel(ours, partial(_answer, app)))
+            channel = Channel(ours, lambda name, body: answer_forwarded(app, body))  # they ask nothing else
+            process = _Process(number, child, channel)
             await process.channel.open()
             process.running = asyncio.create_task(self._run(process))
             self._processes.append(process)
@@ -117,7 +118,7 @@ class Workers:
         return {
             "num_links": self.num_processes,
             "on_spawn": partial(self._tell_spawned, engine),
-            "on_down": lambda reason: self._tell("down", {"engine": engine, "reason": reason}),
+            "on_down": lambda reason: self.tell("down", engine=engine, reason=reason),
         }
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
@@ -143,17 +144,11 @@ class Workers:
             *(process.channel.call("unserve", {"name": name}) for process in self._processes)
         )
 
-    def forget_engines(self, engines: Sequence[int]) -> None:
-        """Tell every process that these engines were closed, or were never ready: none follows them."""
-        self._tell("gone", {"engines": list(engines)})
-
-    def set_names(self, aliases: Mapping[str, str], default: str | None) -> None:
-        """Tell every process what models are called."""
-        self._tell("names", {"aliases": dict(aliases), "default": default})
-
-    def forget_prefixes(self, name: str) -> None:
-        """Tell every process that the caches of a model are empty."""
-        self._tell("forget", {"name": name})
+    def tell(self, message: str, **body: Any) -> None:
+        """Tell every process something that wants no answer; worker.py lists the messages."""
+        for process in self._processes:
+            with contextlib.suppress(EngineStopped):  # one that is gone needs no news
+                process.channel.tell(message, body)
 
     async def scrape(self) -> list[dict[str, Any]]:
         """What each process has counted; one that does not answer within SCRAPE_TIMEOUT is left out."""
@@ -175,7 +170,7 @@ class Workers:
     async def close(self) -> None:
         """End every process: those that do not end by themselves are killed."""
         self._is_closing = True
-        self._tell("stop", None)
+        self.tell("stop")
         waits = [asyncio.to_thread(_wait, process.child) for process in self._processes]
         await asyncio.gather(*waits)
         running = [process.running for process in self._processes if process.running is not None]
@@ -183,14 +178,9 @@ class Workers:
 
     # -- life and death -----------------------------------------------------------------------------
 
-    def _tell(self, name: str, body: dict[str, Any] | None) -> None:
-        for process in self._processes:
-            with contextlib.suppress(EngineStopped):
-                process.channel.tell(name, body)
-
     def _tell_spawned(self, engine: int, endpoints: Sequence[str]) -> None:
         for process, endpoint in zip(self._processes, endpoints, strict=True):
-            with contextlib.suppress(EngineStopped):  # one that is gone needs no news
+            with contextlib.suppress(EngineStopped):
                 process.channel.tell("spawned", {"engine": engine, "endpoint": endpoint})
 
     async def _run(self, process: _Process) -> None:
@@ -201,11 +191,6 @@ class Workers:
         how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         if not self.lost.done():  # else another one has ended meanwhile
             self.lost.set_result(f"API process {process.number} ended with {how}")
-
-
-def _answer(app: ASGIApp, name: str, body: dict[str, Any]) -> Any:
-    assert name == "http", name
-    return answer_forwarded(app, body)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
