@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Unpack
 
 from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.llm import Opened, TextModel
+from infer.frontend.llm import Opener, TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
     ChatOptions,
@@ -121,9 +121,13 @@ class AsyncLLM(TextModel):
         (request,) = job.requests(self.encoder.next_id)
         return job.finish(await embed(self.client, request))
 
-    async def _answer(self, opened: Opened) -> RequestOutput:
-        request, builder = opened
-        async with contextlib.aclosing(self.client.generate(request)) as outputs:
+    async def _open(self, open_request: Opener, *given: Any, **options: Any) -> OutputBuilder:
+        """Open a request in a thread, as rendering and tokenizing take their time."""
+        check_single(given[0])
+        return await asyncio.to_thread(open_request, *given, **options)
+
+    async def _answer(self, builder: OutputBuilder) -> RequestOutput:
+        async with contextlib.aclosing(self.client.generate(builder.request)) as outputs:
             async for output in outputs:
                 self._take(builder, output)
                 if builder.is_finished:
@@ -131,11 +135,11 @@ class AsyncLLM(TextModel):
         return builder.build()
 
     async def _stream(
-        self, open_request: Callable[..., Opened], *given: Any, **options: Any
+        self, open_request: Opener, *given: Any, **options: Any
     ) -> AsyncGenerator[TextDelta, None]:
-        request, builder = await self._open(open_request, *given, **options)
-        check_streams(request.params, "use generate")
-        async with contextlib.aclosing(self.client.generate(request)) as outputs:
+        builder = await self._open(open_request, *given, **options)
+        check_streams(builder.request.params, "use generate")
+        async with contextlib.aclosing(self.client.generate(builder.request)) as outputs:
             async for output in outputs:
                 delta = self._take(builder, output)
                 if delta is not None:
@@ -143,16 +147,11 @@ class AsyncLLM(TextModel):
                 if builder.is_finished:
                     return
 
-    async def _open(self, open_request: Callable[..., Opened], *given: Any, **options: Any) -> Opened:
-        """Open a request in a thread, as rendering and tokenizing take their time."""
-        check_single(given[0])
-        return await asyncio.to_thread(open_request, *given, **options)
-
     def _take(self, builder: OutputBuilder, output: StepOutput) -> TextDelta | None:
         """Add an output to its answer; a sequence that met a stop string is aborted."""
         delta, can_stop = builder.take(output)
         if can_stop:
-            self.client.abort(builder.request.request_id, output.index)
+            self.client.abort(output.request_id, output.index)
         if delta is not None and delta.error is not None:
             raise EngineError(delta.error)
         return delta

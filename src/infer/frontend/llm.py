@@ -19,10 +19,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.build import build_engine
@@ -47,10 +48,7 @@ from infer.frontend.prompts import (
 from infer.log import progress
 from infer.sampling.params import SamplingParams
 
-if TYPE_CHECKING:
-    from infer.scheduling.request import Request
-
-Opened: TypeAlias = "tuple[Request, OutputBuilder]"  # a request for the engine, and what makes its answer
+Opener: TypeAlias = Callable[..., OutputBuilder]  # makes a request, and what makes its answer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
 
@@ -90,17 +88,17 @@ class TextModel:
 
     def _open_prompt(
         self, prompt: Prompt, params: SamplingParams | None, **options: Unpack[RequestOptions]
-    ) -> Opened:
+    ) -> OutputBuilder:
         request = self.encoder.make_request(prompt, params, **options)
-        return request, OutputBuilder(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
+        return OutputBuilder(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 
     def _open_chat(
         self, messages: Conversation, params: SamplingParams | None, **options: Unpack[ChatOptions]
-    ) -> Opened:
+    ) -> OutputBuilder:
         chat, own = split_options(options)
         ids, params, form = self.encoder.open_chat(messages, params, **chat)
         request = self.encoder.make_request(ids, params, **own)
-        return request, OutputBuilder(request, self.tokenizer, None, is_chat=True, form=form)
+        return OutputBuilder(request, self.tokenizer, None, is_chat=True, form=form)
 
 
 class LLM(TextModel):
@@ -197,9 +195,7 @@ class LLM(TextModel):
         with self._in_turn():
             return self._answer(opens, show_progress=show_progress)
 
-    def _answer(
-        self, opens: Sequence[Callable[[], Opened]], *, show_progress: bool = False
-    ) -> list[RequestOutput]:
+    def _answer(self, opens: Sequence[Opener], *, show_progress: bool = False) -> list[RequestOutput]:
         """Answer several requests together."""
         streams: list[_Stream] = []
         try:
@@ -215,7 +211,7 @@ class LLM(TextModel):
     def _run(
         self,
         streams: list[_Stream],
-        opens: Sequence[Callable[[], Opened]],
+        opens: Sequence[Opener],
         label: str,
         *,
         show_progress: bool,
@@ -229,7 +225,7 @@ class LLM(TextModel):
                     if len(opens) > 1:
                         error.args = (f"prompt {index} of {len(opens)}: {error}",)
                     raise
-            unfinished = {stream.request.request_id for stream in streams}
+            unfinished = {stream.request_id for stream in streams}
             with progress(label, total=len(streams), is_shown=show_progress) as advance:
                 while unfinished:
                     finished = unfinished.intersection(self._step())
@@ -272,14 +268,11 @@ class LLM(TextModel):
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
         job = open_embeddings(self.encoder, given, pooling=pooling, normalize=normalize)
         requests = job.requests(self.encoder.next_id)
-        opens = [partial(self._open_embedding, request) for request in requests]
+        opens = [partial(OutputBuilder, request, self.tokenizer, None, is_chat=True) for request in requests]
         streams: list[_Stream] = []
         with self._in_turn():
             self._run(streams, opens, "embedding", show_progress=show_progress)
         return [job.finish(stream.embedding()) for stream in streams]
-
-    def _open_embedding(self, request: Request) -> Opened:
-        return request, OutputBuilder(request, self.tokenizer, None, is_chat=True)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -296,23 +289,22 @@ class LLM(TextModel):
         """Answer one conversation, piece by piece; a piece's `events` tell reasoning and calls from text."""
         return self._stream(partial(self._open_chat, messages, params, **options))
 
-    def _stream(self, open_request: Callable[[], Opened]) -> TextStream:
+    def _stream(self, open_request: Opener) -> TextStream:
         with self._in_turn():
-            request, builder = open_request()
-            check_streams(request.params, "use generate")
-            return TextStream(self, self._submit((request, builder), keeps_deltas=True))
+            builder = open_request()
+            check_streams(builder.request.params, "use generate")
+            return TextStream(self, self._submit(builder, keeps_deltas=True))
 
-    def _submit(self, opened: Opened, *, keeps_deltas: bool) -> _Stream:
-        request, builder = opened
-        stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
-        self.engine.add(request)  # last: a request in the engine always has a reader
-        self._streams[request.request_id] = stream
+    def _submit(self, builder: OutputBuilder, *, keeps_deltas: bool) -> _Stream:
+        stream = _Stream(builder, keeps_deltas)
+        self.engine.add(builder.request)  # last: a request in the engine always has a reader
+        self._streams[stream.request_id] = stream
         return stream
 
     def _close(self, stream: _Stream) -> None:
-        self._streams.pop(stream.request.request_id, None)
+        self._streams.pop(stream.request_id, None)
         if self._engine is not None:
-            self._engine.abort(stream.request.request_id)
+            self._engine.abort(stream.request_id)
 
     def _step(self) -> list[str]:
         """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
@@ -336,24 +328,23 @@ class LLM(TextModel):
         return finished
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
     """One open request: its builder, and its unread pieces if it is streamed."""
 
-    __slots__ = (
-        "builder", "deltas", "error", "first_s", "hidden", "keeps_deltas", "last_s", "opened_at", "refusal",
-        "request",
-    )  # fmt: skip
+    builder: OutputBuilder
+    keeps_deltas: bool
+    deltas: deque[TextDelta] = field(default_factory=deque)
+    error: str | None = None
+    hidden: Sequence[float] = ()  # pooled, of an embedding
+    refusal: RequestError | None = None  # the request's own fault, found out late
+    opened_at: float = field(default_factory=perf_counter)
+    first_s: float = 0.0  # from then to the first token
+    last_s: float = 0.0  # and to the latest piece
 
-    def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
-        self.request = request
-        self.builder = builder
-        self.keeps_deltas = keeps_deltas
-        self.deltas: deque[TextDelta] = deque()
-        self.error: str | None = None
-        self.hidden: Sequence[float] = ()  # pooled, of an embedding
-        self.refusal: RequestError | None = None  # the request's own fault, found out late
-        self.opened_at = perf_counter()
-        self.first_s = self.last_s = 0.0  # from then to the first token, and to the latest piece
+    @property
+    def request_id(self) -> str:
+        return self.builder.request.request_id
 
     def take(self, delta: TextDelta) -> None:
         self.last_s = perf_counter() - self.opened_at
@@ -379,7 +370,7 @@ class _Stream:
         if self.refusal is not None:
             raise self.refusal
         if self.error is not None:
-            raise EngineError(f"request {self.request.request_id} failed: {self.error}")
+            raise EngineError(f"request {self.request_id} failed: {self.error}")
 
 
 class TextStream(Iterator[TextDelta]):
@@ -412,7 +403,7 @@ class TextStream(Iterator[TextDelta]):
     @property
     def num_prompt_tokens(self) -> int:
         """How many tokens the prompt has."""
-        return len(self._stream.request.prompt)
+        return len(self._stream.builder.request.prompt)
 
     @property
     def seconds(self) -> tuple[float, float]:
