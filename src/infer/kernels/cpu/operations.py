@@ -48,8 +48,27 @@ _ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
 
 
+def _fill(form: struct.Struct, *fields: torch.Tensor | float | None) -> bytes:
+    """The arguments of an operation as its struct; a tensor stands for its address, None for no address."""
+    return form.pack(*(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in fields))
+
+
 def _rows_per_chunk(row_size: int) -> int:
     return max(1, _CHUNK_NUMBERS // max(1, row_size))
+
+
+def _run_rows(
+    library: Library,
+    run: int,
+    form: struct.Struct,
+    row_size: int,
+    num_rows: int,
+    *fields: torch.Tensor | float | None,
+) -> None:
+    """Run an operation in chunks of some rows: its struct begins with all of them and ends with a chunk's."""
+    rows_per_chunk = _rows_per_chunk(row_size)
+    args = _fill(form, num_rows, *fields, rows_per_chunk)
+    run_or_record(library, run, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
 
 
 def packed_bytes(num_rows: int, row_size: int, bits: int) -> tuple[int, int]:
@@ -80,10 +99,9 @@ def linear(
     num_shares = library.num_threads * _CHUNKS_PER_THREAD
     tiles_per_chunk = max(1, min(_CHUNK_BYTES // tile_bytes, num_tiles // num_shares))
     rows_per_chunk = _rows_per_chunk(K)
-    args = _LINEAR.pack(
-        M, x_MK.data_ptr(), x_MK.stride(0), y_MN.data_ptr(), num_rows, data.data_ptr(), scales.data_ptr(),
-        _pointer(bias_N), scratch.data_ptr(), num_rows, K, bits, digits,
-        tiles_per_chunk, rows_per_chunk,
+    args = _fill(
+        _LINEAR, M, x_MK, x_MK.stride(0), y_MN, num_rows, data, scales, bias_N, scratch, num_rows, K, bits,
+        digits, tiles_per_chunk, rows_per_chunk,
     )  # fmt: skip
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     run_or_record(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
@@ -96,12 +114,8 @@ def pack(
     """Quantise float32 rows and put them at row `first` of a packed matrix."""
     assert rows.is_contiguous() and rows.dtype is torch.float32, (rows.dtype, rows.stride())
     num_rows, size = rows.shape
-    rows_per_chunk = _rows_per_chunk(size)
-    args = _PACK.pack(
-        num_rows, rows.data_ptr(), 0, 0, 0, size, first, data.data_ptr(), scales.data_ptr(),
-        bits, rows_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    fields = rows, None, None, None, size, first, data, scales, bits
+    _run_rows(library, library.pack, _PACK, size, num_rows, *fields)
 
 
 def pack_integers(
@@ -121,12 +135,8 @@ def pack_integers(
     for halves in (group_scales, group_minima):
         assert halves is None or (halves.is_contiguous() and halves.dtype is torch.float16), halves.dtype
     num_rows, size = integers.shape
-    rows_per_chunk = _rows_per_chunk(size)
-    args = _PACK.pack(
-        num_rows, 0, integers.data_ptr(), group_scales.data_ptr(), _pointer(group_minima), size, first,
-        data.data_ptr(), scales.data_ptr(), bits, rows_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    fields = None, integers, group_scales, group_minima, size, first, data, scales, bits
+    _run_rows(library, library.pack, _PACK, size, num_rows, *fields)
 
 
 def embed(library: Library, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -162,12 +172,8 @@ def _embed(
     assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
     T = ids_T.shape[0]
     out_TD = empty((T, size))
-    rows_per_chunk = _rows_per_chunk(size)
-    args = _EMBED.pack(
-        T, ids_T.data_ptr(), out_TD.data_ptr(), size, num_rows, data.data_ptr(),
-        _pointer(scales), kind, rows_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.embed, args, num_rows=T, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    fields = ids_T, out_TD, size, num_rows, data, scales, kind
+    _run_rows(library, library.embed, _EMBED, size, T, *fields)
     return out_TD
 
 
@@ -177,12 +183,9 @@ def rms_norm(
     """RMS norm of the last dimension of [T, D] or [T, N, D]."""
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     y = empty(tuple(x.shape))
-    tokens_per_chunk = _rows_per_chunk(N * D)
-    args = _NORM.pack(
-        T, x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, 0, 0, weight_D.data_ptr(),
-        y.data_ptr(), 0, N, D, eps, offset, tokens_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    head_stride = x.stride(1) if x.dim() == 3 else 0
+    fields = x, x.stride(0), head_stride, None, 0, weight_D, y, None, N, D, eps, offset
+    _run_rows(library, library.rms_norm, _NORM, N * D, T, *fields)
     return y
 
 
@@ -197,12 +200,8 @@ def add_rms_norm(
     """RMS norm of x + residual: the normalised sum and the sum."""
     T, D = x_TD.shape
     y_TD, sum_TD = empty((T, D)), empty((T, D))
-    tokens_per_chunk = _rows_per_chunk(D)
-    args = _NORM.pack(
-        T, x_TD.data_ptr(), x_TD.stride(0), 0, residual_TD.data_ptr(), residual_TD.stride(0),
-        weight_D.data_ptr(), y_TD.data_ptr(), sum_TD.data_ptr(), 1, D, eps, offset, tokens_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    added = x_TD, x_TD.stride(0), 0, residual_TD, residual_TD.stride(0)
+    _run_rows(library, library.rms_norm, _NORM, D, T, *added, weight_D, y_TD, sum_TD, 1, D, eps, offset)
     return y_TD, sum_TD
 
 
@@ -217,15 +216,8 @@ def layer_norm(
     """LayerNorm of x + residual: the normalised sum and the sum."""
     T, D = x_TD.shape
     y_TD, sum_TD = empty((T, D)), x_TD if residual_TD is None else empty((T, D))
-    tokens_per_chunk = _rows_per_chunk(D)
-    args = _LAYER_NORM.pack(
-        T, x_TD.data_ptr(), x_TD.stride(0), _pointer(residual_TD),
-        0 if residual_TD is None else residual_TD.stride(0), weight_D.data_ptr(), bias_D.data_ptr(),
-        y_TD.data_ptr(), sum_TD.data_ptr(), D, eps, tokens_per_chunk,
-    )  # fmt: skip
-    run_or_record(
-        library, library.layer_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
-    )
+    added = x_TD, x_TD.stride(0), residual_TD, 0 if residual_TD is None else residual_TD.stride(0)
+    _run_rows(library, library.layer_norm, _LAYER_NORM, D, T, *added, weight_D, bias_D, y_TD, sum_TD, D, eps)
     return y_TD, sum_TD
 
 
@@ -233,9 +225,7 @@ def scale(library: Library, x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply every number by `factor`, which is rounded to float32 first."""
     T, D = x_TD.shape
     y_TD = empty((T, D))
-    tokens_per_chunk = _rows_per_chunk(D)
-    args = _SCALE.pack(T, x_TD.data_ptr(), x_TD.stride(0), y_TD.data_ptr(), D, factor, tokens_per_chunk)
-    run_or_record(library, library.scale, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    _run_rows(library, library.scale, _SCALE, D, T, x_TD, x_TD.stride(0), y_TD, D, factor)
     return y_TD
 
 
@@ -253,9 +243,7 @@ def _activation(library: Library, x: torch.Tensor, size: int, name: str, *, is_g
     T = x.shape[0]
     y_TF = empty((T, size))
     columns = min(size, 1024)
-    args = _GATE.pack(
-        T, x.data_ptr(), x.stride(0), y_TF.data_ptr(), size, is_gated, _ACTIVATION_KINDS[name], columns
-    )
+    args = _fill(_GATE, T, x, x.stride(0), y_TF, size, is_gated, _ACTIVATION_KINDS[name], columns)
     run_or_record(library, library.activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
     return y_TF
 
@@ -271,13 +259,8 @@ def rope(
     """Rotate queries and keys to their positions."""
     (T, N, H), G = q_TNH.shape, k_TGH.shape[1]
     q_out, k_out = empty((T, N, H)), empty((T, G, H))
-    tokens_per_chunk = _rows_per_chunk((N + G) * H)
-    args = _ROPE.pack(
-        T, q_TNH.data_ptr(), k_TGH.data_ptr(), q_TNH.stride(0), k_TGH.stride(0), cos_PR.data_ptr(),
-        sin_PR.data_ptr(), positions_T.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), N, G, H // 2,
-        tokens_per_chunk,
-    )  # fmt: skip
-    run_or_record(library, library.rope, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    given = q_TNH, k_TGH, q_TNH.stride(0), k_TGH.stride(0), cos_PR, sin_PR, positions_T
+    _run_rows(library, library.rope, _ROPE, (N + G) * H, T, *given, q_out, k_out, N, G, H // 2)
     return q_out, k_out
 
 
@@ -292,24 +275,12 @@ def write_cache(
 ) -> None:
     """Copy keys and values to their slots; with scales, as codes (kv_codes.h)."""
     T, G, H = k_TGH.shape
-    tokens_per_chunk = _rows_per_chunk(G * H)
-    if scales is not None:
-        args = _WRITE_CODES.pack(
-            T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
-            values_PGH.data_ptr(), scales.keys.data_ptr(), scales.values.data_ptr(), slots_T.data_ptr(),
-            _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2], tokens_per_chunk,
-        )  # fmt: skip
-        run_or_record(
-            library, library.write_codes, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
-        )
+    given = k_TGH, v_TGH, k_TGH.stride(0), v_TGH.stride(0), keys_PGH, values_PGH
+    if scales is None:
+        _run_rows(library, library.write_cache, _WRITE, G * H, T, *given, slots_T, G * H)
         return
-    args = _WRITE.pack(
-        T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
-        values_PGH.data_ptr(), slots_T.data_ptr(), G * H, tokens_per_chunk,
-    )  # fmt: skip
-    run_or_record(
-        library, library.write_cache, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
-    )
+    coded = *scales, slots_T, _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2]
+    _run_rows(library, library.write_codes, _WRITE_CODES, G * H, T, *given, *coded)
 
 
 def attend(
@@ -334,11 +305,10 @@ def attend(
     T, N, H = q_TNH.shape
     G = keys_PGH.shape[1]
     out_TNH = empty((T, N, H))
-    args = _ATTEND.pack(
-        T, q_TNH.data_ptr(), q_TNH.stride(0), out_TNH.data_ptr(), keys_PGH.data_ptr(), values_PGH.data_ptr(),
-        table_RB.data_ptr(), table_RB.stride(0), items_I6.data_ptr(), N, G, H, block_size, window or 0, scale,
-        _pointer(parts),
-        _KV_KINDS[keys_PGH.dtype], *((0, 0) if scales is None else (side.data_ptr() for side in scales)),
+    args = _fill(
+        _ATTEND, T, q_TNH, q_TNH.stride(0), out_TNH, keys_PGH, values_PGH, table_RB, table_RB.stride(0),
+        items_I6, N, G, H, block_size, window, scale, parts, _KV_KINDS[keys_PGH.dtype],
+        *(scales or (None, None)),
     )  # fmt: skip
     run_or_record(
         library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I6.shape[0]
@@ -354,10 +324,6 @@ def parts_shape(num_parts: int, N: int, G: int, H: int) -> tuple[int, int]:
 def can_split(N: int, G: int, H: int) -> bool:
     """Whether attention.c takes the query heads of a kv head at once, as items of single segments need it."""
     return N // G * (-(-H // 16) * 16) <= 8192
-
-
-def _pointer(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def likely(
@@ -378,10 +344,9 @@ def likely(
     ids_SK = torch.empty(num_rows, MAX_LIKELY, dtype=torch.int32)
     values_SK = torch.empty(num_rows, MAX_LIKELY)
     counts_S = torch.empty(num_rows, dtype=torch.int64)
-    args = _LIKELY.pack(
-        num_rows, logits_SV.data_ptr(), logits_SV.stride(0), vocab_size, best_S.data_ptr(), peak_S.data_ptr(),
-        temperature_S.data_ptr(), keys_S2.data_ptr(), MAX_LIKELY, ids_SK.data_ptr(), values_SK.data_ptr(),
-        counts_S.data_ptr(),
+    args = _fill(
+        _LIKELY, num_rows, logits_SV, logits_SV.stride(0), vocab_size, best_S, peak_S, temperature_S, keys_S2,
+        MAX_LIKELY, ids_SK, values_SK, counts_S,
     )  # fmt: skip
     library.run_one(library.likely, num_rows, args)
     width = max(1, *counts_S.tolist())  # a row with a NaN may have none
