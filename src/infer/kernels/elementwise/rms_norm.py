@@ -46,14 +46,10 @@ def add_rms_norm_reference(
 
 
 @jit
-def _normalise(x, weight, D, eps, offset):
-    inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
-    return x * inv_rms[:, None] * (weight + offset)[None, :]
-
-
-@jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, y_ptr, x_token_stride, x_head_stride, num_rows, N, D, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, residual_stride, num_rows,
+    N, D, eps, offset,
+    NUM_PARTS: tl.constexpr,  # of x, each of all rows, which are added to the residual; 0: there is none
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
     PDL: tl.constexpr,
@@ -67,39 +63,19 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    x_rows = rows // N * x_token_stride + rows % N * x_head_stride
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
-    y = _normalise(x, weight, D, eps, offset)
-    tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=in_tile)
-
-
-@jit
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, x_row_stride, residual_row_stride, num_rows,
-    D, eps, offset, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_PARTS: tl.constexpr,  # of x, each of all rows
-    PDL: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    cols = tl.arange(0, BLOCK_D)
-    in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
-    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    at = x_ptr + rows[:, None] * x_row_stride + cols[None, :]
-    x = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        x += tl.load(at + part * num_rows * x_row_stride, mask=in_tile, other=0.0)
-    residual = tl.load(
-        residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=in_tile, other=0.0
-    )
-    total = (x + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
-    y = _normalise(total.to(tl.float32), weight, D, eps, offset)
-
+    at = x_ptr + (rows // N * x_token_stride + rows % N * x_head_stride)[:, None] + cols[None, :]
     out = rows[:, None] * D + cols[None, :]
-    tl.store(new_residual_ptr + out, total, mask=in_tile)
+    x = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+    if NUM_PARTS > 0:
+        for part in tl.static_range(1, NUM_PARTS):
+            x += tl.load(at + part * num_rows * x_token_stride, mask=in_tile, other=0.0)
+        residual_at = rows[:, None] * residual_stride + cols[None, :]
+        residual = tl.load(residual_ptr + residual_at, mask=in_tile, other=0.0)
+        total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + out, total, mask=in_tile)
+        x = total.to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
+    y = x * inv_rms[:, None] * (weight + offset)[None, :]
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=in_tile)
 
 
@@ -113,13 +89,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: flo
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     head_stride = 0 if x.dim() == 2 else x.stride(1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = _Tile(T * N, D)
-    launch_triton(
-        _rms_norm_kernel, tile.grid, (x, weight_D, y),
-        (x.stride(0), head_stride, T * N, N, D, eps, offset),
-        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
-        **launch_options(x.device),
-    )  # fmt: skip
+    _launch((x, x, weight_D, y, y), (x.stride(0), head_stride, 0), T * N, N, D, eps, offset)
     return y
 
 
@@ -140,22 +110,23 @@ def add_rms_norm(
         assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
     assert x_TD.stride(-1) == residual_TD.stride(1) == 1, "columns must be contiguous"
     y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
-    new_residual_TD = torch.empty_like(y_TD)
-    tile = _Tile(T, D)
+    sum_TD = torch.empty_like(y_TD)
+    tensors = x_TD, residual_TD, weight_D, y_TD, sum_TD
+    strides = x_TD.stride(-2), 0, residual_TD.stride(0)
+    _launch(tensors, strides, T, 1, D, eps, offset, num_parts=num_parts)
+    return y_TD, sum_TD
+
+
+def _launch(
+    tensors: tuple[torch.Tensor, ...], strides: tuple[int, int, int], num_rows: int, N: int, D: int,
+    eps: float, offset: float, *, num_parts: int = 0,
+) -> None:  # fmt: skip
+    """Launch programs that take one long row each, or as many short ones as make about 1024 elements."""
+    block_d = next_power_of_two(D)
+    block_rows = max(1, 1024 // block_d)
     launch_triton(
-        _add_rms_norm_kernel, tile.grid, (x_TD, residual_TD, weight_D, y_TD, new_residual_TD),
-        (x_TD.stride(-2), residual_TD.stride(0), T, D, eps, offset),
-        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, NUM_PARTS=num_parts, num_warps=tile.num_warps,
-        **launch_options(x_TD.device),
+        _rms_norm_kernel, (-(-num_rows // block_rows),), tensors, (*strides, num_rows, N, D, eps, offset),
+        NUM_PARTS=num_parts, BLOCK_ROWS=block_rows, BLOCK_D=block_d,
+        num_warps=min(max(block_rows * block_d // 256, 4), 16),  # 8 elements per thread
+        **launch_options(tensors[0].device),
     )  # fmt: skip
-    return y_TD, new_residual_TD
-
-
-class _Tile:
-    """The rows one program takes: one long row, or as many short ones as make about 1024 elements."""
-
-    def __init__(self, total_rows: int, D: int) -> None:
-        self.num_cols = next_power_of_two(D)
-        self.num_rows = max(1, 1024 // self.num_cols)
-        self.grid = (-(-total_rows // self.num_rows),)
-        self.num_warps = min(max(self.num_rows * self.num_cols // 256, 4), 16)  # 8 elements per thread
