@@ -27,8 +27,7 @@ from infer.kernels.attention.reference import LOG2E
 from infer.kernels.elementwise.heads import HeadTransform
 from infer.kernels.elementwise.kv_codes import KVScales
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
-from infer.kernels.runtime.dispatch import launch_options, nvidia_capability
-from infer.kernels.runtime.launch_mode import compiles_only
+from infer.kernels.runtime.dispatch import compiles_only, launch_options, nvidia_capability
 
 Defines = tuple[tuple[str, int], ...]
 

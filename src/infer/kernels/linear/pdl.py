@@ -53,7 +53,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
-from infer.kernels.runtime.launch_mode import compiles_only
+from infer.kernels.runtime.dispatch import compiles_only
 
 PDL_MAX_M, CODED_MAX_M = 8, 16
 MAX_TOKENS = 64  # that the kernel can be compiled for

@@ -66,7 +66,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
-from infer.kernels.runtime.launch_mode import compiles_only
+from infer.kernels.runtime.dispatch import compiles_only
 from infer.kernels.runtime.tensor_map import BOX_COLUMNS, Boxes, TensorMap, encoder
 
 MAX_TOKENS = 128

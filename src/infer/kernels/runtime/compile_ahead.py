@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from infer.kernels.runtime.cubin_cache import cached
-from infer.kernels.runtime.dispatch import async_compile_mode, gpu_capability, triton
-from infer.kernels.runtime.launch_mode import compiling_only
+from infer.kernels.runtime.dispatch import async_compile_mode, compiling_only, gpu_capability, triton
 
 _MAX_THREADS = 16
 

@@ -28,8 +28,7 @@ import torch
 
 from infer.errors import ConfigError, DeviceLost
 from infer.kernels.runtime.cubin_cache import cached
-from infer.kernels.runtime.dispatch import gpu_capability
-from infer.kernels.runtime.launch_mode import compiles_only
+from infer.kernels.runtime.dispatch import compiles_only, gpu_capability
 
 TIMEOUT = 120.0  # seconds for nvcc
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

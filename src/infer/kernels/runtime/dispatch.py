@@ -34,7 +34,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -42,13 +44,30 @@ import torch
 
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.runtime.cubin_cache import one_at_a_time
-from infer.kernels.runtime.launch_mode import compiles_only
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 _INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
 
 PDL = True  # use programmatic dependent launch where the GPU has it: `launch_options`
+
+
+_this_thread = threading.local()  # whether its launches only compile
+
+
+def compiles_only() -> bool:
+    """Whether launches of this thread compile their kernels and do not run them (compile_ahead.py)."""
+    return getattr(_this_thread, "compiles_only", False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Let launches of this thread compile their kernels and not run them."""
+    _this_thread.compiles_only = True
+    try:
+        yield
+    finally:
+        _this_thread.compiles_only = False
 
 
 def _import_triton() -> tuple[Any, Any]:

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, triton
-from infer.kernels.runtime.launch_mode import compiles_only
+from infer.kernels.runtime.dispatch import INTERPRETED, compiles_only, is_amd, triton
 
 # A compiled kernel, and what it is called with after the addresses.
 Launch = tuple[Callable[..., None], tuple[Any, ...]]
