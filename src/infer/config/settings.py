@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from infer.config.backends import AUTO, OTHER_SPELLINGS, choices
+from infer.config.backends import OTHER_SPELLINGS, choices
 from infer.config.defaults import (
     CPU_SHARE,
     CPU_STEPS,
@@ -207,11 +207,6 @@ class CacheConfig:
     def keeps_cache(self) -> bool:
         """Whether keys and values survive a step."""
         return self.kv_cache_backend != "naive"
-
-    @property
-    def attends_in_c(self) -> bool:
-        """Whether attention is the kernel in C wherever that can read the model."""
-        return {self.attention_backend, self.decode_attention_backend} <= {AUTO, "c"}
 
     @property
     def caches_prefixes(self) -> bool:

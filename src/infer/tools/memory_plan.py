@@ -37,24 +37,16 @@ from infer.cache.memory import (
     kv_bytes_per_token,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config.backends import PLAIN
 from infer.config.defaults import CPU_SHARE, GPU_SHARE
 from infer.config.knobs import parse_bytes
-from infer.config.resolve import (
-    Machine,
-    ModelFacts,
-    ResolvedScheduler,
-    resolve_scheduler,
-    step_defaults,
-)
+from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, kept_as, kept_cache, scratch_of, step_bytes
+from infer.engine.cache_fit import compute_step, fit_to_device, kept_as, kept_cache, scratch_of
 from infer.engine.device_memory import device_limit, look
+from infer.engine.machine import facts_of, machine_of
 from infer.errors import CheckpointError, ConfigError, NoRoom
-from infer.execution.cpu_step import has_c_attention
-from infer.execution.gpu.graphs import captured_tokens
-from infer.kernels.runtime.dispatch import device_kind, is_gpu
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
@@ -74,7 +66,6 @@ from infer.loader.quantization import (
     num_weights,
     stored_matrices,
 )
-from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
@@ -104,42 +95,11 @@ class MachineMemory:
         """Where its tensors would live."""
         return torch.device("cuda" if self.kind == "gpu" else "cpu")
 
-    def scheduler_for(self, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> ResolvedScheduler:
-        """Return the scheduler's limits there; memory that other processes use does not change them."""
-        machine = Machine(
-            device=device_kind(self.device),
-            gpu_memory=(self.total or self.memory) if self.kind == "gpu" else None,
-        )
-        facts = ModelFacts(max_seq_len=max_seq_len, num_layer_weights=model.all_layer_weights)
-        return resolve_scheduler(config, max_seq_len, step_defaults(machine, facts))
-
-    def keeps_state(self, config: EngineConfig) -> bool:
-        """Whether the state of a batch would live on the device, and kernels read the cache in place."""
-        return self.kind == "gpu" and config.cache.attention_backend not in PLAIN
-
-    def steps_of(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        max_seq_len: int,
-        bytes_per_element: int,
-        kept: Model | None,
-    ) -> StepBytes:
-        """Return what the steps of an engine take there, as its start would compute it.
-
-        `kept`: the model with its projections, where these are not all dense.
-        """
-        scheduler = self.scheduler_for(config, model, max_seq_len)
-        captures = self.keeps_state(config) and config.run.use_cuda_graphs is not False
-        most = captured_tokens(model, scheduler.max_num_batched_tokens, scheduler.busy_step_tokens)
-        return step_bytes(
-            scheduler,
-            model,
-            max_seq_len=max_seq_len,
-            bytes_per_element=bytes_per_element,
-            graph_tokens=most if captures else None,
-            scratch=scratch_of(kept, scheduler) if kept else NO_SCRATCH,
-        )
+    def resolve(self, config: EngineConfig, choice: LoadChoice) -> ResolvedConfig:
+        """Return what an engine would decide at its start there, whatever of the memory others use."""
+        total = (self.total or self.memory) if self.kind == "gpu" else None
+        machine = replace(machine_of(choice), gpu_memory=total)
+        return config.resolve(machine, facts_of(choice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,16 +206,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit if it `advises`; `counted`: weights, if known."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = machine.scheduler_for(config, headers.config, max_seq_len)
-    model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     weight_format = plan_format(config, headers, machine)
     num_parameters, weights, kept_in = counted or count_weights(headers, dtype, weight_format, machine)
-    step = machine.steps_of(config, model_config, max_seq_len, bytes_each, kept_in)
+    choice = choose_load(headers, machine, dtype, weight_format, max_seq_len)
+    resolved = machine.resolve(config, choice)
+    scheduler, step = resolved.scheduler, steps_of(resolved, choice, kept_in)
     activations = step.activations
-    can_read = has_c_attention(machine.device, DTYPES[dtype], model_config.head_dim)
-    gathers = not (machine.keeps_state(config) or (config.cache.attends_in_c and can_read))
     layout, bytes_per_token, share = kept_cache(
-        model_config, config.cache, DTYPES[dtype], max_seq_len, gathers=gathers
+        headers.config, config.cache, choice.dtype, max_seq_len, gathers=resolved.gathers_kv
     )
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
@@ -292,7 +250,7 @@ def plan_memory(
         layout=layout,
         max_chunk=scheduler.max_chunk,
         max_seq_len=max_seq_len,
-        context_len=model_config.context_len,
+        context_len=headers.config.context_len,
         max_batch_size=scheduler.max_batch_size,
         prefill_tokens_while_decoding=scheduler.prefill_tokens_while_decoding,
         config=config,
@@ -309,6 +267,24 @@ def plan_memory(
             f"{format_bytes(machine.memory)}; what would fit: {', or '.join(ways)}"
         )
     return plan
+
+
+def choose_load(
+    headers: ModelHeaders, machine: MachineMemory, dtype: str, weight_format: str, max_seq_len: int
+) -> LoadChoice:
+    """Return how a model would be loaded there."""
+    return LoadChoice(
+        headers=headers,
+        device=machine.device,
+        dtype=DTYPES[dtype],
+        weights=weight_format,
+        max_seq_len=max_seq_len,
+    )
+
+
+def steps_of(resolved: ResolvedConfig, choice: LoadChoice, kept: Model | None) -> StepBytes:
+    """Return what steps take; `kept` is the model with its projections, where these are not all dense."""
+    return compute_step(resolved, choice, scratch_of(kept, resolved.scheduler) if kept else NO_SCRATCH)
 
 
 def _too_small(
@@ -350,11 +326,13 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
         is_rounded = form != config.load.quantization
         if any(form in names for names in forms.values()):
             continue
-        bytes_each = DTYPES[name].itemsize
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
         kept_in = kept_model(headers, name, weight_format, home_of(machine.device))
-        weights = (kept_bytes(kept_in) if kept_in else num_parameters * bytes_each) + num_table_bytes
-        step = machine.steps_of(settings, model, max_seq_len, bytes_each, kept_in)
+        weights = (
+            kept_bytes(kept_in) if kept_in else num_parameters * DTYPES[name].itemsize
+        ) + num_table_bytes
+        choice = choose_load(headers, machine, name, weight_format, max_seq_len)
+        step = steps_of(machine.resolve(settings, choice), choice, kept_in)
         kept = kept_as(config.cache, DTYPES[name]).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
