@@ -27,7 +27,7 @@ from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import Arrival, Session, Turn, Workload
+from infer.bench.workloads import Turn, Workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, kept_as
@@ -155,11 +155,11 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
     def draw(median: float, spread: float, low: int, high: int) -> int:
         return min(max(int(rng.lognormvariate(math.log(median), spread)), low), high)
 
-    sessions = tuple(
-        Session(turns=(Turn(ids=(number,) * draw(150, 1.0, 16, 1500), max_tokens=draw(120, 0.8, 8, 500)),))
+    turns = (
+        Turn(ids=(number,) * draw(150, 1.0, 16, 1500), max_tokens=draw(120, 0.8, 8, 500))
         for number in range(num_requests)
     )
-    workload = Workload(name="mixed lengths", about="", arrival=Arrival(kind="open"), sessions=sessions)
+    workload = Workload.of("mixed lengths", turns)
     rows = []
     base = 0.0
     for layout in ("contiguous", "paged"):

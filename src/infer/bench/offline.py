@@ -28,17 +28,7 @@ from infer.bench.roofline import (
 )
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import (
-    DEFAULT_VOCAB,
-    FIRST_ID,
-    Arrival,
-    Session,
-    Turn,
-    Workload,
-    fit,
-    make_workload,
-    vary,
-)
+from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Turn, Workload, fit, make_workload, vary
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.loader.quantization import PACKED
@@ -64,22 +54,14 @@ def warm_up(engine: Engine, target: BenchTarget) -> None:
         run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
 
 
-def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int) -> Workload:
-    """Return a workload of `count` requests at once, all of one shape."""
+def batch(
+    count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int, concurrency: int = 0
+) -> Workload:
+    """Return a workload of `count` requests of one shape, all at once or in a closed loop of so many."""
     rng, most = random.Random(seed), min(vocab_size, DEFAULT_VOCAB)
-    sessions = tuple(
-        Session(
-            turns=(
-                Turn(
-                    ids=tuple(rng.randrange(FIRST_ID, most) for _ in range(prompt_len)),
-                    max_tokens=output_len,
-                ),
-            )
-        )
-        for _ in range(count)
-    )
-    name = f"{count} x {prompt_len}/{output_len}"
-    return Workload(name=name, about="", arrival=Arrival(kind="open"), sessions=sessions)
+    prompts = (tuple(rng.randrange(FIRST_ID, most) for _ in range(prompt_len)) for _ in range(count))
+    turns = (Turn(ids=ids, max_tokens=output_len) for ids in prompts)
+    return Workload.of(f"{count} x {prompt_len}/{output_len}", turns, concurrency=concurrency)
 
 
 def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
@@ -126,13 +108,7 @@ def bench_latency(bench: EngineBench) -> Report:
         about = f"3 requests one after the other, {prompt_len} tokens in, {output_len} out"
         if prompt_len + output_len > engine.context_len:
             return skip_row(name, about, f"the context is {engine.context_len}")
-        requests = batch(3, prompt_len, output_len, target.vocab_size, seed=bench.seed)
-        one_by_one = Workload(
-            name=name,
-            about=about,
-            arrival=Arrival(kind="closed", concurrency=1),
-            sessions=requests.sessions,
-        )
+        one_by_one = batch(3, prompt_len, output_len, target.vocab_size, seed=bench.seed, concurrency=1)
 
         def run(repeat: int) -> dict[str, float]:
             figures = run_once(engine, one_by_one, repeat, target.vocab_size).figures()

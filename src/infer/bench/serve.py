@@ -20,17 +20,7 @@ from infer.bench.metrics import Slo, cached_share, summarise
 from infer.bench.repeats import measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
 from infer.bench.sse_client import Endpoint, NotReady, fetch
-from infer.bench.workloads import (
-    DEFAULT_VOCAB,
-    WORDS,
-    Arrival,
-    Session,
-    Turn,
-    Workload,
-    fit,
-    make_workload,
-    vary,
-)
+from infer.bench.workloads import DEFAULT_VOCAB, WORDS, Turn, Workload, fit, make_workload, vary
 from infer.errors import ConfigError
 from infer.log import progress
 
@@ -167,11 +157,11 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
     return replace(plan, as_text=True, vocab_size=DEFAULT_VOCAB)
 
 
-def _try(endpoint: Endpoint, turn: Turn) -> str | None:
-    """Return the error of this request, if it has one."""
-    arrival = Arrival(kind="closed", concurrency=1)
-    workload = Workload(name="try", about="", arrival=arrival, sessions=(Session(turns=(turn,)),))
-    return run_load(endpoint, workload, processes=1).traces[0].error
+def _try(endpoint: Endpoint, turn: Turn, *, count: int = 1, concurrency: int = 1) -> str | None:
+    """Return the error of this request, if it has one each time."""
+    workload = Workload.of("try", [turn] * count, concurrency=concurrency)
+    errors = [trace.error for trace in run_load(endpoint, workload, processes=1).traces]
+    return errors[0] if all(errors) else None
 
 
 def _prepare(name: str, plan: Plan, served: Served) -> Workload:
@@ -196,20 +186,15 @@ def _as_text(workload: Workload) -> Workload:
 
 def _warm_up(endpoint: Endpoint, plan: Plan) -> None:
     """Send a few requests that are not counted: connections, compiled kernels, first allocations."""
-    turn = Turn(text=" ".join(WORDS[:32]), max_tokens=16)
-    sessions = (Session(turns=(turn,)),) * plan.warmup
-    arrival = Arrival(kind="closed", concurrency=max(1, plan.warmup // 2))
-    if sessions:
-        result = run_load(
-            endpoint, Workload(name="warm-up", about="", arrival=arrival, sessions=sessions), processes=1
-        )
-        errors = [trace.error for trace in result.traces if trace.error]
-        if len(errors) == len(sessions):
-            raise ConfigError(_no_answer(errors[0]))
+    if plan.warmup:
+        turn = Turn(text=" ".join(WORDS[:32]), max_tokens=16)
+        error = _try(endpoint, turn, count=plan.warmup, concurrency=max(1, plan.warmup // 2))
+        if error is not None:
+            raise ConfigError(_no_answer(error))
 
 
-def _no_answer(error: str | None) -> str:
-    hint = "; --no-ignore-eos leaves the field out" if "ignore_eos" in str(error) else ""
+def _no_answer(error: str) -> str:
+    hint = "; --no-ignore-eos leaves the field out" if "ignore_eos" in error else ""
     return f"the server answers no request: {error}{hint}"
 
 

@@ -88,6 +88,14 @@ class Workload:
     sessions: tuple[Session, ...]
     is_chat: bool = False
 
+    @classmethod
+    def of(cls, name: str, turns: Iterable[Turn], *, concurrency: int = 0) -> Workload:
+        """Return a request for each turn, all at once or in a closed loop of so many."""
+        arrival = Arrival(kind="closed" if concurrency else "open", concurrency=concurrency)
+        return cls(
+            name=name, about="", arrival=arrival, sessions=tuple(Session(turns=(turn,)) for turn in turns)
+        )
+
     def change(self, turn: Callable[[Turn], Turn], system: Callable[[str], str] = str) -> Workload:
         """Return the same workload with every turn and every system prompt changed."""
         sessions = (
