@@ -20,77 +20,32 @@ from infer.errors import ConfigError
 
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
-# Which figures a report shows, table by table, in this order, as far as any row has them. A latency by itself
-# stands for its three percentiles in one column.
-SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
+# Which figures a report shows, as far as any row has them: a text of names for each of its tables. A latency
+# by itself stands for its three percentiles in one column.
+SHOWN: dict[str, tuple[str, ...]] = {
     "serve": (
-        (
-            "output_tokens_per_s",
-            "requests_per_s",
-            "goodput_per_s",
-            "goodput_share",
-            "queue_mean_s",
-            "cache_hit_share",
-            "num_preemptions",
-            "num_errors",
-            "client_cpu_share",
-        ),
-        LATENCIES,
+        "output_tokens_per_s requests_per_s goodput_per_s goodput_share queue_mean_s cache_hit_share "
+        "num_preemptions num_errors client_cpu_share",
+        "ttft itl tpot e2e",
     ),
-    "offline": (
-        (
-            "output_tokens_per_s",
-            "input_tokens_per_s",
-            "seconds",
-            "roofline_s",
-            "roofline_share",
-            "num_steps",
-        ),
-    ),
-    "latency": (LATENCIES,),
-    "backends": (
-        ("largest_difference", "same_tokens", "output_tokens_per_s", "ttft_p50_s", "itl_p50_s", "seconds"),
-    ),
+    "offline": ("output_tokens_per_s input_tokens_per_s seconds roofline_s roofline_share num_steps",),
+    "latency": ("ttft itl tpot e2e",),
+    "backends": ("largest_difference same_tokens output_tokens_per_s ttft_p50_s itl_p50_s seconds",),
     "soak": (
-        ("num_requests", "num_errors", "num_hung_up", "host_drift_share", "gpu_drift_share"),
-        ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "e2e_p99_s", "seconds"),
+        "num_requests num_errors num_hung_up host_drift_share gpu_drift_share",
+        "output_tokens_per_s ttft_p50_s ttft_p99_s itl_p99_s e2e_p99_s seconds",
     ),
     "structured": (
-        (
-            "output_tokens_per_s",
-            "token_cost_percent",
-            "step_ms",
-            "step_cost_percent",
-            "chars_per_s",
-            "chars_ratio",
-        ),
-        (
-            "fill_p50_ms",
-            "fill_p99_ms",
-            "fill_words_p99_ms",
-            "consume_mean_us",
-            "compile_max_ms",
-            "vocabulary_s",
-        ),
+        "output_tokens_per_s token_cost_percent step_ms step_cost_percent chars_per_s chars_ratio",
+        "fill_p50_ms fill_p99_ms fill_words_p99_ms consume_mean_us compile_max_ms vocabulary_s",
     ),
     "memory": (
-        ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "process_bytes"),
-        ("mean_running", "peak_running", "num_preemptions", "num_steps", "speed_up"),
+        "weights_bytes kv_bytes activation_bytes graph_bytes process_bytes",
+        "mean_running peak_running num_preemptions num_steps speed_up",
     ),
     "matrix": (
-        (
-            "speed_up",
-            "output_tokens_per_s",
-            "ttft_p50_s",
-            "ttft_p99_s",
-            "itl_p99_s",
-            "longest_wait_s",
-            "num_starved",
-            "mean_running",
-            "kv_use",
-            "cache_hit_share",
-            "num_preemptions",
-        ),
+        "speed_up output_tokens_per_s ttft_p50_s ttft_p99_s itl_p99_s longest_wait_s num_starved "
+        "mean_running kv_use cache_hit_share num_preemptions",
     ),
 }
 SHORT = 24  # letters of a reason that a cell can hold; a longer one stands below the table
@@ -104,9 +59,9 @@ def columns(report: Report) -> list[list[str]]:
     if report.kind == "serve":
         present |= dict.fromkeys(NOT_TOLD)
     hidden = {*LATENCIES, *NOT_TOLD, *CEILINGS}  # ceilings are the same in every row: a note tells them
-    plain = tuple(name for name in present if name not in hidden)
+    plain = " ".join(name for name in present if name not in hidden)
     tables = SHOWN.get(report.kind, (plain,))
-    shown = [[name for name in table if name in present] for table in tables]
+    shown = [[name for name in table.split() if name in present] for table in tables]
     return [names for names in shown if names] or [[]]
 
 
