@@ -51,9 +51,9 @@ class _Runs:
         )
         self.memory = f"{SEQUENCES * target.loaded.max_seq_len * per_token}B"
 
-    def run(self, stage: str, knobs: Mapping[str, Any], name: str) -> list[dict[str, float]]:
+    def run(self, stage: _Stage, name: str) -> list[dict[str, float]]:
         """Return the figures of every repeat."""
-        key = (stage, name)
+        key, knobs = (stage.name, name), stage.knobs
         if key not in self._found:
             target = self._in_form(knobs)
             size = {"kv_cache_memory": self.memory, "num_blocks": None, "max_batch_size": MAX_BATCH}
@@ -69,7 +69,7 @@ class _Runs:
                 for repeat in range(self._bench.repeats)
             ]
             speed = self._found[key][-1].get("output_tokens_per_s", 0.0)
-            self._bench.tell(f"{stage} on {name}: {speed:.1f} tok/s")
+            self._bench.tell(f"{stage.name} on {name}: {speed:.1f} tok/s")
         return self._found[key]
 
     def _in_form(self, knobs: Mapping[str, Any]) -> BenchTarget:
@@ -77,12 +77,6 @@ class _Runs:
         if form not in self._forms:
             self._forms[form] = self._bench.target.in_form(form)
         return self._forms[form]
-
-    def row(self, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
-        """Return the row of one ablation on one workload."""
-        old = self.run(before.name, before.knobs, look.workload)
-        new = self.run(after.name, after.knobs, look.workload)
-        return _row(ablation, look, old, new)
 
 
 class _Stage(NamedTuple):
@@ -108,10 +102,9 @@ def bench_matrix(bench: EngineBench, *, only: Sequence[str] = ()) -> Report:
             before = _Stage(f"{stage.name} without {ablation.name}", {**stage.knobs, **ablation.without})
         after = _Stage(f"+{ablation.name}", {**stage.knobs, **ablation.knobs})
         for look in (ablation.best, ablation.risk) if not only or ablation.name in only else ():
-            job: Callable[[], Row] = partial(runs.row, ablation, look, before, after)
-            if reason:
-                job = partial(_skipped, ablation, look, reason)
-            jobs[_name(ablation, look)] = job
+            measure = partial(_measure, runs, ablation, look, before, after)
+            skip = partial(_skip, ablation, look, reason)
+            jobs[_name(ablation, look)] = skip if reason else measure
         stage = stage if reason else after
     size = {"kv_cache_memory": runs.memory, "max_batch_size": MAX_BATCH, "base": dict(BASE)}
     return bench.report(
@@ -139,23 +132,23 @@ def _settings(ablation: Ablation, look: Look) -> dict[str, Any]:
     return {"knobs": dict(ablation.knobs), "figure": look.figure, "shows": shows}
 
 
-def _skipped(ablation: Ablation, look: Look, reason: str) -> Row:
+def _skip(ablation: Ablation, look: Look, reason: str) -> Row:
     note = f"not measured, {reason}: {ablation.why if look is ablation.best else ablation.price}."
     return skip_row(_name(ablation, look), "", reason, _settings(ablation, look), note=note)
 
 
-def _row(
-    ablation: Ablation, look: Look, before: list[dict[str, float]], after: list[dict[str, float]]
-) -> Row:
+def _measure(runs: _Runs, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
+    """Return the row of one ablation on one workload."""
     figure, measure = look.figure, MEASURES[look.figure]
-    runs = []
-    for old, new in zip(before, after, strict=True):
+    sides = [runs.run(stage, look.workload) for stage in (before, after)]
+    repeats = []
+    for old, new in zip(*sides, strict=True):
         ratio = new[figure] / old[figure] if measure.better == "higher" else old[figure] / new[figure]
-        runs.append(new | {"speed_up": ratio})
-    old_value, new_value = (statistics.median(run[figure] for run in side) for side in (before, after))
-    made = make_row(_name(ablation, look), "", runs, settings=_settings(ablation, look))
+        repeats.append(new | {"speed_up": ratio})
+    old_value, new_value = (statistics.median(run[figure] for run in side) for side in sides)
+    made = make_row(_name(ablation, look), "", repeats, settings=_settings(ablation, look))
     gain = made.figures["speed_up"]
-    band = max(NOISE, spread(gain), SINGLE_BAND if len(runs) == 1 else 0.0)
+    band = max(NOISE, spread(gain), SINGLE_BAND if len(repeats) == 1 else 0.0)
     sentence = _sentence(ablation, gain.median, band, is_best=look is ablation.best)
     note = f"{measure.title} {show(figure, old_value)} -> {show(figure, new_value)}: {sentence}"
     if ablation.above:
