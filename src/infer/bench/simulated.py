@@ -25,7 +25,6 @@ from typing import Any
 
 import msgspec
 
-from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_row
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.traces import draw_trace, to_workload
@@ -104,31 +103,28 @@ def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[s
     started = perf_counter()
     result = run_simulated(workload, config, cost)
     real_seconds = perf_counter() - started
+    figures = result.figures()
     done = [trace for trace in result.traces if trace.is_ok]
     ends = [(trace.ended, workload.sessions[trace.session].deadline) for trace in done]
-    ttft = [trace.ttft for trace in done] or [0.0]
-    gaps = [gap for trace in done for gap in trace.gaps()] or [0.0]
-    count, seconds = result.counters, result.seconds
     held = sum(use * spent for use, spent in zip(result.kv_use, result.step_s, strict=True))
+    times = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
     return {
         "policy": config.scheduler.scheduler_policy,
         "num_blocks": result.num_blocks,
         "num_finished": len(done),
-        "num_refused": len(result.traces) - len(done),  # could never be served, or the queue was full
+        "num_refused": int(figures["num_errors"]),  # could never be served, or the queue was full
         "num_late": sum(deadline is not None and ended > deadline for ended, deadline in ends),
         "num_steps": len(result.step_s),
-        "seconds": seconds,
-        "output_tokens_per_second": sum(trace.num_output for trace in done) / seconds if seconds else 0.0,
-        "ttft_p50": percentile(ttft, 50),
-        "ttft_p99": percentile(ttft, 99),
-        "itl_p50": percentile(gaps, 50),
-        "itl_p99": percentile(gaps, 99),
-        "longest_gap": max(gaps),  # between two tokens of one sequence: preempted, or left out
+        "seconds": result.seconds,
+        "output_tokens_per_second": figures.get("output_tokens_per_s", 0.0),
+        **{name: figures.get(f"{name}_s", 0.0) for name in times},
+        # between two tokens of one sequence: preempted, or left out
+        "longest_gap": figures.get("longest_gap_s", 0.0),
         # from arrival to the first chunk
         "longest_queue_wait": max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
-        "num_preemptions": int(count["num_preemptions"]),
-        "cache_hit_rate": count["num_hit_tokens"] / max(count["num_queried_tokens"], 1),  # of prompt tokens
-        "kv_use_mean": held / seconds if seconds else 0.0,  # share of blocks that sequences hold, over time
+        "num_preemptions": int(figures["num_preemptions"]),
+        "cache_hit_rate": figures.get("cache_hit_share", 0.0),  # of prompt tokens
+        "kv_use_mean": held / result.seconds if result.seconds else 0.0,  # share of blocks held, over time
         "kv_use_peak": max(result.kv_use, default=0.0),
         "steps_per_real_second": len(result.step_s) / real_seconds if real_seconds else 0.0,
     }
@@ -178,16 +174,8 @@ SWEEP_KNOBS: Mapping[str, Any] = {
     "prefill_chunk_size": 128,
 }
 SWEEP_FIGURES = (
-    "output_tokens_per_s",
-    "ttft_p50_s",
-    "ttft_p99_s",
-    "itl_p50_s",
-    "itl_p99_s",
-    "longest_wait_s",
-    "num_starved",
-    "num_preemptions",
-    "cache_hit_share",
-    "kv_use",
+    "output_tokens_per_s ttft_p50_s ttft_p99_s itl_p50_s itl_p99_s longest_wait_s num_starved "
+    "num_preemptions cache_hit_share kv_use"
 )
 PATIENCE_S = 10.0  # of a request of priority 0
 
@@ -218,7 +206,7 @@ def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
         workload = sweep_workload(load, num_requests=num_requests, seed=seed)
         for policy in knob_table()["scheduler_policy"].choices:
             figures = run_knobs(workload, scheduler_policy=policy, **knobs).figures()
-            kept = {name: figures[name] for name in SWEEP_FIGURES if name in figures}
+            kept = {name: figures[name] for name in SWEEP_FIGURES.split() if name in figures}
             settings = {"scheduler_policy": policy, "pace": SWEEP_PACE, **knobs}
             about = f"{num_requests} requests, simulated"
             rows.append(make_row(f"{load} {policy}", about, [kept], settings=settings))
