@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_knobs(**knobs)
     with importing():
         from infer.bench.roofline import copy_bandwidth
-        from infer.tools.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
+        from infer.tools.memory_plan import find_headers, find_machine, plan_memory
         from infer.tools.scheme_plan import compare_schemes
 
     load = config.load
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     headers = find_headers(load.model, revision=load.revision, show_progress=True)
     plan: MemoryPlan | NoRoom
     try:
-        plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
+        plan = plan_memory(config, headers, machine)
     except NoRoom as error:
         plan = error  # what it takes in every form is shown first
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9

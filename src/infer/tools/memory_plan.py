@@ -56,7 +56,6 @@ from infer.loader.placement import plan_moves
 from infer.loader.quantization import (
     AS_STORED,
     DENSE,
-    WeightFormat,
     choose_format,
     home_of,
     is_scheme,
@@ -174,16 +173,12 @@ class MemoryPlan:
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
     resolved = resolve_for(config, choice)
-    dtype = str(choice.dtype).removeprefix("torch.")
-    count, home = stored_parameters(choice.headers), home_of(choice.device)
-    kept = kept_model(choice.headers, dtype, choice.weights, home)
-    weights = kept_bytes(kept) if kept else count * choice.dtype.itemsize
-    scratch = scratch_of(kept, resolved.scheduler) if kept else NO_SCRATCH
+    counted = weigh(choice, stored_parameters(choice.headers))
+    scratch = scratch_of(counted.kept, resolved.scheduler) if counted.kept else NO_SCRATCH
     try:
-        fit_to_device(resolved, choice, weight_bytes=weights, scratch=scratch)
+        fit_to_device(resolved, choice, weight_bytes=counted.num_bytes, scratch=scratch)
     except NoRoom as error:
-        machine = machine_on(choice.device, config.cache.device_memory)
-        advice = _what_fits(config, choice.headers, machine, dtype)
+        advice = _what_fits(config, choice, machine_on(choice.device, config.cache.device_memory))
         raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
 
 
@@ -200,15 +195,13 @@ def plan_memory(
     headers: ModelHeaders,
     machine: MachineMemory,
     *,
-    dtype: str,
     counted: WeightCount | None = None,
     advises: bool = True,
 ) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit if it `advises`; `counted`: weights, if known."""
-    max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    weight_format = plan_format(config, headers, machine)
-    num_parameters, weights, kept_in = counted or count_weights(headers, dtype, weight_format, machine)
-    choice = choose_load(headers, machine, dtype, weight_format, max_seq_len)
+    choice = choose_load(config, headers, machine)
+    max_seq_len = choice.max_seq_len
+    num_parameters, weights, kept_in = counted or weigh(choice, *count_parameters(headers))
     resolved = machine.resolve(config, choice)
     scheduler, step = resolved.scheduler, steps_of(resolved, choice, kept_in)
     activations = step.activations
@@ -219,8 +212,8 @@ def plan_memory(
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
-        needs = f"{in_form(weight_format)} needs {parts}"
-        raise NoRoom(_too_small(config, headers, machine, dtype, needs, step) if advises else needs)
+        needs = f"{in_form(choice.weights)} needs {parts}"
+        raise NoRoom(_too_small(config, choice, machine, needs, step) if advises else needs)
     cache = fit_cache(
         config.cache,
         scheduler,
@@ -238,8 +231,8 @@ def plan_memory(
         model=headers.source.name,
         num_parameters=num_parameters,
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
-        dtype=dtype,
-        weight_format=weight_format,
+        dtype=str(choice.dtype).removeprefix("torch."),
+        weight_format=choice.weights,
         machine=machine,
         weights=weights,
         activations=activations,
@@ -269,41 +262,23 @@ def plan_memory(
     return plan
 
 
-def choose_load(
-    headers: ModelHeaders, machine: MachineMemory, dtype: str, weight_format: str, max_seq_len: int
-) -> LoadChoice:
-    """Return how a model would be loaded there."""
-    return LoadChoice(
-        headers=headers,
-        device=machine.device,
-        dtype=DTYPES[dtype],
-        weights=weight_format,
-        max_seq_len=max_seq_len,
-    )
-
-
 def steps_of(resolved: ResolvedConfig, choice: LoadChoice, kept: Model | None) -> StepBytes:
     """Return what steps take; `kept` is the model with its projections, where these are not all dense."""
     return compute_step(resolved, choice, scratch_of(kept, resolved.scheduler) if kept else NO_SCRATCH)
 
 
 def _too_small(
-    config: EngineConfig,
-    headers: ModelHeaders,
-    machine: MachineMemory,
-    dtype: str,
-    parts: str,
-    step: StepBytes,
+    config: EngineConfig, choice: LoadChoice, machine: MachineMemory, parts: str, step: StepBytes
 ) -> str:
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
     graphs, runtime = step.total - step.activations, machine.runtime
     return (
-        f"{headers.source.name} {parts}"
+        f"{choice.headers.source.name} {parts}"
         + (f", graphs and buffers {format_bytes(graphs)}" if graphs else "")
         + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
         + f", but there are {format_bytes(machine.memory)}"
         + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
-        + f"; {_what_fits(config, headers, machine, dtype)}"
+        + f"; {_what_fits(config, choice, machine)}"
     )
 
 
@@ -312,28 +287,23 @@ def in_form(weight_format: str) -> str:
     return weight_format if weight_format == AS_STORED else f"in {weight_format}"
 
 
-def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, dtype: str) -> str:
+def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory) -> str:
     """The first change of knobs with which the model fits, or how far the last one is from it.
 
     Of the forms that weights can be rounded to, every one that fits is named.
     """
-    model = headers.config
-    max_seq_len = check_length(config.load.max_seq_len, model)
-    num_parameters, num_table_bytes = count_parameters(headers)
+    headers, model = choice.headers, choice.config
+    counts = count_parameters(headers)
     advice, forms = "give more memory", dict[str, list[str]]()
-    for name, settings, changed in _smaller(config, dtype, on_gpu=machine.kind == "gpu"):
+    for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
         form = settings.load.quantization
         is_rounded = form != config.load.quantization
         if any(form in names for names in forms.values()):
             continue
-        weight_format = plan_format(settings, headers, machine) if name == dtype else name
-        kept_in = kept_model(headers, name, weight_format, home_of(machine.device))
-        weights = (
-            kept_bytes(kept_in) if kept_in else num_parameters * DTYPES[name].itemsize
-        ) + num_table_bytes
-        choice = choose_load(headers, machine, name, weight_format, max_seq_len)
+        choice = choose_load(settings, headers, machine)
+        _, weights, kept_in = weigh(choice, *counts)
         step = steps_of(machine.resolve(settings, choice), choice, kept_in)
-        kept = kept_as(config.cache, DTYPES[name]).itemsize
+        kept = kept_as(config.cache, choice.dtype).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
         beside = max(step.total, loading) + 2 * config.cache.block_size * token
@@ -351,42 +321,38 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     return advice
 
 
-def _smaller(config: EngineConfig, dtype: str, *, on_gpu: bool) -> list[tuple[str, EngineConfig, str]]:
+def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[tuple[EngineConfig, str]]:
     """Number formats and steps that need less, dearest first, each with its knobs in words."""
     scheduler = config.scheduler
     width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
-    found = []
-    # without chunks a step must hold a whole prompt, so it cannot be made smaller
-    can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
     small = replace(
         config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
     )
     words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
-    if can_shrink:
-        found.append((dtype, small, words))
-    if DTYPES[dtype].itemsize > 2 and on_gpu:
-        found.append(("bfloat16", config, "dtype=bfloat16"))
-        if can_shrink:
-            found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
+    # without chunks a step must hold a whole prompt, so it cannot be made smaller
+    can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
+    sizes = ((config, ""), (small, f", {words}"))[: 1 + can_shrink]
+    found = [(small, words)] if can_shrink else []
+    if dtype.itemsize > 2 and on_gpu:
+        for settings, also in sizes:
+            halved = replace(settings, load=replace(settings.load, dtype="bfloat16"))
+            found.append((halved, f"dtype=bfloat16{also}"))
     form, forms = config.load.quantization, tuple[str, ...]()
     if on_gpu:
         forms = ("fp8", "int8", "int4") if form in ("auto", "none") else ()
     else:  # int8 and int4 need fewer bytes than bfloat16, and compute in float32
-        forms = ("int8", "int4") if form in ("auto", "none", "fp32") and dtype == "float32" else ()
+        forms = ("int8", "int4") if form in ("auto", "none", "fp32") and dtype is torch.float32 else ()
     for name in forms:
-        for settings, also in ((config, ""), (small, f", {words}"))[: 1 + can_shrink]:
+        for settings, also in sizes:
             rounded = replace(settings, load=replace(settings.load, quantization=name))
-            found.append((dtype, rounded, f"quantization={name}{also}"))
+            found.append((rounded, f"quantization={name}{also}"))
     return found
 
 
-def count_weights(
-    headers: ModelHeaders, dtype: str, weight_format: str, machine: MachineMemory
-) -> WeightCount:
-    """The weights of a model in the form that they would have on a machine."""
-    num_parameters, num_table_bytes = count_parameters(headers)
-    kept = kept_model(headers, dtype, weight_format, home_of(machine.device))
-    num_bytes = kept_bytes(kept) if kept else num_parameters * DTYPES[dtype].itemsize
+def weigh(choice: LoadChoice, num_parameters: int, num_table_bytes: int = 0) -> WeightCount:
+    """The weights of a model in the form that they would have."""
+    kept = kept_model(choice)
+    num_bytes = kept_bytes(kept) if kept else num_parameters * choice.dtype.itemsize
     return WeightCount(num_parameters, num_bytes + num_table_bytes, kept)
 
 
@@ -497,44 +463,35 @@ def _machine_with(found: DeviceMemory, *, runtime: int = 0) -> MachineMemory:
     )
 
 
-def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
-    """The number format that would be chosen there; a GPU planned for is taken to know bfloat16."""
-    stored = _stored(headers)
-    asked = config.load.dtype
-    if machine.kind == "gpu" and asked == "auto":
-        chosen = stored if stored in DTYPES.values() and stored is not None else torch.bfloat16
-    elif machine.kind == "gpu":
-        chosen = DTYPES[asked]
-    else:
-        chosen = _format_on(machine.device, config, headers).dtype
-    return str(chosen).removeprefix("torch.")
+def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
+    """How the model would be loaded there; a GPU need not be here, and is taken to know bfloat16.
 
-
-def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
-    """In which form the weights would be kept: a scheme's (loader/quantization.py), or in the dtype."""
-    name = _format_on(machine.device, config, headers).name
-    if (is_scheme(name) and name != DENSE) or (
-        name == AS_STORED and _has_codes(headers, home_of(machine.device))
-    ):
-        return name
-    return plan_dtype(config, headers, machine)
-
-
-def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
+    Its weights are in a form of loader/quantization.py, or in the dtype.
+    """
+    load, stored = config.load, _stored(headers)
     matrices = stored_matrices(headers.tensors, headers.family.weight_map)
     if not headers.tensors and headers.quantization:  # of a lone config.json, as far as it says
         matrices = {"layers": matrix_of_config(headers.quantization)}
-    load = config.load
-    # a GPU need not be here, and is taken to know bfloat16
-    dtype = "bfloat16" if load.dtype == "auto" and is_gpu(device) else load.dtype
-    return choose_format(load.quantization, dtype, device, _stored(headers), matrices)
+    is_open = load.dtype == "auto" and machine.kind == "gpu"
+    asked = "bfloat16" if is_open else load.dtype
+    form, dtype, _ = choose_format(load.quantization, asked, machine.device, stored, matrices)
+    if is_open and stored is not None and stored in DTYPES.values():
+        dtype = stored
+    is_kept = is_scheme(form) and form != DENSE
+    if not is_kept and not (form == AS_STORED and _has_codes(headers, home_of(machine.device))):
+        form = str(dtype).removeprefix("torch.")
+    max_seq_len = check_length(load.max_seq_len, headers.config)
+    return LoadChoice(
+        headers=headers, device=machine.device, dtype=dtype, weights=form, max_seq_len=max_seq_len
+    )
 
 
-def kept_model(headers: ModelHeaders, dtype: str, weight_format: str, home: str) -> Model | None:
+def kept_model(choice: LoadChoice) -> Model | None:
     """The model without memory, where its projections are not all dense; else None."""
-    if not is_scheme(weight_format) and not (weight_format == AS_STORED and _has_codes(headers, home)):
+    headers, form, home = choice.headers, choice.weights, home_of(choice.device)
+    if not is_scheme(form) and not (form == AS_STORED and _has_codes(headers, home)):
         return None
-    return build_on_meta(headers, DTYPES[dtype], weight_format, home)
+    return build_on_meta(headers, choice.dtype, form, home)
 
 
 def _has_codes(headers: ModelHeaders, home: str) -> bool:

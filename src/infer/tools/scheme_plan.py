@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.layers.linear import ExpertLinear, Projected
-from infer.loader.dtype import DTYPES
 from infer.loader.load import ModelHeaders
 from infer.loader.quantization import home_of, kept_bytes
 from infer.models.model import Model
@@ -22,9 +21,8 @@ from infer.tools.memory_plan import (
     MachineMemory,
     WeightCount,
     build_on_meta,
+    choose_load,
     count_parameters,
-    plan_dtype,
-    plan_format,
     plan_memory,
 )
 
@@ -54,18 +52,18 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
     for name in dict.fromkeys((*FORMS[machine.kind], config.load.quantization)):
         asked = replace(config, load=replace(config.load, quantization=name))
         try:
-            dtype, form = plan_dtype(asked, headers, machine), plan_format(asked, headers, machine)
+            choice = choose_load(asked, headers, machine)
         except ConfigError:  # this file or this machine cannot have it
             continue
-        model = build_on_meta(headers, DTYPES[dtype], form, home_of(machine.device))
+        model = build_on_meta(headers, choice.dtype, choice.weights, home_of(machine.device))
         counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes, model)
         tokens = None
         with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
-            plan = plan_memory(asked, headers, machine, dtype=dtype, counted=counted, advises=False)
+            plan = plan_memory(asked, headers, machine, counted=counted, advises=False)
             tokens = plan.cache.num_tokens
         row = SchemePlan(
             quantization=name,
-            kept_as=form,
+            kept_as=choice.weights,
             is_chosen=name == config.load.quantization,
             weights=counted.num_bytes,
             bytes_per_token=bytes_per_token(model),
