@@ -5,15 +5,21 @@
 
     DIR/trace.json     open it in chrome://tracing or ui.perfetto.dev
     DIR/kernels.txt    device kernels, by the time they took (a GPU only)
+    DIR/increments.txt device kernels, by the time from the end of the one before to their own (a GPU only)
     DIR/cpu.txt        operators, by the CPU time they took themselves
 
 The prompts are computed before the profiler starts, unless --prefill asks for them: what remains is
 decoding, whose steps are all alike. Profiling slows a step down; take times from `infer bench decode`.
+
+Kernels that start before the one before has ended (PDL) spend part of their time waiting for it, so their
+times add up to more than a step. Increments add up to the step: they say what a kernel costs where it stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +79,25 @@ def write(taken: Any, directory: Path, *, on_gpu: bool) -> list[Path]:
     return [directory / "trace.json", *(directory / name for name in tables)]
 
 
+def increments(trace: Path, steps: int) -> str:
+    """A table of kernels: how much later each ends than all before it, by name, grid and predecessor."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda event: event["ts"])
+    found: dict[str, list[float]] = defaultdict(list)
+    latest, before = None, ""
+    for event in kernels:
+        end, name = event["ts"] + event["dur"], event["name"].split("(")[0][-48:]
+        grid = "x".join(str(size) for size in event["args"].get("grid", []))
+        if latest is not None:
+            found[f"{name} [{grid}] behind {before}"].append(max(end - latest, 0.0))
+        latest, before = max(end, latest or end), name[:24]
+    lines = [f"{'us/step':>9} {'us each':>8} {'per step':>8}"]
+    for key, ends in sorted(found.items(), key=lambda item: -sum(item[1]))[:NUM_ROWS]:
+        lines.append(f"{sum(ends) / steps:9.1f} {sum(ends) / len(ends):8.2f} {len(ends) / steps:8.1f}  {key}")
+    total = sum(sum(ends) for ends in found.values())
+    return "\n".join([*lines, f"{total / steps:9.1f} in all", ""])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Build an engine, fill it, profile it, write the files."""
     parser = argparse.ArgumentParser(description="Profile the steps of an engine.")
@@ -97,9 +122,14 @@ def main(argv: list[str] | None = None) -> int:
     if not args.prefill:
         run_prompts(engine, args.batch)
     taken = take_profile(engine, target, args.steps)
-    for path in write(taken, args.out, on_gpu=target.device.type == "cuda"):
+    on_gpu = target.device.type == "cuda"
+    paths = write(taken, args.out, on_gpu=on_gpu)
+    if on_gpu:
+        paths.append(args.out / "increments.txt")
+        paths[-1].write_text(increments(paths[0], args.steps), encoding="utf-8")
+    for path in paths:
         print(path)
-    print((args.out / ("kernels.txt" if target.device.type == "cuda" else "cpu.txt")).read_text("utf-8"))
+    print(paths[-1].read_text("utf-8"))
     return 0
 
 
