@@ -26,6 +26,8 @@ from infer.config.defaults import (
     SMALL_MODEL_MIXED_TOKENS,
     SMALL_MODEL_WEIGHTS,
     STEPS_AHEAD,
+    TIGHT_GPU_BYTES,
+    TIGHT_GPU_STEPS,
     StepDefaults,
 )
 from infer.errors import ConfigError
@@ -148,10 +150,10 @@ def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
     """Return how large steps are on this machine unless a knob says otherwise."""
     if not machine.is_gpu:
         return CPU_STEPS
-    is_large = machine.gpu_memory is not None and machine.gpu_memory >= LARGE_GPU_BYTES
-    steps = LARGE_GPU_STEPS if is_large else GPU_STEPS
+    memory = machine.gpu_memory
+    steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
     if not model.is_small:
-        return steps
+        return TIGHT_GPU_STEPS if memory is not None and memory < TIGHT_GPU_BYTES else steps
     return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS, busy_tokens=SMALL_MODEL_BUSY_TOKENS)
 
 

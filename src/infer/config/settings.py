@@ -33,6 +33,8 @@ from infer.config.defaults import (
     SERVER_MAX_QUEUE,
     SMALL_MODEL_MIXED_TOKENS,
     SMALL_MODEL_WEIGHTS,
+    TIGHT_GPU_BYTES,
+    TIGHT_GPU_STEPS,
 )
 from infer.config.knobs import (
     KnobRow,
@@ -231,14 +233,16 @@ class SchedulerConfig:
     )
     max_batch_size: int | None = knob(
         None,
-        f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size}",
+        f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size} "
+        f"({TIGHT_GPU_STEPS.batch_size} for a large model in less than {TIGHT_GPU_BYTES >> 30} GiB)",
         aliases=("max_num_seqs", "max_running_requests"),
     )
     max_num_batched_tokens: int | None = knob(
         None,
         f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
-        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}), or "
-        "more if max_batch_size or prompts that are not chunked need it",
+        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}, for a "
+        f"large model in less than {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more if "
+        "max_batch_size or prompts that are not chunked need it",
     )
     use_chunked_prefill: bool = knob(
         True,

@@ -274,8 +274,8 @@ def _too_small(
     graphs, runtime = step.total - step.activations, machine.runtime
     return (
         f"{choice.headers.source.name} {parts}"
-        + (f", graphs and buffers {format_bytes(graphs)}" if graphs else "")
-        + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
+        + (f", {format_bytes(graphs)} of graphs and buffers" if graphs else "")
+        + (f", and {format_bytes(runtime)} of the GPU's runtime" if runtime else "")
         + f", but there are {format_bytes(machine.memory)}"
         + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
         + f"; {_what_fits(config, choice, machine)}"

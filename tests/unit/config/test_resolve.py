@@ -41,6 +41,23 @@ def test_a_step_is_as_wide_as_its_tokens_allow() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gib", "model", "expected"),
+    [
+        (8, SMALL, (256, 8192)),
+        (8, LARGE, (32, 1024)),
+        (15, LARGE, (32, 1024)),
+        (16, LARGE, (256, 8192)),
+        (80, LARGE, (256, 16384)),
+    ],
+)
+def test_a_large_model_has_small_steps_where_memory_is_tight(
+    gib: int, model: ModelFacts, expected: tuple[int, int]
+) -> None:
+    scheduler = resolved(replace(GPU, gpu_memory=gib << 30), model).scheduler
+    assert (scheduler.max_batch_size, scheduler.max_num_batched_tokens) == expected
+
+
+@pytest.mark.parametrize(
     ("machine", "model", "knobs", "expected"),
     [
         (CPU, SMALL, {}, (False, False, 0)),
