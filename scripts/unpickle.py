@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from infer.tools.quantize import write_safetensors
+from infer.loader.formats.checkpoint import write_safetensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.layers.linear import ExpertLinear, Projected
+from infer.loader import code_cache
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import kept_bytes
@@ -205,3 +206,16 @@ def test_loading_needs_no_second_copy(scheme: str, tmp_path: Path) -> None:
 def test_random_weights_of_any_shape(scheme: str, root: Path) -> None:
     loaded = load_random(dense(root, "llama"), device="cuda", quantization=scheme)
     assert loaded.weights == scheme and loaded.kept_as.startswith("rounded to ")
+
+
+@pytest.mark.parametrize("quantization", MADE)
+def test_codes_that_were_kept_are_the_ones_that_were_made(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """A second start reads from disk what the first one rounded on the GPU."""
+    monkeypatch.setattr(code_cache, "models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr(code_cache, "SLOW_SECONDS", -1.0)
+    first, second = (load(dense(root, "qwen3_moe"), quantization, "cuda", "bfloat16") for _ in range(2))
+    assert second.kept_as == f"{first.kept_as}, read from the cache"
+    found, expected = weights(second), weights(first)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -4,7 +4,8 @@
     2. read the headers of the weights names, types, shapes; no weights yet
     3. build on the device             in the dtype chosen for it, uninitialised: memory is only reserved
     4. match names and shapes          what is missing, unexpected or misshapen is said now
-    5. fill                            one tensor after the other, in the order of the disk
+    5. fill                            one tensor after the other, in the order of the disk; codes that an
+                                       earlier start was long in making come from a cache (code_cache.py)
 
 Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
 the way. Apart from the model itself, loading needs memory for one tensor, and for a GGUF file only
@@ -23,6 +24,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.layers.linear import without_weights
+from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
@@ -176,8 +178,18 @@ def load_model(
             headers.quantization, home,
         )  # fmt: skip
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
-    _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
+    codes = CodeCache.of(model, moves, source)
+    is_cached = codes.read()
+    left = [move for move in moves if not (is_cached and codes.holds(move, model))]
+    _fill(model, left, label=f"loading {source.name}", show_progress=show_progress)
+    if not is_cached:
+        codes.keep()
     _check_tied_head(model, headers.tensors, family)
+    kept_as = (
+        describe_packed(model, weights, chosen_dtype, headers.tensors, matrices)
+        if home == "cpu"
+        else describe_kept(model, weights, chosen_dtype, headers.tensors, family.weight_map)
+    )
     return LoadedModel(
         model=model.eval(),
         config=config,
@@ -189,9 +201,7 @@ def load_model(
         source=source,
         weights=weights,
         published_as=describe(quantized_tensors(headers.tensors)),
-        kept_as=describe_packed(model, weights, chosen_dtype, headers.tensors, matrices)
-        if home == "cpu"
-        else describe_kept(model, weights, chosen_dtype, headers.tensors, family.weight_map),
+        kept_as=f"{kept_as}, read from the cache" if is_cached else kept_as,
     )
 
 

@@ -37,7 +37,7 @@ from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
 from infer.models.weight_map import Shard, WeightMap, find_target, names_an_expert
 from infer.quant.coded import CodedRows
-from infer.quant.projection import IN, OUT, Axis, Leaf
+from infer.quant.projection import IN, OUT, Axis, Leaf, Projection
 
 MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
@@ -74,14 +74,19 @@ class Move:
     place: Place
     transposed: bool
 
+    def projection(self, model: Model) -> Projection | None:
+        """The projection that the tensor is a leaf of; None: it is a parameter of its module."""
+        module = model.get_submodule(self.place.module)
+        if isinstance(module, Embedding):
+            return module.table
+        return module.stored if isinstance(module, Projected) and self.place.leaf != "bias" else None
+
     def run(self, model: Model) -> None:
         """Bring the tensor into its place."""
-        module = model.get_submodule(self.place.module)
+        module, projection = model.get_submodule(self.place.module), self.projection(model)
         leaf, part, expert = self.place.leaf, self.place.part, self.place.expert
-        if isinstance(module, Embedding) and module.table is not None:
-            module.table.load("weight", self.source, part=None, expert=None, transposed=False)
-        elif isinstance(module, Projected) and leaf != "bias":
-            module.stored.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
+        if projection is not None:
+            projection.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
         else:
             whole = getattr(module, leaf)
             if part is not None:

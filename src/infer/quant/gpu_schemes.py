@@ -6,6 +6,7 @@ So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), nev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import expand
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
-from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.runtime.dispatch import synchronize, use_triton
 from infer.quant.coded import CodedRows
 from infer.quant.gpu_coded import Coded
 from infer.quant.projection import IN, OUT, Choices, Leaf, Projection, Source, WeightSpec
@@ -88,12 +89,16 @@ class GPUWeights(Coded):
         """Bring a stored matrix into its rows."""
         assert leaf == "weight", leaf
         matrix, start = self.matrices[expert or 0], self.spec.part_rows(part).start
-        form = self.coded_form()
+        form, device = self.coded_form(), self.spec.device
         for first, rows in self._rows(source, transposed):
+            synchronize(device)
+            begin = time.monotonic()
             fitted = fit_rows(rows, form) if isinstance(rows, CodedRows) else None
             if fitted is None:
                 fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, form)
             matrix.fill(start + first, *fitted)
+            synchronize(device)
+            self.making_seconds += time.monotonic() - begin
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
         by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device

@@ -18,6 +18,7 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -128,6 +129,11 @@ class Packed(Projection):
     ) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
         assert leaf == "weight", leaf
+        start = time.monotonic()
+        self._pack(source, part, expert, transposed)
+        self.making_seconds += time.monotonic() - start
+
+    def _pack(self, source: Source, part: str | None, expert: int | None, transposed: bool) -> None:
         matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start
         by_rows = source.transpose() if transposed else source
         with one_thread():  # of PyTorch's; packing has its own

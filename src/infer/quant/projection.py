@@ -177,6 +177,7 @@ class Projection:
     scheme = ""  # its name in the registry
     can_add = False  # `add_to` does more than multiply: the layer returns a `PendingProduct`
     batch_invariant = False  # a row's bits do not depend on the other rows (`deterministic`)
+    making_seconds = 0.0  # that `load` has spent on codes which a file did not have (loader/code_cache.py)
 
     def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.spec = spec

@@ -34,7 +34,7 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.find.source import ModelSource
-from infer.loader.formats.checkpoint import DTYPES, INDEX, SINGLE, StoredTensor
+from infer.loader.formats.checkpoint import INDEX, SINGLE, StoredTensor, write_safetensors
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.formats.quantized import quantized_tensors
 from infer.loader.load import ModelHeaders, read_headers
@@ -44,7 +44,6 @@ from infer.models.weight_map import find_target
 SHARD_BYTES = 4 << 30
 log = logging.getLogger(__name__)
 _E4M3_MAX = 448.0
-_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -374,22 +373,3 @@ def _write_shards(out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) ->
     if count > 1:
         index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         (out_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one safetensors file (loader/formats/checkpoint.py has the picture)."""
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        entry = {
-            "dtype": _TYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        header[name] = entry
-    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Read safetensors checkpoints: one file, or several with an index.
+"""Read safetensors checkpoints, one file or several with an index, and write single files.
 
     ┌──────────┬────────────────────────────────────────────┬───────────────────────────────┐
     │ length N │ N bytes of JSON: name -> dtype, shape, range │ the tensors, end to end       │
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ CODES = {  # which mean something to a quantization scheme alone
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPES = FLOATS | CODES
+TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in (CODES | FLOATS).items()}
 
 
@@ -202,12 +204,12 @@ class SafeTensor(StoredTensor):
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint by name, in the order of the files; no weights are read yet."""
     if (directory / SINGLE).exists():
-        return _read_header(directory / SINGLE)
+        return read_header(directory / SINGLE)
     if (directory / INDEX).exists():
         return _open_sharded(directory)
     files = sorted(directory.glob("*.safetensors"))
     if len(files) == 1:
-        return _read_header(files[0])
+        return read_header(files[0])
     found = f"{len(files)} other *.safetensors files" if files else "no *.safetensors files"
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}, but {found}; one of them is needed")
 
@@ -231,7 +233,7 @@ def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     for shard, names in sorted(shards.items()):
-        header = _read_header(directory / shard)
+        header = read_header(directory / shard)
         _check_shard(directory / shard, header, names, weight_map)
         tensors.update(header)
     return tensors
@@ -252,7 +254,7 @@ def _check_shard(
             raise CheckpointError(f"{path} holds tensor {name!r}, but {INDEX} {other}")
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Parse and check one file's header; its tensors must cover the rest of the file exactly."""
     try:
         size = path.stat().st_size
@@ -283,6 +285,27 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         what = "is cut short (a partial download?)" if end > size else "has bytes that belong to no tensor"
         _fail(path, f"its tensors end at byte {end}, the file has {size}: it {what}")
     return dict(ordered)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one file, which is on the disk and not on its way there when this returns."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entry = {
+            "dtype": TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        header[name] = entry
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read_entry(file: _File, name: str, entry: Any, data_start: int) -> SafeTensor:

@@ -1,0 +1,196 @@
+"""Codes that a start was long in making, kept on disk for the next one.
+
+    ~/.cache/infer/codes/<key>.safetensors      all matrices that were rounded while they were loaded
+
+The key is a hash of all that codes depend on: the checkpoint's files, the code that rounds and lays out, and
+on a CPU the compiled library, whose layout depends on the instructions of the processor. So nothing is ever
+stale. A file is renamed into place when it is whole, and each tensor has a checksum. What cannot be read, or
+is not what was written, is made again; a folder that cannot be written is no error.
+
+Only numbers of 16 bits or more become codes that are kept: those of a quantized file are on disk already, and
+need little work. Rounding a billion weights takes a CPU of two cores 7 s to int8 and 23 s to int4; a GPU is
+done in less than a second, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infer.errors import CheckpointError, ModelSourceError
+from infer.kernels.cpu.library import library
+from infer.kernels.runtime.dispatch import device_kind
+from infer.loader.find.default_model import models_dir
+from infer.loader.find.source import ModelSource
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor, read_header, write_safetensors
+from infer.loader.formats.quantized import short_bytes
+from infer.loader.placement import Move
+from infer.models.model import Model
+from infer.quant.packed import Packed
+from infer.quant.projection import Projection
+from infer.quant.registry import SCHEMES
+
+SLOW_SECONDS = 5.0  # codes that were made in less are not kept
+MAX_BYTES = 64 << 30  # of all files together: those that have not been read for longest are removed
+
+_CHECKSUMS = "checksums"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a checkpoint's file: some images set the time of all files to one
+_CODE = (
+    "quant/*.py",
+    "loader/**/*.py",
+    "models/*.py",
+    "kernels/linear/coded.py",
+    "kernels/cpu/operations.py",
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCache:
+    """The projections of a model whose codes are made of plain numbers, and the file that may hold them."""
+
+    projections: Mapping[str, Projection]
+    path: Path | None  # None: there is nothing to keep, or nowhere
+
+    @classmethod
+    def of(cls, model: Model, moves: list[Move], source: ModelSource) -> CodeCache:
+        """The cache of a model that these moves are about to fill."""
+        found = {move.place.module: projection for move in moves if (projection := move.projection(model))}
+        coded = {
+            move.place.module
+            for move in moves
+            if not (isinstance(move.source, StoredTensor) and move.source.type_name in FLOATS)
+        }
+        made = {
+            name: projection
+            for name, projection in found.items()
+            if name not in coded and projection.scheme != "none" and not SCHEMES[projection.scheme].stored_as
+        }
+        with contextlib.suppress(
+            ModelSourceError, OSError
+        ):  # no home; or a file that loading complains about
+            return cls(
+                made, models_dir().parent / "codes" / f"{_key(made, source)}.safetensors" if made else None
+            )
+        return cls(made, None)
+
+    def holds(self, move: Move, model: Model) -> bool:
+        """Whether the file has what a move would bring into place."""
+        return move.place.module in self.projections and move.projection(model) is not None
+
+    def read(self) -> bool:
+        """Fill the projections from the file; False: there is none, or it is not what was written."""
+        if self.path is None or not os.path.exists(self.path):
+            return False
+        places = self._tensors()
+        sums = torch.empty(len(places), dtype=torch.int64)
+        try:
+            _check_private(self.path.parent)
+            stored = read_header(self.path)
+            expected = {name: (place.dtype, tuple(place.shape)) for name, place in places.items()}
+            expected[_CHECKSUMS] = (sums.dtype, tuple(sums.shape))
+            if {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()} != expected:
+                raise CheckpointError("it holds other tensors")
+            stored[_CHECKSUMS].copy_to(sums)
+            for (name, place), checksum in zip(places.items(), sums.tolist(), strict=True):
+                stored[name].copy_to(place)
+                if _checksum(place) != checksum:
+                    raise CheckpointError(f"{name} is not what was written")
+            os.utime(self.path)
+        except (CheckpointError, OSError) as error:
+            log.warning("codes on disk are not used, and made again path=%s reason=%s", self.path, error)
+            for place in places.values():
+                place.zero_()
+            return False
+        log.info("codes were read from the cache path=%s", self.path)
+        return True
+
+    def keep(self) -> None:
+        """Write the file, if making the codes took long; a disk that cannot take it is a line in the log."""
+        seconds = sum(projection.making_seconds for projection in self.projections.values())
+        if self.path is None or seconds <= SLOW_SECONDS:
+            return
+        tensors, unfinished = self._tensors(), self.path.with_suffix(f".{os.getpid()}")
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self.path.parent)
+            _make_room(self.path.parent, num_bytes)
+            sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
+            write_safetensors(unfinished, {**tensors, _CHECKSUMS: sums})
+            os.replace(unfinished, self.path)
+        except OSError as error:
+            log.warning("codes are not kept for the next start path=%s reason=%s", self.path, error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            return
+        size = short_bytes(num_bytes)
+        log.info("codes are kept for the next start path=%s size=%s seconds=%.1f", self.path, size, seconds)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{module}.{name}": tensor
+            for module, projection in self.projections.items()
+            for name, tensor in projection.tensors.items()
+        }
+
+
+def _key(projections: Mapping[str, Projection], source: ModelSource) -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    code = (path.read_bytes() for pattern in _CODE for path in sorted(root.glob(pattern)))
+    for part in (*code, *_identity(source)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    for module, projection in projections.items():
+        shapes = [(name, tensor.dtype, *tensor.shape) for name, tensor in projection.tensors.items()]
+        spec = projection.spec
+        digest.update(repr((module, spec.form, spec.dtype, device_kind(spec.device), shapes)).encode())
+    c = library() if any(isinstance(projection, Packed) for projection in projections.values()) else None
+    digest.update(b"" if c is None else c.path.name.encode())
+    return digest.hexdigest()[:24]
+
+
+def _identity(source: ModelSource) -> Iterator[bytes]:
+    """What tells a checkpoint from others, wherever it lies: sizes, times, and some bytes of its files."""
+    for path in [source.path] if source.is_gguf else sorted(source.path.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            yield repr((path.name, found.st_size, found.st_mtime_ns)).encode()
+            for number in range(_SAMPLES):
+                file.seek(found.st_size * number // _SAMPLES)
+                yield file.read(_SAMPLE_BYTES)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return int(tensor.flatten().view(torch.int32).sum(dtype=torch.int64))
+
+
+def _check_private(folder: Path) -> None:
+    """Refuse a folder that another user could write to: who changes weights chooses what a model says."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} must be writable by its owner alone")
+
+
+def _make_room(folder: Path, num_bytes: int) -> None:
+    """Remove what has not been read for longest, until another file fits; refuse one that is too large."""
+    allowed = min(shutil.disk_usage(folder).free // 2, MAX_BYTES)
+    if num_bytes > allowed:
+        raise OSError(
+            f"they take {short_bytes(num_bytes)}, more than {short_bytes(allowed)}, half of what is free"
+        )
+    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder.iterdir())
+    taken = sum(size for _, size, _ in files)
+    for _, size, path in files:
+        if taken + num_bytes > MAX_BYTES:
+            path.unlink(missing_ok=True)
+            taken -= size

@@ -1,0 +1,223 @@
+"""Codes that are kept on disk: the same as made ones, and never those of another file, form or machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infer.config.settings import EngineConfig
+from infer.engine.build import build_engine
+from infer.kernels.cpu.library import library
+from infer.layers.linear import Projected
+from infer.loader import code_cache
+from infer.loader.find.source import resolve_model
+from infer.loader.load import LoadedModel, load_model
+from infer.sampling.params import SamplingParams
+from infer.tools.quantize import Recipe, quantize_checkpoint
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.tiny import random_prompts, run_engine
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+
+SIZES = Sizes(vocab_size=300, num_experts=3)
+FROM_CACHE = ", read from the cache"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where codes are kept; all of them, however quickly they are made."""
+    monkeypatch.setattr(code_cache, "models_dir", lambda: tmp_path / "cache" / "models")
+    monkeypatch.setattr(code_cache, "SLOW_SECONDS", -1.0)
+    yield tmp_path / "cache" / "codes"
+
+
+def checkpoint_of(path: Path, family: str = "llama", seed: int = 1) -> Path:
+    make_checkpoint(family, path, sizes=SIZES, dtype="bfloat16", seed=seed)
+    return path
+
+
+def load(path: Path, quantization: str = "int8", home: str | None = None) -> LoadedModel:
+    return load_model(
+        resolve_model(str(path)), device="cpu", dtype="auto", quantization=quantization, home=home
+    )
+
+
+def tensors_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    layers = {name: layer for name, layer in loaded.model.named_modules() if isinstance(layer, Projected)}
+    kept = {
+        f"{name}.{leaf}": tensor
+        for name, layer in layers.items()
+        for leaf, tensor in layer.stored.tensors.items()
+    }
+    plain = {name: tensor for name, tensor in loaded.model.named_parameters() if not tensor.is_meta}
+    return {name: tensor.contiguous().view(torch.uint8) for name, tensor in (kept | plain).items()}
+
+
+def assert_same(a: LoadedModel, b: LoadedModel) -> None:
+    found, expected = tensors_of(a), tensors_of(b)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def tokens_of(loaded: LoadedModel) -> list[list[list[int]]]:
+    engine = build_engine(EngineConfig.from_knobs(num_blocks=64), loaded)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return run_engine(engine, [(prompt, params) for prompt in random_prompts(3)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("quantization", "home"), [("int8", None), ("int4", None), ("fp8", "cuda"), ("int4", "cuda")]
+)
+def test_a_second_start_reads_what_the_first_made(
+    tmp_path: Path, family: str, quantization: str, home: str | None
+) -> None:
+    """Tied heads, matrices stored transposed and experts included; nothing is rounded again."""
+    path = checkpoint_of(tmp_path / "m", family)
+    first, second = load(path, quantization, home), load(path, quantization, home)
+    assert not first.kept_as.endswith(FROM_CACHE) and second.kept_as == first.kept_as + FROM_CACHE
+    coded = [
+        m.stored for m in second.model.modules() if isinstance(m, Projected) and m.stored.scheme != "none"
+    ]
+    assert coded and all(projection.making_seconds == 0 for projection in coded)
+    assert_same(first, second)
+
+
+def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    assert tokens_of(load(path, "int4")) == tokens_of(load(path, "int4"))
+
+
+def test_forms_do_not_share_a_file(tmp_path: Path, folder: Path) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    load(path, "int8")
+    assert not load(path, "int4").kept_as.endswith(FROM_CACHE)
+    assert not load(path, "int8", "cuda").kept_as.endswith(FROM_CACHE)
+    assert len(list(folder.iterdir())) == 3
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _replace(path: Path) -> None:
+    path.write_bytes(b"not a file of ours")
+
+
+def _rename_tensor(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"layers.0.", b"layers.9.", 1))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _replace, _rename_tensor])
+def test_a_damaged_file_is_made_again(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, damage: object
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    first = load(path)
+    (file,) = folder.iterdir()
+    assert callable(damage)
+    damage(file)
+    with caplog.at_level(logging.WARNING, "infer"):
+        again = load(path)
+    assert "codes on disk are not used" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
+    assert_same(first, again)
+    assert load(path).kept_as.endswith(FROM_CACHE)  # the new file
+
+
+@pytest.mark.parametrize("keeps_time", [True, False])
+def test_another_checkpoint_has_other_codes(tmp_path: Path, keeps_time: bool) -> None:
+    """Also one of the same name, size and time: container images may set the time of all files to one."""
+    path, other = checkpoint_of(tmp_path / "m"), checkpoint_of(tmp_path / "other", seed=2)
+    load(path)
+    expected, weights = load(other), path / "model.safetensors"
+    before = weights.stat()
+    shutil.copyfile(other / "model.safetensors", weights)
+    if keeps_time:
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size
+    changed = load(path)
+    assert not changed.kept_as.endswith(FROM_CACHE)
+    assert_same(changed, expected)
+
+
+def test_a_checkpoint_may_be_moved(tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    load(path)
+    path.rename(tmp_path / "elsewhere")
+    assert load(tmp_path / "elsewhere").kept_as.endswith(FROM_CACHE)
+
+
+def test_what_is_made_quickly_is_not_kept(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_cache, "SLOW_SECONDS", 5.0)
+    load(checkpoint_of(tmp_path / "m"))
+    assert not folder.exists()
+
+
+def test_plain_numbers_and_the_codes_of_files_are_not_kept(tmp_path: Path, folder: Path) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    quantize_checkpoint(resolve_model(str(path)), tmp_path / "q", Recipe(scheme="gptq", group_size=32))
+    load(path, "none")
+    assert not folder.exists()
+    load(tmp_path / "q", "auto")  # its head is plain, and becomes int8
+    sizes = [file.stat().st_size for file in folder.iterdir()]
+    assert sizes and max(sizes) < 300 * 64 * 2
+
+
+def test_a_disk_that_cannot_take_them_is_a_line_in_the_log(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    folder.parent.mkdir()
+    folder.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "infer"):
+        load(path)
+    assert "codes are not kept for the next start" in caplog.text
+
+    folder.unlink()
+    usage = SimpleNamespace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "infer"):
+        load(path)
+    assert "codes are not kept for the next start" in caplog.text and "half of what is free" in caplog.text
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    load(path)
+    folder.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "infer"):
+        assert not load(path).kept_as.endswith(FROM_CACHE)
+    assert "writable by its owner alone" in caplog.text
+
+
+def test_the_oldest_file_makes_room(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [checkpoint_of(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    load(paths[0])
+    (first,) = folder.iterdir()
+    monkeypatch.setattr(code_cache, "MAX_BYTES", int(first.stat().st_size * 2.5))
+    load(paths[1])
+    (second,) = set(folder.iterdir()) - {first}
+    os.utime(second, (1, 1))
+    assert load(paths[0]).kept_as.endswith(FROM_CACHE)  # which has been read since
+    load(paths[2])
+    assert first.exists() and not second.exists() and len(list(folder.iterdir())) == 2
