@@ -78,10 +78,10 @@ def shows_reasoning(args: argparse.Namespace) -> bool:
 
 
 def open_model(
-    args: argparse.Namespace, observer: EngineObserver | None = None, *, counts: bool = False
+    args: argparse.Namespace, observer: EngineObserver | None = None, **options: bool
 ) -> LLM | RemoteModel:
-    """The model that flags ask for, of a server or loaded here; a server is asked to count tokens."""
-    return open_server(args, counts=counts) if is_remote(args) else open_llm(args, observer)
+    """The model that flags ask for: loaded here, or of a server, which `options` (`RemoteModel`) are for."""
+    return open_server(args, **options) if is_remote(args) else open_llm(args, observer)
 
 
 def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import asking, flags
 from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, shorten, show_answer, write_out
-from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, is_remote
+from infer.cli.remote import RemoteModel, RemoteStream, is_remote
 from infer.errors import (
     ConfigError,
     DeviceLost,
@@ -86,7 +86,7 @@ class AskedPrompt:
 
     prompt: Prompt
     params: SamplingParams  # its own: each line of a file has another seed
-    stream: TextStream | RemoteStream | StreamAhead | InferError
+    stream: TextStream | RemoteStream | InferError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,8 @@ def answer_all(
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     try:
-        llm = asking.open_model(args, observer, counts=args.json)
+        is_many = args.prompts_file is not None
+        llm = asking.open_model(args, observer, counts=args.json, is_patient=is_many)
     except KeyboardInterrupt:
         if args.stats:
             notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
@@ -237,10 +238,7 @@ def _ask(
     try:
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
-        stream = _open_stream(llm, prompt.text, params, args)
-        if isinstance(stream, RemoteStream) and prompt.line is not None:
-            return AskedPrompt(prompt, params, StreamAhead(stream))
-        return AskedPrompt(prompt, params, stream)
+        return AskedPrompt(prompt, params, _open_stream(llm, prompt.text, params, args))
     except RequestError as error:  # to be told in its turn
         return AskedPrompt(prompt, params, error)
 
@@ -335,7 +333,7 @@ def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str,
     """Return the object that `--json` prints for one prompt; a server's answer has no token ids."""
     stream = asked.stream
     assert not isinstance(stream, InferError), "it has an answer"
-    if isinstance(stream, RemoteStream | StreamAhead):
+    if isinstance(stream, RemoteStream):
         token_ids, usage = None, stream.usage  # a server counts for itself
     else:
         token_ids, num_prompt = list(answer.token_ids), stream.num_prompt_tokens

@@ -9,9 +9,9 @@ the standard library: one POST per answer, its body a stream of events
 
 A chat's delta may also hold `reasoning_content` (or `reasoning`) and pieces of `tool_calls`.
 
-One stream is read piece by piece on demand; several at once are read ahead by a thread each. A server that
-is full (429 or 503) is then asked again: after growing pauses, none shorter than the seconds of its
-`Retry-After`. As long as it says these it is believed, up to ten minutes; else it is given up after four.
+A thread reads each answer ahead. For the lines of a file, a server that is full (429 or 503) is asked again:
+after growing pauses, none shorter than the seconds of its `Retry-After`. As long as it says these it is
+believed, up to ten minutes; else it is given up after four. A user at a terminal is told at once.
 """
 
 from __future__ import annotations
@@ -86,13 +86,16 @@ class RemoteModel:
         api_key: str | None = None,
         sampling: Collection[str] = (),
         counts: bool = False,
+        is_patient: bool = False,
     ) -> None:
         """Ask a server what it serves; of an answer's parameters only those named in `sampling` are sent.
 
-        `counts` asks it to count tokens, too: not every server knows how to.
+        `counts` asks it to count tokens, too: not every server knows how to. With `is_patient` it is asked
+        again where it is full.
         """
         self._sampling = sampling
         self._counts = counts
+        self.is_patient = is_patient
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not self._base.startswith(("http://", "https://")):
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
@@ -177,25 +180,50 @@ class RemoteModel:
 
 
 class RemoteStream(Iterator[RemoteDelta]):
-    """One answer on its way; its request is sent when the first piece is wanted."""
+    """One answer, which a thread reads as it comes, whenever its pieces are wanted."""
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
         self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
-        self.is_patient = False  # asks again where the server is full
-        self._pieces = self._read(model, path, body)
+        self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
+        self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
+        self._is_closed = False
+        threading.Thread(target=self._run, args=(self._read(model, path, body),), daemon=True).start()
 
     def __next__(self) -> RemoteDelta:
-        return next(self._pieces)
+        piece = self._pieces.get()
+        if piece is None:
+            raise StopIteration
+        if isinstance(piece, InferError):
+            raise piece
+        return piece
 
     def close(self) -> None:
-        """Hang up, which ends the request."""
-        self._pieces.close()
+        """Hang up with the next piece, which ends the request."""
+        self._is_closed = True
+
+    def _run(self, answer: Generator[RemoteDelta, None, None]) -> None:
+        started = perf_counter()
+        try:
+            with closing(answer) as pieces:
+                for piece in pieces:
+                    now = perf_counter() - started
+                    self.seconds = (self.seconds[0] or (now if piece.token_ids else 0.0), now)
+                    self._pieces.put(piece)
+                    if self._is_closed:
+                        break
+        except InferError as error:
+            self._pieces.put(error)
+        except Exception as error:  # a thread's own errors go unseen
+            said = f"the server's answer broke off: {type(error).__name__}: {error}"
+            self._pieces.put(EngineError(said))
+        finally:
+            self._pieces.put(None)  # without it the reader would wait for ever
 
     def _read(
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
     ) -> Generator[RemoteDelta, None, None]:
         is_whole = False
-        with self._open(model, path, body) as answer:
+        with _open_patiently(model, path, body) as answer:
             try:
                 for line in answer:
                     if not line.startswith(b"data:"):
@@ -220,19 +248,21 @@ class RemoteStream(Iterator[RemoteDelta]):
         if not is_whole:
             raise EngineError("the server's answer broke off: the connection ended before it")
 
-    def _open(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-        num_refused, waited_s = 0, 0.0
-        while True:
-            try:
-                return model.open(path, body)
-            except RemoteFull as error:
-                is_over = error.retry_after_s is None and num_refused >= len(PAUSES_S)
-                if not self.is_patient or is_over or waited_s >= PATIENCE_S:
-                    raise
-                growing_s = PAUSES_S[min(num_refused, len(PAUSES_S) - 1)]
-                pause_s = min(max(growing_s, error.retry_after_s or 0.0), MAX_PAUSE_S)
-            sleep(pause_s)
-            num_refused, waited_s = num_refused + 1, waited_s + pause_s
+
+def _open_patiently(model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+    """Open an answer; a server that is full is asked again, where no terminal waits."""
+    num_refused, waited_s = 0, 0.0
+    while True:
+        try:
+            return model.open(path, body)
+        except RemoteFull as error:
+            is_over = error.retry_after_s is None and num_refused >= len(PAUSES_S)
+            if not model.is_patient or is_over or waited_s >= PATIENCE_S:
+                raise
+            growing_s = PAUSES_S[min(num_refused, len(PAUSES_S) - 1)]
+            pause_s = min(max(growing_s, error.retry_after_s or 0.0), MAX_PAUSE_S)
+        sleep(pause_s)
+        num_refused, waited_s = num_refused + 1, waited_s + pause_s
 
 
 def to_fields(structured: Structured) -> dict[str, Any]:
@@ -269,53 +299,6 @@ def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:
             yield CallDelta(index, str(function["arguments"]))
 
 
-class StreamAhead(Iterator[RemoteDelta]):
-    """An answer that a thread reads as it comes, whenever its pieces are wanted."""
-
-    def __init__(self, stream: RemoteStream) -> None:
-        self._stream = stream
-        self._stream.is_patient = True  # others wait behind it, and no terminal shows it
-        self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
-        self._is_closed = False
-        self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
-        threading.Thread(target=self._run, daemon=True).start()
-
-    @property
-    def usage(self) -> dict[str, Any] | None:
-        """The token counts that the server has sent."""
-        return self._stream.usage
-
-    def __next__(self) -> RemoteDelta:
-        piece = self._pieces.get()
-        if piece is None:
-            raise StopIteration
-        if isinstance(piece, InferError):
-            raise piece
-        return piece
-
-    def close(self) -> None:
-        """Hang up with the next piece."""
-        self._is_closed = True
-
-    def _run(self) -> None:
-        started = perf_counter()
-        try:
-            with closing(self._stream) as pieces:
-                for piece in pieces:
-                    now = perf_counter() - started
-                    self.seconds = (self.seconds[0] or (now if piece.token_ids else 0.0), now)
-                    self._pieces.put(piece)
-                    if self._is_closed:
-                        break
-        except InferError as error:
-            self._pieces.put(error)
-        except Exception as error:  # a thread's own errors go unseen
-            said = f"the server's answer broke off: {type(error).__name__}: {error}"
-            self._pieces.put(EngineError(said))
-        finally:
-            self._pieces.put(None)  # without it the reader would wait for ever
-
-
 def add_url_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of a command that can also ask a server."""
     group.add_argument("--url", help="ask a model of the server there; --model picks which")
@@ -329,10 +312,11 @@ def is_remote(args: argparse.Namespace) -> bool:
     return args.url is not None
 
 
-def open_server(args: argparse.Namespace, *, counts: bool = False) -> RemoteModel:
+def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
     """The model of the server that `--url` names; the knobs of an engine are that server's business.
 
     What the user set is sent along, and the seed always: each answer has one of its own (`flags.nth_draw`).
+    Options are those of `RemoteModel`.
     """
     knobs = flags.knobs_from(args)
     model = knobs.pop("model", None)
@@ -340,7 +324,7 @@ def open_server(args: argparse.Namespace, *, counts: bool = False) -> RemoteMode
         names = ", ".join(flags.flag(name) for name in knobs)
         raise ConfigError(f"--url leaves the engine to the server, so {names} cannot be set here")
     sampling = {"seed", *flags.sampling_given(args)}
-    return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, counts=counts)
+    return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, **options)
 
 
 def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from infer.cli.remote import RemoteDelta, RemoteStream, StreamAhead
+from infer.cli.remote import RemoteDelta, RemoteStream
 from infer.errors import EngineError, RequestError
 from infer.server.protocol.translate import check_has_template
 
@@ -289,20 +289,14 @@ def test_each_line_of_a_file_is_told_of_a_reason_that_breaks_off(
 class Breaking(RemoteStream):
     """An answer that ends in an error of no known kind."""
 
-    def __init__(self) -> None:
-        self._left = [RemoteDelta("hi", (1,), None)]
-
-    def __next__(self) -> RemoteDelta:
-        if self._left:
-            return self._left.pop()
+    def _read(self, *asked: Any) -> Generator[RemoteDelta, None, None]:
+        yield RemoteDelta("hi", (1,), None)
         raise LookupError("what now")
-
-    def close(self) -> None: ...
 
 
 def test_a_reader_of_pieces_hears_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.cli.remote.SimpleQueue", Impatient)
-    pieces = StreamAhead(Breaking())
+    pieces = Breaking(cast(Any, None), "/completions", {})
     assert next(pieces).text == "hi"
     with pytest.raises(EngineError, match="the server's answer broke off: LookupError: what now"):
         next(pieces)
