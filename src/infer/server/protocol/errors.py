@@ -277,30 +277,26 @@ def _spell_location(location: tuple[str | int, ...]) -> str | None:
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every failure of an application in OpenAI's form."""
 
-    async def on_infer_error(_: Request, error: Exception) -> Response:
+    async def on_error(http: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            return _http_error(http, error).response()
+        if isinstance(error, RequestValidationError):
+            error = validation_error(list(error.errors()), http.headers)
         return to_api_error(error).response()
 
-    async def on_validation_error(http: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return to_api_error(validation_error(list(error.errors()), http.headers)).response()
+    for kind in (InferError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, on_error)
 
-    async def on_http_error(http: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = str(error.detail)
-        path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
-        if error.status_code == 404:
-            hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
-            hint = hint or "; GET /openapi.json lists the routes"
-            message = f"there is no route {http.method} {path}{hint}"
-        elif error.status_code == 405:
-            message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
-        return ApiError(status=error.status_code, message=message, headers=error.headers or {}).response()
 
-    async def on_client_gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE)
-
-    app.add_exception_handler(InferError, on_infer_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientDisconnect, on_client_gone)
-    app.add_exception_handler(Exception, on_infer_error)
+def _http_error(http: Request, error: HTTPException) -> ApiError:
+    """The error of a route that is not there, or takes another method."""
+    message = str(error.detail)
+    path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
+    if error.status_code == 404:
+        hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
+        message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
+    elif error.status_code == 405:
+        message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
+    return ApiError(status=error.status_code, message=message, headers=error.headers or {})
