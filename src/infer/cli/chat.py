@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import asking, flags
 from infer.cli.answer import Screen, ShownAnswer, notice, shorten, show_answer, write_out
-from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
+from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools
 from infer.cli.remote import RemoteModel
 from infer.dialects.events import ToolCall
 from infer.errors import (
@@ -147,7 +147,7 @@ class ChatSession:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if calls:
-            message["tool_calls"] = [to_wire(call) for call in calls]
+            message["tool_calls"] = [call.to_wire() for call in calls]
         self.turns.append(message)
         self.num_answers += 1
         return answer
@@ -187,7 +187,7 @@ def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
     """Yield the calls that can be made: none of an answer that the user stopped, none that was cut."""
     for call in answer.calls:
         if is_whole(call) and answer.finish_reason is not None:
-            yield call
+            yield dataclasses.replace(call, arguments=call.arguments.strip() or "{}")
         else:
             notice(f"[left out a call of {escape(call.name)}: its arguments broke off]")
 

@@ -127,7 +127,7 @@ class ToolBox:
                 f"[the model calls {escape(call.name)} with {escape(call.arguments)}: {escape(str(error))}]"
             )
             return _error(str(error))
-        given = json.loads(call.arguments.strip() or "{}")
+        given = json.loads(call.arguments)
         shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
         notice(f"[the model calls {call.name}({shown})]")
         if not self._may_call(call.name):
@@ -149,12 +149,6 @@ def is_whole(call: ToolCall) -> bool:
         return isinstance(json.loads(call.arguments.strip() or "{}"), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def to_wire(call: ToolCall) -> dict[str, Any]:
-    """A call as the conversation holds it."""
-    function = {"name": call.name, "arguments": call.arguments.strip() or "{}"}
-    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:

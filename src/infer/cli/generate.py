@@ -117,12 +117,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt; exit code 1 if some of a file's have no answer."""
-    if args.raw and args.max_reasoning_tokens is not None:
-        raise ConfigError(
-            "--max-reasoning-tokens needs the chat template that --raw turns off; give one of them"
-        )
-    if args.raw and args.system is not None:
-        raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
+    if args.raw and (needs := _needs_template(args)):
+        raise ConfigError(f"{needs} needs the chat template that --raw turns off; give one of the two")
     if is_remote(args) and (args.record is not None or args.overwrite):
         raise ConfigError(
             "--record needs an engine here, and --url leaves it to the server; give one of them"

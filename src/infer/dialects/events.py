@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a function that a model may call
 
@@ -56,6 +57,11 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str  # a JSON object, as the model wrote it
+
+    def to_wire(self) -> dict[str, Any]:
+        """The call in OpenAI's words."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:

@@ -10,6 +10,7 @@ From there on a message is a chat: the same checks, the same template, the same 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError, show_value
@@ -184,7 +185,7 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     is_answered = isinstance(body, MessagesRequest)
     turns = Turns(is_answered=is_answered)
     if body.system is not None:
-        _say(turns, "system", body.system, ("system",))
+        _add_content(turns, "system", body.system, ("system",), BLOCKS["system"])
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
     if is_answered and body.messages and body.messages[-1].get("role") == "assistant":
@@ -210,17 +211,6 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     return kind.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
-def _say(turns: Turns, role: str, content: str | list[Any], path: Path) -> None:
-    """Add text, or blocks that hold nothing but text."""
-    if isinstance(content, str):
-        turns.say(role, content)
-        return
-    for i, given in enumerate(content):
-        block = turns.read(BLOCKS["system"], given, (*path, i), refused=REFUSED_BLOCKS)
-        assert isinstance(block, TextBlock)
-        turns.say(role, block.text)
-
-
 def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
     """Add a message: a text, or blocks of what its author may say."""
     role, content = message.get("role"), message.get("content")
@@ -231,12 +221,19 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
             f"and nothing else, got {show_value(message)}",
             param=spell_path(path),
         )
+    _add_content(turns, role, content, (*path, "content"), BLOCKS[role])
+
+
+def _add_content(
+    turns: Turns, role: str, content: str | list[Any], path: Path, kinds: Mapping[str, type[Body]]
+) -> None:
+    """Add a text, or blocks of these kinds."""
     if isinstance(content, str):
         turns.say(role, content)
         return
     for i, given in enumerate(content):
-        where = (*path, "content", i)
-        match turns.read(BLOCKS[role], given, where, refused=REFUSED_BLOCKS):
+        where = (*path, i)
+        match turns.read(kinds, given, where, refused=REFUSED_BLOCKS):
             case TextBlock(text=text):
                 turns.say(role, text)
             case ThinkingBlock(thinking=text):
@@ -252,7 +249,7 @@ def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:
     """What a tool said; a model has no other sign of failure than the text."""
     said = Turns()
     if result.content is not None:
-        _say(said, "tool", result.content, (*path, "content"))
+        _add_content(said, "tool", result.content, (*path, "content"), BLOCKS["system"])
     turns.ignored |= said.ignored
     text = "\n".join(message["content"] for message in said.messages())
     return f"Error: {text}" if result.is_error and not text.lower().startswith("error") else text
@@ -260,7 +257,6 @@ def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:
 
 def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
     tool = turns.read({"custom": CustomTool}, given, path, refused=_NO_SERVER_TOOLS, default="custom")
-    assert isinstance(tool, CustomTool)
     described = {"description": tool.description, "strict": tool.strict}
     function = {"name": tool.name, "parameters": tool.input_schema} | {
         name: value for name, value in described.items() if value is not None
@@ -270,7 +266,6 @@ def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
 
 def _tool_choice(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
     choice = turns.read(TOOL_CHOICES, given, ("tool_choice",))
-    assert isinstance(choice, ToolChoice)
     if (choice.name is None) == (given["type"] == "tool"):
         raise RequestError("tool_choice has a name if its type is 'tool', and only then", param="tool_choice")
     named = {"type": "function", "function": {"name": choice.name}}
@@ -280,7 +275,6 @@ def _tool_choice(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 
 def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
     thinking = turns.read(THINKING, given, ("thinking",))
-    assert isinstance(thinking, Thinking)
     if (thinking.budget_tokens is None) == (given["type"] == "enabled"):
         raise RequestError(
             "thinking has budget_tokens if its type is 'enabled', and only then",
@@ -297,7 +291,6 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
     form = body.output_format
     if body.output_config is not None:
         config = turns.read({"": OutputConfig}, body.output_config, ("output_config",), default="")
-        assert isinstance(config, OutputConfig)
         form = config.format or form
         if config.effort is not None:
             fields["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)

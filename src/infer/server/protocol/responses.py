@@ -206,7 +206,6 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
         named = turns.read(
             {"function": NamedTool}, body.tool_choice, ("tool_choice",), refused=_NO_HOSTED_TOOLS
         )
-        assert isinstance(named, NamedTool)
         fields["tool_choice"] = {"type": "function", "function": {"name": named.name}}
     else:
         fields["tool_choice"] = body.tool_choice

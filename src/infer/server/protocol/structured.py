@@ -24,7 +24,7 @@ FORMATS = ("text", "json_object", "json_schema")
 FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description")
 SCHEMA_KEYS = ("name", "schema", "strict", "description")
 
-KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words
+KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words; a schema may be a text that holds it
     "json": Structured.json_schema,
     "regex": Structured.regex,
     "choice": Structured.choice,
@@ -86,7 +86,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
     if described is not given:
         account_for(described, SCHEMA_KEYS, where=f"{param}.json_schema.", listed="known")
     check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
-    return _make("json", described["schema"], param)
+    return Structured.json_schema(described["schema"], param=param)
 
 
 def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
@@ -124,7 +124,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     options = _blanks(blanks, f"{param}.whitespace_pattern", asked[0])
     if asked == ["json_object"]:
         return Structured.json_object(param=f"{param}.json_object", **options)
-    return _make(asked[0], given[asked[0]], f"{param}.{asked[0]}", **options)
+    return KINDS[asked[0]](given[asked[0]], param=f"{param}.{asked[0]}", **options)
 
 
 def _read_guided(body: SamplingBody) -> list[Structured]:
@@ -133,14 +133,9 @@ def _read_guided(body: SamplingBody) -> list[Structured]:
     if not asked and blanks is not None:
         raise RequestError("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
     return [
-        _make(kind, value, f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
+        KINDS[kind](value, param=f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
         for kind, value in asked.items()
     ]
-
-
-def _make(kind: str, value: Any, param: str, **options: Any) -> Structured:
-    """A constraint of one of vLLM's kinds; a schema may also be a text that holds it."""
-    return KINDS[kind](value, param=param, **options)
 
 
 def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:

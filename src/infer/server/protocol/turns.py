@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -23,6 +23,7 @@ from infer.errors import MalformedRequest, RequestError, closest, json_type, sho
 from infer.server.protocol.errors import validation_error
 from infer.server.protocol.schemas import Body, check_call_id
 
+Block = TypeVar("Block", bound=Body)
 Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
 
 
@@ -65,13 +66,13 @@ class Turns:
 
     def read(
         self,
-        kinds: Mapping[str, type[Body]],
+        kinds: Mapping[str, type[Block]],
         given: Any,
         path: Path,
         *,
         refused: Mapping[str, str] | str = "",
         default: str | None = None,
-    ) -> Body:
+    ) -> Block:
         """A block, an item or a tool as the class of its type; an error says where in the body it stands.
 
         `refused` is the reason why other types are not taken, or has the reasons of some.

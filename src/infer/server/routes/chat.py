@@ -98,14 +98,7 @@ class ChatWriter(ChunkWriter):
             if output.reasoning and self._shows_reasoning:
                 message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
             if output.tool_calls:
-                message["tool_calls"] = [
-                    {
-                        "id": call.call_id,
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in output.tool_calls
-                ]
+                message["tool_calls"] = [call.to_wire() for call in output.tool_calls]
         return {
             "index": output.index,
             "message": message,

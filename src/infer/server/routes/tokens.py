@@ -15,7 +15,6 @@ from infer.server.protocol.logprobs import spell
 from infer.server.protocol.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.protocol.translate import check_has_template, encode_prompts
 from infer.server.routes.json_route import in_thread_if_large, json_response, make_router, server_state
-from infer.tokenizer.tokenizer import Tokenizer
 
 router = make_router()
 
@@ -37,15 +36,12 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         )
     strings = None
     if body.return_token_strs:
-        strings = await in_thread_if_large(len(ids), spell_all, encoder.tokenizer, ids)
+        strings = await in_thread_if_large(
+            len(ids), lambda: [spell(encoder.tokenizer, token_id) for token_id in ids]
+        )
     return json_response(
         {"count": len(ids), "max_model_len": encoder.context_len, "tokens": ids, "token_strs": strings}, body
     )
-
-
-def spell_all(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text of each token."""
-    return [spell(tokenizer, token_id) for token_id in ids]
 
 
 @router.post("/detokenize", response_model=None)
