@@ -17,6 +17,7 @@ Nothing is pickled: both ends know the types below, and bytes that do not fit th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -129,8 +130,8 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Message: TypeAlias = Ready | StepReport | Failure
 
 _encoder = msgspec.msgpack.Encoder()
-_command_decoder = msgspec.msgpack.Decoder(Command)
-_message_decoder = msgspec.msgpack.Decoder(Message)
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode  # what the server sent
+decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode  # what the engine sent
 
 
 def encode(message: Command | Message) -> bytes:
@@ -143,12 +144,6 @@ def encode(message: Command | Message) -> bytes:
         ) from error
 
 
-def decode_command(data: bytes) -> Command:
-    """The command in bytes that the server sent."""
-    command: Command = _command_decoder.decode(data)
-    return command
-
-
 def refuse_command(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
     """The answer to a command that could not be decoded; None if the command gets no answer."""
     raw = msgspec.msgpack.decode(data)
@@ -157,12 +152,6 @@ def refuse_command(data: bytes, error: InferError | msgspec.DecodeError) -> Answ
     if isinstance(error, msgspec.DecodeError):
         error = RequestError(f"the request has a field of the wrong type: {error}")
     return Answer(raw[1], None, to_failure(error))
-
-
-def decode_message(data: bytes) -> Message:
-    """The message in bytes that the engine sent."""
-    message: Message = _message_decoder.decode(data)
-    return message
 
 
 # -- exceptions -----------------------------------------------------------------------------------

@@ -186,9 +186,7 @@ class EngineProcess(EngineLink):
                 self._last_lines.append(line)
                 try:
                     self._on_log(line)
-                except (
-                    Exception
-                ):  # a failing `on_log` must not stop the reading: a full pipe would block the child
+                except Exception:  # one that fails must not stop the reading: a full pipe blocks the child
                     logger.exception("engine log line not passed on")
 
     def _wait_for_exit(self) -> None:

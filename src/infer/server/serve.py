@@ -100,19 +100,10 @@ class _CountedConnection(GuardedConnection):
         super().connection_lost(exc)
 
 
-def serve(
-    models: Mapping[str, EngineConfig],
-    config: ServerConfig,
-    *,
-    announce: Callable[[str], None],
-    spares: SpareEngines | None = None,
-) -> None:
-    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted.
-
-    `spares` are engine processes that have been started already.
-    """
+def serve(models: Mapping[str, EngineConfig], config: ServerConfig, **options: Any) -> None:
+    """Serve models as `run` does, in an event loop of its own."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(run(models, config, announce=announce, spares=spares))
+        runner.run(run(models, config, **options))
 
 
 def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
@@ -129,7 +120,10 @@ async def run(
     announce: Callable[[str], None],
     spares: SpareEngines | None = None,
 ) -> None:
-    """Serve models as `serve` does, in an event loop that runs already."""
+    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted.
+
+    `spares` are engine processes that have been started already.
+    """
     number = num_processes(config, on_gpu=_is_on_gpu(models))
     state = ServerState(config=config, board=Board(number))
     state.board.is_starting = True
