@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infer.bench.offline import batch, run_once, warm_up
-from infer.bench.repeats import EngineBench
+from infer.bench.repeats import EngineBench, measure_row
 from infer.bench.report import Report, Row
 from infer.bench.workloads import Workload, fit
 from infer.config.backends import OPERATIONS, REFERENCE
@@ -61,8 +61,7 @@ def bench_backends(
 
     def row(name: str) -> Row:
         knobs: dict[str, Any] = COMBINATIONS[name]
-        engine = target.engine(**knobs)
-        warm_up(engine, target)
+        engine = warm_up(target.engine(**knobs), target)
         difference, num_same = compare(answer(engine, workload), expected)
 
         def run(repeat: int) -> dict[str, float]:
@@ -70,7 +69,7 @@ def bench_backends(
             bench.tell(f"{name} {repeat + 1}/{bench.repeats}: {figures['output_tokens_per_s']:.1f} tok/s")
             return figures | {"largest_difference": difference, "same_tokens": num_same}
 
-        return bench.row(name, workload.name, run, knobs)
+        return measure_row(name, workload.name, bench.repeats, run, settings=knobs)
 
     names = [name for name in COMBINATIONS if not only or name in only]
     note = (

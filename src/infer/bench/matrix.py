@@ -57,8 +57,7 @@ class _Runs:
         if key not in self._found:
             target = self._in_form(knobs)
             size = {"kv_cache_memory": self.memory, "num_blocks": None, "max_batch_size": MAX_BATCH}
-            engine = target.engine(**(dict(knobs) | size))
-            warm_up(engine, target)
+            engine = warm_up(target.engine(**(dict(knobs) | size)), target)
             workload = fit(
                 make_workload(name, seed=self._bench.seed, vocab_size=min(target.vocab_size, 10_000)),
                 context_len=engine.context_len,
@@ -77,6 +76,10 @@ class _Runs:
         if form not in self._forms:
             self._forms[form] = self._bench.target.in_form(form)
         return self._forms[form]
+
+    def row(self, ablation: Ablation, look: Look, *stages: _Stage) -> Row:
+        """Return the row of one ablation on one workload, before and after."""
+        return _row(ablation, look, *(self.run(stage, look.workload) for stage in stages))
 
 
 class _Stage(NamedTuple):
@@ -102,7 +105,7 @@ def bench_matrix(bench: EngineBench, *, only: Sequence[str] = ()) -> Report:
             before = _Stage(f"{stage.name} without {ablation.name}", {**stage.knobs, **ablation.without})
         after = _Stage(f"+{ablation.name}", {**stage.knobs, **ablation.knobs})
         for look in (ablation.best, ablation.risk) if not only or ablation.name in only else ():
-            measure = partial(_measure, runs, ablation, look, before, after)
+            measure = partial(runs.row, ablation, look, before, after)
             skip = partial(_skip, ablation, look, reason)
             jobs[_name(ablation, look)] = skip if reason else measure
         stage = stage if reason else after
@@ -137,15 +140,15 @@ def _skip(ablation: Ablation, look: Look, reason: str) -> Row:
     return skip_row(_name(ablation, look), "", reason, _settings(ablation, look), note=note)
 
 
-def _measure(runs: _Runs, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
-    """Return the row of one ablation on one workload."""
+def _row(
+    ablation: Ablation, look: Look, before: list[dict[str, float]], after: list[dict[str, float]]
+) -> Row:
     figure, measure = look.figure, MEASURES[look.figure]
-    sides = [runs.run(stage, look.workload) for stage in (before, after)]
     repeats = []
-    for old, new in zip(*sides, strict=True):
+    for old, new in zip(before, after, strict=True):
         ratio = new[figure] / old[figure] if measure.better == "higher" else old[figure] / new[figure]
         repeats.append(new | {"speed_up": ratio})
-    old_value, new_value = (statistics.median(run[figure] for run in side) for side in sides)
+    old_value, new_value = (statistics.median(run[figure] for run in side) for side in (before, after))
     made = make_row(_name(ablation, look), "", repeats, settings=_settings(ablation, look))
     gain = made.figures["speed_up"]
     band = max(NOISE, spread(gain), SINGLE_BAND if len(repeats) == 1 else 0.0)

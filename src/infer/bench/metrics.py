@@ -24,6 +24,7 @@ import numpy as np
 from infer.errors import ConfigError
 
 PERCENTS = (50, 95, 99)
+LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,10 +157,6 @@ class Measure:
     better: str  # "higher", "lower", or "" where neither is
 
 
-def _times(title: str) -> dict[int, Measure]:
-    return {percent: Measure(title=f"{title} p{percent}", unit="ms", better="lower") for percent in PERCENTS}
-
-
 MEASURES: dict[str, Measure] = {
     "output_tokens_per_s": Measure(title="output", unit="tok/s", better="higher"),
     "input_tokens_per_s": Measure(title="input", unit="tok/s", better="higher"),
@@ -167,9 +164,9 @@ MEASURES: dict[str, Measure] = {
     "goodput_per_s": Measure(title="goodput", unit="req/s", better="higher"),
     "goodput_share": Measure(title="in SLO", unit="%", better="higher"),
     **{
-        f"{name}_p{percent}_s": measure
-        for name in ("ttft", "itl", "tpot", "e2e", "queue")
-        for percent, measure in _times(name if name == "queue" else name.upper()).items()
+        f"{name}_p{percent}_s": Measure(title=f"{title} p{percent}", unit="ms", better="lower")
+        for name, title in (*((name, name.upper()) for name in LATENCIES), ("queue", "queue"))
+        for percent in PERCENTS
     },
     "queue_mean_s": Measure(title="queue mean", unit="ms", better="lower"),
     "longest_gap_s": Measure(title="longest gap", unit="ms", better="lower"),

@@ -65,7 +65,8 @@ def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Seq
             }
 
         kernel = "C kernel" if _c_kernel(target) else "PyTorch"
-        return bench.row(name, f"{kernel}, one layer, one query per sequence, scattered blocks", run)
+        about = f"{kernel}, one layer, one query per sequence, scattered blocks"
+        return measure_row(name, about, bench.repeats, run)
 
     cases = {
         f"batch {batch}, context {context}": (batch, context) for batch in batches for context in contexts

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from infer.bench.metrics import percentile
-from infer.bench.repeats import EngineBench, beyond_roofline
+from infer.bench.repeats import EngineBench, beyond_roofline, measure_row
 from infer.bench.report import Report, Row, skip_row
 from infer.bench.roofline import (
     Ceilings,
@@ -47,11 +47,12 @@ def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -
     return result
 
 
-def warm_up(engine: Engine, target: BenchTarget) -> None:
+def warm_up(engine: Engine, target: BenchTarget) -> Engine:
     """Run a few short requests, for first allocations, compiled kernels and captured graphs."""
     workload = batch(4, 32, 8, target.vocab_size, seed=99)
     for _ in range(WARM_UP):
         run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
+    return engine
 
 
 def batch(
@@ -70,8 +71,7 @@ def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
     vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
     made = [make_workload(name, seed=bench.seed, vocab_size=vocab_size) for name in names]
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
-    engine = target.engine()
-    warm_up(engine, target)
+    engine = warm_up(target.engine(), target)
 
     def row(workload: Workload) -> Row:
         def run(repeat: int) -> dict[str, float]:
@@ -84,7 +84,7 @@ def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
             return figures
 
         settings = {"arrival": workload.arrival.describe()}
-        return bench.row(workload.name, workload.about, run, settings)
+        return measure_row(workload.name, workload.about, bench.repeats, run, settings=settings)
 
     fitted = [fit(whole, context_len=engine.context_len, vocab_size=target.vocab_size) for whole in made]
     jobs = {workload.name: partial(row, workload) for workload in fitted}
@@ -100,8 +100,7 @@ def _rooflines(target: BenchTarget, ceilings: Ceilings, result: OfflineResult) -
 def bench_latency(bench: EngineBench) -> Report:
     """Measure one request at a time, at three sizes."""
     target = bench.target
-    engine = target.engine()
-    warm_up(engine, target)
+    engine = warm_up(target.engine(), target)
 
     def row(prompt_len: int, output_len: int) -> Row:
         name = f"{prompt_len}/{output_len}"
@@ -115,7 +114,7 @@ def bench_latency(bench: EngineBench) -> Report:
             bench.tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
             return figures
 
-        return bench.row(name, about, run)
+        return measure_row(name, about, bench.repeats, run)
 
     sizes = ((32, 32), (128, 128), (1024, 64))
     jobs = {f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes}
@@ -126,8 +125,7 @@ def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
     """Measure one prompt at a time, one token out."""
     target = bench.target
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
-    engine, shape = target.engine(), target.shape()
-    warm_up(engine, target)
+    engine, shape = warm_up(target.engine(), target), target.shape()
 
     def row(length: int) -> Row:
         about = f"one prompt of {length} tokens, one token out"
@@ -146,7 +144,7 @@ def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
             }
 
-        return bench.row(str(length), about, run)
+        return measure_row(str(length), about, bench.repeats, run)
 
     jobs = {str(length): partial(row, length) for length in lengths}
     return bench.report("prefill", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
@@ -158,8 +156,7 @@ def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, nu
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
 
     def row(size: int) -> Row:
-        engine = target.engine(max_batch_size=size)
-        warm_up(engine, target)
+        engine = warm_up(target.engine(max_batch_size=size), target)
         pool = engine.scheduler.pool
         room = min(engine.context_len, pool.num_blocks * pool.block_size + 1)
         if num_steps >= room:
@@ -184,7 +181,8 @@ def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, nu
                 **ceilings.figures(roofline, step),
             }
 
-        return bench.row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", run)
+        about = f"{size} sequences of about {middle:.0f} tokens"
+        return measure_row(f"batch {size}", about, bench.repeats, run)
 
     jobs = {f"batch {size}": partial(row, size) for size in batches}
     return bench.report("decode", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))

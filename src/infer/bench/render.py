@@ -14,11 +14,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from infer.bench.compare import Comparison
-from infer.bench.metrics import CEILINGS, MEASURES, PERCENTS, show
+from infer.bench.metrics import CEILINGS, LATENCIES, MEASURES, PERCENTS, show
 from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
-
-LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 # Which figures a report shows, as far as any row has them: a text of names for each of its tables. A latency
 # by itself stands for its three percentiles in one column.

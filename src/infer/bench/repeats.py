@@ -42,16 +42,6 @@ class EngineBench:
     repeats: int
     tell: Tell
 
-    def row(
-        self,
-        name: str,
-        about: str,
-        measure: Callable[[int], Mapping[str, float]],
-        settings: Mapping[str, Any] | None = None,
-    ) -> Row:
-        """Return a row of the figures of all repeats."""
-        return measure_row(name, about, self.repeats, measure, settings=settings)
-
     def report(
         self,
         kind: str,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from infer.bench.ablations import ABLATIONS
-from infer.bench.matrix import _measure as measure
+from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.matrix import bench_matrix
 from infer.errors import ConfigError
@@ -52,9 +49,7 @@ def test_what_a_switch_that_changes_nothing_seems_to_do_is_called_noise(gain: fl
 
 def test_a_row_whose_before_is_not_the_row_above_says_so() -> None:
     for ablation in ABLATIONS:
-        figures = [{ablation.best.figure: 10.0}]
-        runs: Any = SimpleNamespace(run=lambda stage, workload, figures=figures: figures)
-        stage = SimpleNamespace(name="", knobs={})
-        note = measure(runs, ablation, ablation.best, stage, stage).note  # type: ignore[arg-type]
+        runs = [{ablation.best.figure: 10.0}]
+        note = row_of(ablation, ablation.best, runs, runs).note
         assert note.endswith(f" {ablation.above}") is bool(ablation.without), ablation.name
     assert "every row above has it on" in ABLATIONS[-1].above.lower()
