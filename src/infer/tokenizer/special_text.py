@@ -10,9 +10,9 @@ a thousand special tokens. So the alternatives share their beginnings, as in a t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenizers import AddedToken
@@ -30,20 +30,12 @@ class Occurrence(NamedTuple):
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """What may be swallowed around a token: white space to its left or right."""
-
-    left: bool
-    right: bool
-
-
 class SpecialText:
     """The spellings of a vocabulary's special tokens, and how to find them."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        self._edges = {token.content: _Edges(token.lstrip, token.rstrip) for token in tokens if token.content}
-        self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
+        self._tokens = {token.content: token for token in tokens if token.content}
+        self._pattern = re.compile(_trie_pattern(sorted(self._tokens))) if self._tokens else None
 
     def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
         """Yield each occurrence from left to right, never overlapping, except those that `guard` marked."""
@@ -55,11 +47,11 @@ class SpecialText:
                 continue
             if mark and text.startswith(mark, match.end()):  # a token of one character: nothing to cut
                 continue
-            edges = self._edges[match[0]]
+            token = self._tokens[match[0]]  # which may swallow the white space to its left or right
             start, stop = match.span()
-            while edges.left and start > end and text[start - 1].isspace():
+            while token.lstrip and start > end and text[start - 1].isspace():
                 start -= 1
-            while edges.right and stop < len(text) and text[stop].isspace():
+            while token.rstrip and stop < len(text) and text[stop].isspace():
                 stop += 1
             yield Occurrence(start, stop, match[0])
             end = stop
@@ -86,19 +78,10 @@ def _trie_pattern(words: list[str], levels: int = _MAX_LEVELS) -> str:
             groups.setdefault(word[0], []).append(word)
     branches = []
     for group in groups.values():
-        shared = _shared_start(group)
-        branches.append(
-            re.escape(shared) + _trie_pattern([word[len(shared) :] for word in group], levels - 1)
-        )
+        shared = os.path.commonprefix(group)
+        rest = [word[len(shared) :] for word in group]
+        branches.append(re.escape(shared) + _trie_pattern(rest, levels - 1))
     if not branches:
         return ""
     pattern = branches[0] if len(branches) == 1 else "(?:" + "|".join(branches) + ")"
     return f"(?:{pattern})?" if "" in words else pattern
-
-
-def _shared_start(words: list[str]) -> str:
-    first, last = words[0], words[-1]  # sorted: what these two share, all share
-    length = 0
-    while length < min(len(first), len(last)) and first[length] == last[length]:
-        length += 1
-    return first[:length]
