@@ -181,7 +181,9 @@ def _line_up(
 def _row(
     name: str, reference_name: str, ours: torch.Tensor, expected: torch.Tensor, tolerance: float
 ) -> DiffRow:
-    max_abs = min((_max_abs(ours, view) for view in _views(expected, ours.shape)), default=float("inf"))
+    max_abs = min(
+        (float((ours - view).abs().max()) for view in _views(expected, ours.shape)), default=float("inf")
+    )
     largest = float(expected.abs().max())
     relative = max_abs / largest if largest > 0 else max_abs
     # written so that NaN, which fails every comparison, counts as a difference
@@ -194,10 +196,6 @@ def _views(expected: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
         expected = expected.squeeze(0)
     candidates = [expected, *([expected.transpose(0, 1)] if expected.dim() == 3 else [])]
     return [candidate for candidate in candidates if candidate.shape == shape]
-
-
-def _max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

@@ -53,7 +53,7 @@ def examine_machine() -> MachineReport:
     num_threads = torch.get_num_threads()
     num_gpus = torch.cuda.device_count()
     rows = [
-        ("processor", _processor()),
+        ("processor", f"{cpu_name()}, {platform.machine()}, {os.cpu_count()} processors"),
         ("features", " ".join(name for name in _FEATURES if name in flags) or "none that the kernels use"),
         ("threads", f"{num_threads} of {os.cpu_count()} (knob num_threads)"),
         ("compiler", _compiler(compiler)),
@@ -146,10 +146,6 @@ def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:
         others = [name for name in values if name != value and (name != "c" or has_kernels)]
         rows.append((names[operation], f"{value} (knob {operation}_backend: {', '.join(others)})"))
     return rows
-
-
-def _processor() -> str:
-    return f"{cpu_name()}, {platform.machine()}, {os.cpu_count()} processors"
 
 
 def _compiler(compiler: str | None) -> str:

@@ -36,7 +36,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -127,9 +126,7 @@ class Recorder(EngineObserver):
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _event(self, kind: str, step: int, **facts: object) -> None:

@@ -53,12 +53,7 @@ class StepInputs(NamedTuple):
 
     def first(self, num_rows: int) -> StepInputs:
         """The inputs of the first rows, in the same memory."""
-        return StepInputs(
-            self.tokens_S[:num_rows],
-            self.positions_S[:num_rows],
-            self.slots_S[:num_rows],
-            self.lens_S[:num_rows],
-        )
+        return StepInputs(*(x[:num_rows] for x in self))
 
 
 def gather_step_reference(
