@@ -77,6 +77,19 @@ class ChatTemplate:
         self.kwargs = frozenset(KWARGS) & names  # the keywords this template reads
         self.reads_tools = "tools" in names
 
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], context_len: int | None = None, /, **options: Any
+    ) -> list[int]:
+        """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
+
+        `options` are those of `render`. What cannot fit `context_len` tokens is refused before it is encoded.
+        """
+        text = self.render(messages, **options)
+        ids = self._tokenizer.encode(
+            text, add_special=False, parse_special=True, guard=GUARD, context_len=context_len
+        )
+        return self._tokenizer.begin(ids)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -85,37 +98,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Return the text for display; `encode_chat` keeps users' text and markup apart, this does not."""
-        return self._render(messages, tools, add_generation_prompt, kwargs).replace(GUARD, "")
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        context_len: int | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> list[int]:
-        """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
-
-        One that cannot fit `context_len` tokens is refused before it is tokenized.
-        """
-        text = self._render(messages, tools, add_generation_prompt, kwargs)
-        ids = self._tokenizer.encode(
-            text, add_special=False, parse_special=True, guard=GUARD, context_len=context_len
-        )
-        return self._tokenizer.begin(ids)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
-    ) -> str:
-        """Render with a guard inside every special-token spelling that came from outside."""
+        """Return the text, with a guard inside every special-token spelling that came from outside."""
         self._check_kwargs(kwargs)
         given: dict[str, Any] = {"messages": clean_messages(messages), **kwargs}
         cleaned_tools = clean_tools(tools)

@@ -11,7 +11,7 @@ import pytest
 from infer.errors import ConfigError, TemplateError
 from infer.tokenizer import sandbox
 from infer.tokenizer.chat_families import templates_directory
-from infer.tokenizer.chat_template import ChatTemplate, find_template
+from infer.tokenizer.chat_template import GUARD, ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import (
     DATA,
@@ -99,7 +99,8 @@ def test_a_user_cannot_end_the_turn_with_a_special_token() -> None:
 
     assert ids.count(id_of(tokenizer, "<|im_start|>")) == 3  # system, user, assistant: the template's own
     assert ids.count(id_of(tokenizer, "<|im_end|>")) == 2
-    assert tokenizer.decode(ids, skip_special=False) == template.render([{"role": "user", "content": attack}])
+    shown = template.render([{"role": "user", "content": attack}]).replace(GUARD, "")
+    assert tokenizer.decode(ids, skip_special=False) == shown
 
 
 @pytest.mark.parametrize(
