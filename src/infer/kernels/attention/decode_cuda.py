@@ -142,26 +142,18 @@ def attend_decode_cuda(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen rows, lengths and window."""
-    S, N, H = q_SNH.shape
-    G = keys_PGH.shape[1]
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     assert not (q_SNH.stride(0) % 8 or q_SNH.stride(1) % 8 or q_SNH.data_ptr() % 16), (
         "heads start at 16 bytes"
     )
-    _check_cache(q_SNH, keys_PGH, values_PGH, scales, tables_RB, G, H)
     if out is None:
-        out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
+        out = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
     assert out.is_contiguous() and out.dtype == q_SNH.dtype, (
         "the output must be contiguous, of the queries' type"
     )
-    if S == 0:
-        return out
-    pdl = launch_options(q_SNH.device)["PDL"]
-    heads = CachedHeads(q_SNH.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
     _launch_decode(
-        DECODE, heads.defines(DECODE, pdl=pdl), pdl, work, window, S, heads.blocks_per_sm * _TURNS,
-        (q_SNH, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), tables_RB, out), (),
-        (q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0)), (scale * LOG2E,),
+        q_SNH, q_SNH.stride()[:2], keys_PGH, values_PGH, tables_RB, work, None,
+        block_size=block_size, scale=scale, window=window, scales=scales, out=out,
     )  # fmt: skip
     return out
 
@@ -183,29 +175,25 @@ def attend_projected_cuda(
     assert cos_PR.dtype == sin_PR.dtype == torch.float32, "angles are float32"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables of angles must be contiguous"
-    _check_cache(qkv_SX, keys_PGH, values_PGH, scales, tables_RB, G, H)
-    out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
-    if S == 0:
-        return out_SNH
-    has_norm = transform.norm_weights is not None
-    q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)  # without a norm they are not read
+    q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)
     assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
-    pdl = launch_options(qkv_SX.device)["PDL"]
-    heads = CachedHeads(qkv_SX.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
-    defines = heads.defines(PROJECTED, pdl=pdl, has_norm=has_norm)
+    out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
     _launch_decode(
-        PROJECTED, defines, pdl, work, window, S, _PROJECTED_BLOCKS_PER_SM,
-        (qkv_SX, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), tables_RB, out_SNH),
-        (q_gain, k_gain, cos_PR, sin_PR),
-        (qkv_SX.stride(0), tables_RB.stride(0)), (scale * LOG2E, transform.eps, transform.offset),
+        qkv_SX, qkv_SX.stride()[:1], keys_PGH, values_PGH, tables_RB, work, transform,
+        block_size=block_size, scale=scale, window=window, scales=scales, out=out_SNH,
     )  # fmt: skip
     return out_SNH
 
 
-def _check_cache(
-    x: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, scales: KVScales | None,
-    tables_RB: torch.Tensor, G: int, H: int,
+def _launch_decode(
+    x: torch.Tensor,  # queries [S, N, H], or with a transform the projection [S, X]
+    strides: tuple[int, ...],  # of the rows, and of queries also the heads
+    keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, work: DecodeWork,
+    transform: HeadTransform | None, *, block_size: int, scale: float, window: int | None,
+    scales: KVScales | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
+    """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
+    (S, N, H), G = out.shape, work.num_kv_heads
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     assert keys_PGH.shape[1:] == values_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
     if scales is None:
@@ -214,31 +202,28 @@ def _check_cache(
         assert keys_PGH.dtype == values_PGH.dtype in _CODES, f"codes are {keys_PGH.dtype}"
         assert all(side.is_contiguous() for side in scales), "scales must be contiguous"
     assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
-
-
-def _launch_decode(
-    kernel: CudaKernel,
-    defines: Defines,
-    pdl: bool,
-    work: DecodeWork,
-    window: int | None,
-    num_rows: int,
-    blocks_per_sm: int,
-    tensors: tuple[torch.Tensor, ...],  # input, keys, values, their scales, tables, output
-    weights: tuple[torch.Tensor, ...],
-    strides: tuple[int, ...],
-    numbers: tuple[float, ...],
-) -> None:
-    """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
-    if compiles_only():  # compilers are at work on it already
+    if S == 0 or compiles_only():  # compilers are at work on it already
         return
+    heads = CachedHeads(x.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
+    kernel, blocks_per_sm, has_norm = DECODE, heads.blocks_per_sm * _TURNS, False
+    weights: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[float, ...] = (scale * LOG2E,)
+    if transform is not None:
+        kernel, blocks_per_sm = PROJECTED, _PROJECTED_BLOCKS_PER_SM
+        has_norm = transform.norm_weights is not None
+        gains = transform.norm_weights or (x, x)  # without a norm they are not read
+        weights = (*gains, transform.cos_PR, transform.sin_PR)
+        numbers += (transform.eps, transform.offset)
+    pdl = launch_options(x.device)["PDL"]
+    defines = heads.defines(kernel, pdl=pdl, has_norm=has_norm)
     # the list is read before the kernel waits: the kernel before must not be the one that wrote it
-    launch = prepare_launch(kernel, defines, index_of(tensors[0].device), pdl and not work.is_fresh)
+    launch = prepare_launch(kernel, defines, index_of(x.device), pdl and not work.is_fresh)
     work.is_fresh = False
-    max_splits = work.max_splits(num_rows)
+    max_splits = work.max_splits(S)
+    tensors = x, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), tables_RB, out
     scratch = work.sums, work.maxima, work.denominators, work.tickets
     launch(
-        min(work.num_sms * blocks_per_sm, num_rows * max_splits * work.num_kv_heads),
-        *(x.data_ptr() for x in (*tensors, *work.work_list(window), *scratch, *weights)),
-        *strides, max_splits, *numbers,
+        min(work.num_sms * blocks_per_sm, S * max_splits * G),
+        *(each.data_ptr() for each in (*tensors, *work.work_list(window), *scratch, *weights)),
+        *strides, tables_RB.stride(0), max_splits, *numbers,
     )  # fmt: skip

@@ -219,24 +219,14 @@ class LoadedKernels:
         if code in _NOT_FOR_THIS_DRIVER:
             raise BuildError(f"the driver does not load what was compiled: {_reason(code)}")
         _check(code, "loading kernels")
-        self._functions: dict[str, ctypes.c_void_p] = {}
-
-    def function(self, name: str) -> ctypes.c_void_p:
-        """The driver's handle of the function of this name."""
-        if name not in self._functions:
-            function = ctypes.c_void_p()
-            _check(
-                driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
-                f"finding {name}",
-            )
-            self._functions[name] = function
-        return self._functions[name]
 
     def prepare(
         self, name: str, num_threads: int, types: Sequence[Any], *, pdl: bool, shared_bytes: int = 0
     ) -> PreparedLaunch:
         """A launch to be repeated with arguments of these types, and this much dynamic shared memory."""
-        function = self.function(name)
+        function = ctypes.c_void_p()
+        code = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+        _check(code, f"finding {name}")
         if shared_bytes:
             code = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
             _check(code, f"giving {name} {shared_bytes} bytes of shared memory")
