@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.dialects.answer import AnswerFormat, Tool, find_format
+from infer.dialects.answer import Tool, find_format
 from infer.dialects.events import CallDelta, CallStart
 from infer.dialects.table import BY_NAME, THINK, find_dialect, find_think
 from infer.errors import ConfigError
