@@ -240,9 +240,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = knob(
         None,
         f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
-        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}, for a "
-        f"large model in less than {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more if "
-        "max_batch_size or prompts that are not chunked need it",
+        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}, for "
+        f"a large model in less than {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more "
+        "if max_batch_size or prompts that are not chunked need it",
     )
     use_chunked_prefill: bool = knob(
         True,
