@@ -13,9 +13,21 @@ from infer import LLM, SamplingParams
 from infer.kernels.attention.decode import attend_decode_reference
 from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.loader.find.source import resolve_model
+from infer.loader.load import load_model
 from scripts.make_checkpoint import make_checkpoint
 from tests.gpu.attention import relative_error
 from tests.gpu.graphs import FEW_SIZES
+from tests.integration.test_kv_scales import (
+    K_SCALES,
+    NAMES,
+    V_SCALES,
+    assert_follows,
+    calibrated,
+    generate,
+    load,
+    scalars,
+)
 from tests.unit.kernels.attention_contract import Heads, codes, make_paged
 from tests.unit.kernels.projected_contract import attend_written, make_transform, newest_slots
 
@@ -118,3 +130,13 @@ def test_no_toggle_changes_a_token(
     expected = tokens_of(device="cpu", quantization="none")
     for knobs in ({}, *toggles):
         assert tokens_of(device="cuda", **knobs) == expected, knobs
+
+
+@pytest.mark.parametrize("use_cuda_graphs", [True, False])
+def test_an_engine_keeps_the_scales_of_a_calibrated_checkpoint(tmp_path: Path, use_cuda_graphs: bool) -> None:
+    """Tokens follow plain PyTorch with one scale for a layer; the same ones with graphs and without."""
+    path = calibrated(tmp_path / "m", scalars(NAMES["self_attn"]))
+    loaded = load_model(resolve_model(str(path)), dtype="float32", device="cuda")
+    outputs = generate(loaded, use_cuda_graphs=use_cuda_graphs)
+    scales = torch.tensor([K_SCALES, V_SCALES]).T[..., None].expand(2, 2, 2)
+    assert_follows(load(path), outputs, scales)

@@ -43,6 +43,7 @@ class KVStore:
         device: torch.device,
         num_host_blocks: int = 0,
         kept_as: torch.dtype | None = None,
+        fixed: torch.Tensor | None = None,
     ) -> None:
         self.device, self.dtype = device, dtype  # what the model computes in
         self.tables = layout.tables  # of each layer: which block table says where its blocks are
@@ -62,6 +63,9 @@ class KVStore:
         if kept_as in LARGEST:
             scales = allocate((*shape[:3], num_kv_heads, block_size), torch.float32)
             self.scales = [KVScales(scales[plane, 0], scales[plane, 1]) for plane in layout.planes]
+        self.fixed: list[torch.Tensor | None] = [None for _ in layout.planes]  # as in `CacheSlots`
+        if fixed is not None:
+            self.fixed = list(fixed.to(device))
         if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 

@@ -13,7 +13,7 @@ loaded (`engine/cache_fit.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
@@ -64,6 +64,7 @@ class ModelFacts:
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
     kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
+    has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
 
     @property
     def is_small(self) -> bool:
@@ -101,7 +102,7 @@ class ResolvedScheduler:
 class ResolvedConfig(ModelFacts):
     """The settings of an engine with every open one decided, and the reasons; the facts of its model."""
 
-    settings: EngineConfig  # what was asked
+    settings: EngineConfig  # what was asked; of `kv_cache_dtype`, what it means
     device: str
     scheduler: ResolvedScheduler
     keeps_cache: bool
@@ -115,9 +116,16 @@ class ResolvedConfig(ModelFacts):
     deterministic: bool
     reasons: Mapping[str, str]  # of decisions that the settings left open, by the name of the knob
 
+    @property
+    def has_fixed_kv_scales(self) -> bool:
+        """Whether keys and values are kept with the scales of the checkpoint."""
+        return self.has_kv_scales and self.settings.cache.kv_cache_dtype == "fp8"
+
 
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
     """Return every decision for this model on this machine; settings that cannot work there are refused."""
+    if model.has_kv_scales and machine.has_fp8:
+        config = _with_fp8_cache(config)
     check_machine(config, machine)
     _check_products(config, machine, model)
     _check_deterministic(config, machine, model)
@@ -255,6 +263,14 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
             "deterministic needs the attention kernel in C, which reads float32; "
             f"this is {model.dtype} on {machine.device} (`infer doctor` says what is missing)"
         )
+
+
+def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
+    """Return the settings with `kv_cache_dtype=fp8` in place of auto, where fp8 can be read."""
+    cache = config.cache
+    if cache.kv_cache_dtype != AUTO or not cache.keeps_cache or cache.attention_backend == "flash":
+        return config
+    return replace(config, cache=replace(cache, kv_cache_dtype="fp8"))
 
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:

@@ -129,8 +129,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "number format of keys and values: fp8 or int8 with one scale for each token and head; auto: the "
-        "dtype; see docs/features/kv-cache-dtype.md",
+        "number format of keys and values: fp8 or int8 with one scale for each token and head; auto: fp8 "
+        "if the checkpoint has scales for that, else the dtype; see docs/features/kv-cache-dtype.md",
         choices=("auto", "fp8", "int8", *KV_SPELLINGS),
     )
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))

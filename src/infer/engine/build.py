@@ -250,6 +250,7 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             device=loaded.device,
             num_host_blocks=swap_blocks * len(layout.windows),
             kept_as=kept_as(config.settings.cache, loaded.dtype),
+            fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(

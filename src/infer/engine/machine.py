@@ -46,4 +46,5 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         weights=loaded.weights,
         published_as=loaded.published_as,
         kept_as=loaded.kept_as,
+        has_kv_scales=loaded.kv_scales is not None,
     )

@@ -43,7 +43,9 @@ def describe_engine(
         "weights": _weights(config),
         **({"products": PRODUCTS[found]} if (found := products(config)) else {}),
         "dtype": config.dtype,
-        "kv_cache_dtype": kv_cache_dtype(config),
+        "kv_cache_dtype": '"fp8, scales of the checkpoint"'
+        if config.has_fixed_kv_scales
+        else kv_cache_dtype(config),
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
     notes = [f"{name} is {config.reasons[name]}" for name in OVERRULED if name in config.reasons]

@@ -199,7 +199,8 @@ class PagedStep(StepContext):
         store, table = self._store, self._store.tables[layer]
         scales = store.scales[layer]
         slots_T = self._batch.slots_KT[table]
-        cache = CacheSlots(store.keys[layer], store.values[layer], slots_T, scales=scales)
+        fixed = store.fixed[layer]
+        cache = CacheSlots(store.keys[layer], store.values[layer], slots_T, scales=scales, fixed=fixed)
         write_slots_reference(k_TGH, v_TGH, cache)
         read: _ReadSlots = partial(read_both, cache.keys_PGH, cache.values_PGH, scales, dtype=q_TNH.dtype)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)

@@ -135,8 +135,10 @@ class CpuStep(StepContext):
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
         keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
-        scales = self._store.scales[layer]
-        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table], scales)
+        scales, fixed = self._store.scales[layer], self._store.fixed[layer]
+        operations.write_cache(
+            self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table], scales, fixed
+        )
         return operations.attend(
             self._library,
             q_TNH,

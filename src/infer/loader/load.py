@@ -32,6 +32,7 @@ from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
 from infer.loader.formats.hf_config import merge_eos_ids, read_hf_config
+from infer.loader.formats.kv_scales import read_kv_scales
 from infer.loader.formats.quantized import describe, quantized_checkpoint, quantized_tensors, read_settings
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import (
@@ -69,6 +70,7 @@ class LoadedModel:
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
     kept_as: str = ""  # what a device has made of it, or of plain numbers
+    kv_scales: torch.Tensor | None = None  # as in `ModelHeaders`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class ModelHeaders(TextHeaders):
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what its files say of it (quantized.py)
+    kv_scales: torch.Tensor | None = None  # of an FP8 KV cache, [layers, 2, G], if it was calibrated for one
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -103,6 +106,11 @@ class LoadChoice:
         """The config of the model, from its headers."""
         return self.headers.config
 
+    @property
+    def kv_scales(self) -> torch.Tensor | None:
+        """The scales of a KV cache, from its headers."""
+        return self.headers.kv_scales
+
 
 def read_headers(source: ModelSource) -> ModelHeaders:
     """Read the config and the headers of the weights; steps 1 and 2 above."""
@@ -112,19 +120,22 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     else:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
     family = find_family(raw)
+    config = family.read_config(raw)
     settings = {} if source.is_gguf else read_settings(raw, source.path)
+    kv_scales = read_kv_scales(tensors, settings, config.num_layers, config.num_kv_heads)
     if not source.is_gguf:
         tensors = quantized_checkpoint(tensors, family.weight_map, settings)
     text = read_text_headers(source, file)
     return ModelHeaders(
         source=source,
         family=family,
-        config=family.read_config(raw),
+        config=config,
         tensors=tensors,
         defaults=text.defaults,
         gguf_metadata=text.gguf_metadata,
         pooling=text.pooling,
         quantization=settings,
+        kv_scales=kv_scales,
     )
 
 
@@ -202,6 +213,7 @@ def load_model(
         weights=weights,
         published_as=describe(quantized_tensors(headers.tensors)),
         kept_as=f"{kept_as}, read from the cache" if is_cached else kept_as,
+        kv_scales=headers.kv_scales,
     )
 
 

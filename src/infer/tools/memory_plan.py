@@ -203,6 +203,7 @@ def plan_memory(
     max_seq_len = choice.max_seq_len
     num_parameters, weights, kept_in = counted or weigh(choice, *count_parameters(headers))
     resolved = machine.resolve(config, choice)
+    config = resolved.settings
     scheduler, step = resolved.scheduler, steps_of(resolved, choice, kept_in)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(

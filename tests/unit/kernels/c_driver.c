@@ -214,7 +214,7 @@ static void run_attention(word H, word window) {
     for (word kind = 1; kind < 3; kind++) {
         uint8_t *k_codes = room((size_t)size), *v_codes = room((size_t)size);
         RUN("infer_write_codes", (num + 1) / 2, num, p(keys), p(values), G * H, G * H, p(k_codes), p(v_codes), p(k_scales),
-            p(v_scales), p(slots), kind, G, H, BLOCK, 2);
+            p(v_scales), p(slots), 0, kind, G, H, BLOCK, 2);
         emit("key_codes", "bytes", k_codes, size);
         emit_floats("key_scales", k_scales, num * G);
         RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(k_codes), p(v_codes), p(table), ROW, p(items), N, G, H,
@@ -224,7 +224,7 @@ static void run_attention(word H, word window) {
         for (word i = 0; i < 4 * G * H; i++) odd[i] = keys[i] * (i / (G * H) < 2 ? i < G * H ? 1e-37f : 1e-44f : 1.0f);
         odd[2 * G * H + 1] = NAN, odd[3 * G * H + 1] = -INFINITY;
         RUN("infer_write_codes", 2, 4, p(odd), p(odd), G * H, G * H, p(k_codes), p(v_codes), p(k_scales), p(v_scales),
-            p(slots), kind, G, H, BLOCK, 2);
+            p(slots), 0, kind, G, H, BLOCK, 2);
         emit("odd_codes", "bytes", k_codes, 4 * G * H);
         emit_floats("odd_scales", k_scales, 4 * G);
     }

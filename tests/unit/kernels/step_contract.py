@@ -288,9 +288,16 @@ class StepContract:
         assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
         assert torch.equal(caches[0][4], k[0]) and bool((caches[1][5:9] == 7.0).all())
 
-    @pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
+    @pytest.mark.parametrize(
+        ("kept_as", "is_fixed"),
+        [(torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.int8, False)],
+        ids=["fp8", "fp8, fixed scales", "int8"],
+    )
     @pytest.mark.parametrize("is_projected", [True, False])
-    def test_heads_are_written_as_codes(self, is_projected: bool, kept_as: torch.dtype) -> None:
+    def test_heads_are_written_as_codes(
+        self, is_projected: bool, kept_as: torch.dtype, is_fixed: bool
+    ) -> None:
+        """Fixed scales are other ones for each head, some too small for its elements."""
         shape, block_size = (5, 9, 3, 80), 4
         qkv, positions = self.qkv(shape, torch.float32), self.positions(5)
         slots = torch.tensor([4, -1, 23, 0, 9], device=self.device)
@@ -299,7 +306,8 @@ class StepContract:
         for _ in range(2):
             keys, values = blank.clone().view(kept_as)
             scales = torch.full((2, NUM_SLOTS // block_size, 3, block_size), 7.0, device=self.device)
-            caches.append(CacheSlots(keys, values, slots, scales=KVScales(*scales)))
+            fixed = torch.logspace(-4, -1, 6, device=self.device).view(2, 3) if is_fixed else None
+            caches.append(CacheSlots(keys, values, slots, scales=KVScales(*scales), fixed=fixed))
         transform = HeadTransform(None, *self.tables(80), 9, 3, EPS)
         if is_projected:
             norm_rope_write(qkv.view, transform, positions, caches[0])
@@ -317,6 +325,8 @@ class StepContract:
         for ours, theirs in zip(caches[0].scales, caches[1].scales, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
             assert (ours == 7.0).sum() == (NUM_SLOTS - 4) * 3
+        if is_fixed:
+            assert all((codes.float().abs() == 448).any() for codes in caches[0][:2])
 
     @pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
     @pytest.mark.parametrize("is_projected", [True, False])

@@ -72,13 +72,54 @@ def test_c_writes_the_codes_and_scales_of_the_reference(build: str, dtype: torch
     slots = torch.randperm(num_slots)[:T].where(torch.arange(T) != 7, -1)
     expected, actual = (empty_cache(num_slots, G, H, dtype)._replace(slots_T=slots) for _ in range(2))
     write_slots_reference(x[0], x[1], expected)
-    keys, values, _, _, scales = actual
+    keys, values, _, _, scales, _ = actual
     operations.write_cache(c_library(build), x[0], x[1], keys, values, slots, scales)
     for ours, theirs in ((keys, expected.keys_PGH), (values, expected.values_PGH)):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert scales is not None and expected.scales is not None
     for ours, theirs in zip(scales, expected.scales, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+FIXED = torch.tensor([[0.002, 0.01, 0.5], [0.01, 0.003, 1.7]])
+
+
+def test_a_fixed_scale_is_that_of_every_token_and_what_is_beyond_it_is_cut_off() -> None:
+    """The arithmetic of engines with one scale for a layer: x / scale, clamped to 448, to e4m3."""
+    x = torch.randn(30, 3, 64)
+    codes, scales = encode_reference(x, torch.float8_e4m3fn, FIXED[0])
+    expected = torch.stack(
+        [(x[:, g] / FIXED[0, g]).clamp(-448, 448).to(torch.float8_e4m3fn) for g in range(3)], 1
+    )
+    is_same = codes.view(torch.uint8) == expected.view(torch.uint8)
+    assert is_same.float().mean() > 0.9999  # a product with the inverse may fall on the other side of a tie
+    assert torch.equal(scales, FIXED[0].expand(30, 3))
+    assert (codes[:, 0].float().abs() == 448).any() and codes[:, 2].float().abs().max() < 10
+
+
+def test_a_fixed_scale_does_not_hide_what_is_not_a_number() -> None:
+    x = torch.tensor([[[1.0, torch.nan]], [[torch.inf, 0.0]], [[1.0, 2.0]]])
+    _, scales = encode_reference(x, torch.float8_e4m3fn, FIXED[0, :1])
+    assert scales[:2].isnan().all() and scales[2] == FIXED[0, 0]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("fixed", [None, FIXED], ids=["its own scales", "fixed scales"])
+def test_c_writes_codes_of_fixed_scales_and_hides_no_nan(build: str, fixed: torch.Tensor | None) -> None:
+    x = torch.randn(2, 40, 3, 80) * torch.logspace(-6, 2, 40)[:, None, None]
+    x[0, 3, 1, 5], x[1, 4, 2, 7] = torch.nan, -torch.inf
+    slots = torch.randperm(64)[:40].where(torch.arange(40) != 7, -1)
+    blank = [empty_cache(64, 3, 80, torch.float8_e4m3fn) for _ in range(2)]
+    expected, actual = (cache._replace(slots_T=slots, fixed=fixed) for cache in blank)
+    write_slots_reference(x[0], x[1], expected)
+    keys, values, _, _, scales, _ = actual
+    operations.write_cache(c_library(build), x[0], x[1], keys, values, slots, scales, fixed)
+    assert scales is not None and expected.scales is not None
+    pairs = ((keys, expected.keys_PGH), (values, expected.values_PGH))
+    for ours, theirs, (codes, expected_codes) in zip(scales, expected.scales, pairs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        is_finite = ours.isfinite().transpose(1, 2).flatten(0, 1)  # codes of the others say nothing
+        assert torch.equal(codes.view(torch.uint8)[is_finite], expected_codes.view(torch.uint8)[is_finite])
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -95,8 +95,10 @@ class DeviceStep(StepContext):
         """The cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
         slots_T = self._slots[self._store.tables[layer]]
-        scales = self._store.scales[layer]
-        return CacheSlots(self._store.keys[layer], self._store.values[layer], slots_T, keeps, scales)
+        store = self._store
+        return CacheSlots(
+            store.keys[layer], store.values[layer], slots_T, keeps, store.scales[layer], store.fixed[layer]
+        )
 
     def attend_projected(
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
@@ -106,7 +108,7 @@ class DeviceStep(StepContext):
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
-        if self._work.backend == REFERENCE:
+        if self._work.backend == REFERENCE or self._store.fixed[layer] is not None:
             return None
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None

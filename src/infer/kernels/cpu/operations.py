@@ -39,7 +39,7 @@ _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqq")
-_WRITE_CODES = struct.Struct("qqqqqqqqqqqqqqq")
+_WRITE_CODES = struct.Struct("qqqqqqqqqqqqqqqq")
 _ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
 _KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 _LIKELY = struct.Struct("qqqqqqqqqqqq")
@@ -272,14 +272,15 @@ def write_cache(
     values_PGH: torch.Tensor,
     slots_T: torch.Tensor,
     scales: KVScales | None = None,
+    fixed: torch.Tensor | None = None,
 ) -> None:
-    """Copy keys and values to their slots; with scales, as codes (kv_codes.h)."""
+    """Copy keys and values to their slots; with scales, as codes (kv_codes.h), whose scales may be fixed."""
     T, G, H = k_TGH.shape
     given = k_TGH, v_TGH, k_TGH.stride(0), v_TGH.stride(0), keys_PGH, values_PGH
     if scales is None:
         _run_rows(library, library.write_cache, _WRITE, G * H, T, *given, slots_T, G * H)
         return
-    coded = *scales, slots_T, _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2]
+    coded = *scales, slots_T, fixed, _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2]
     _run_rows(library, library.write_codes, _WRITE_CODES, G * H, T, *given, *coded)
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.elementwise.kv_codes import KVScales, encode, encode_rows, scale_of, write_codes_reference
+from infer.kernels.elementwise.kv_codes import KVScales, encode, fixed_scale, scale_of, write_codes_reference
 from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -52,6 +52,7 @@ class CacheSlots(NamedTuple):
     slots_T: torch.Tensor  # -1: a padding token, written nowhere
     keeps: bool = False  # attention wants the keys and values as well
     scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
+    fixed: torch.Tensor | None = None  # float32 [2, G]: the scales of keys and values that all tokens have
 
 
 class HeadTransform(NamedTuple):
@@ -89,16 +90,17 @@ def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: Cache
         cache.keys_PGH[slots] = k_TGH[is_real_T]
         cache.values_PGH[slots] = v_TGH[is_real_T]
     else:
-        write_codes_reference(k_TGH[is_real_T], cache.keys_PGH, cache.scales.keys, slots)
-        write_codes_reference(v_TGH[is_real_T], cache.values_PGH, cache.scales.values, slots)
+        fixed = (None, None) if cache.fixed is None else cache.fixed
+        write_codes_reference(k_TGH[is_real_T], cache.keys_PGH, cache.scales.keys, slots, fixed[0])
+        write_codes_reference(v_TGH[is_real_T], cache.values_PGH, cache.scales.values, slots, fixed[1])
 
 
 @jit
 def _write_slots_kernel(
-    k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, k_token_stride,
-    k_head_stride, v_token_stride, v_head_stride, G, H,
+    k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, fixed_ptr, slots_ptr,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, G, H,
     CODE_BLOCK: tl.constexpr,  # tokens of a block whose keys and values are codes; 0: they are not
-    FP8: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr, FIXED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -110,8 +112,13 @@ def _write_slots_kernel(
     k = tl.load(k_ptr + k_at, mask=mask, other=0.0)
     v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
     if CODE_BLOCK > 0:
-        k, k_scale = encode_rows(k, FP8)
-        v, v_scale = encode_rows(v, FP8)
+        if FIXED:
+            k_scale, k_inverse = fixed_scale(k, fixed_ptr, head, G)
+            v_scale, v_inverse = fixed_scale(v, fixed_ptr + G, head, G)
+        else:
+            k_scale, k_inverse = scale_of(k, FP8)
+            v_scale, v_inverse = scale_of(v, FP8)
+        k, v = encode(k, k_inverse[:, None], FP8), encode(v, v_inverse[:, None], FP8)
         scale_at = (slot // CODE_BLOCK * G + head) * CODE_BLOCK + slot % CODE_BLOCK
         tl.store(key_scales_ptr + scale_at, k_scale, mask=is_written)
         tl.store(value_scales_ptr + scale_at, v_scale, mask=is_written)
@@ -125,13 +132,14 @@ def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> 
     if not use_triton(k_TGH):
         write_slots_reference(k_TGH, v_TGH, cache)
         return
-    keys_PGH, values_PGH, slots_T, _, scales = cache
+    keys_PGH, values_PGH, slots_T, _, scales, fixed = cache
     T, G, H = k_TGH.shape
     assert k_TGH.stride(2) == v_TGH.stride(2) == 1, "the elements of a head must be contiguous"
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the cache must be contiguous"
     _write_slots_kernel[(T,)](
-        k_TGH, v_TGH, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)), slots_T, k_TGH.stride(0),
-        k_TGH.stride(1), v_TGH.stride(0), v_TGH.stride(1), G, H, **_code_options(cache),
+        k_TGH, v_TGH, keys_PGH, values_PGH, *(scales or (keys_PGH, values_PGH)),
+        keys_PGH if fixed is None else fixed, slots_T, k_TGH.stride(0), k_TGH.stride(1), v_TGH.stride(0),
+        v_TGH.stride(1), G, H, **_code_options(cache),
         BLOCK_G=next_power_of_two(G), BLOCK_H=next_power_of_two(H),
     )  # fmt: skip
 
@@ -140,8 +148,10 @@ def _code_options(cache: CacheSlots | None) -> dict[str, Any]:
     """What a kernel is compiled for that writes to this cache."""
     scales = None if cache is None else cache.scales
     if cache is None or scales is None:
-        return {"CODE_BLOCK": 0, "FP8": False}
-    return {"CODE_BLOCK": scales.keys.shape[2], "FP8": cache.keys_PGH.dtype is torch.float8_e4m3fn}
+        return {"CODE_BLOCK": 0, "FP8": False, "FIXED": False}
+    is_fp8 = cache.keys_PGH.dtype is torch.float8_e4m3fn
+    assert is_fp8 or cache.fixed is None, "fixed scales are of e4m3"
+    return {"CODE_BLOCK": scales.keys.shape[2], "FP8": is_fp8, "FIXED": cache.fixed is not None}
 
 
 def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
@@ -177,14 +187,17 @@ def _angles_and_gains(
 
 @jit
 def _fill_slots(
-    first, second, kept_ptr, scales_ptr, cached, slots, heads, in_cache, G, R, CODE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    first, second, kept_ptr, scales_ptr, fixed_ptr, cached, slots, heads, in_cache, G, R,
+    CODE_BLOCK: tl.constexpr, FP8: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Put the two halves of some heads into the cache."""
     if CODE_BLOCK > 0:
         first, second = first.to(tl.float32), second.to(tl.float32)
         larger = tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
-        scale, inverse = scale_of(larger, FP8)
+        if FIXED:
+            scale, inverse = fixed_scale(larger, fixed_ptr, heads, G)
+        else:
+            scale, inverse = scale_of(larger, FP8)
         first, second = encode(first, inverse[:, None], FP8), encode(second, inverse[:, None], FP8)
         at = (slots // CODE_BLOCK * G + heads) * CODE_BLOCK + slots % CODE_BLOCK
         tl.store(scales_ptr + at, scale, mask=(slots >= 0) & (heads < G))
@@ -195,10 +208,10 @@ def _fill_slots(
 @jit
 def _norm_rope_write_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_out_ptr, keys_ptr,
-    values_ptr, key_scales_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, qkv_token_stride, N, G, H, eps,
-    offset, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, KEEPS: tl.constexpr,
+    values_ptr, key_scales_ptr, value_scales_ptr, fixed_ptr, k_out_ptr, v_out_ptr, qkv_token_stride, N, G, H,
+    eps, offset, HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, KEEPS: tl.constexpr,
     CODE_BLOCK: tl.constexpr,  # tokens of a block whose keys and values are codes; 0: they are not
-    FP8: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    FP8: tl.constexpr, FIXED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # next power of two >= R
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -235,8 +248,8 @@ def _norm_rope_write_kernel(
     kept = (token * G + heads)[:, None] * H + r[None, :]
     if is_v:
         _fill_slots(
-            first_raw, second_raw, values_ptr, value_scales_ptr, cached, places, heads, in_cache, G, R,
-            CODE_BLOCK, FP8,
+            first_raw, second_raw, values_ptr, value_scales_ptr, fixed_ptr + G, cached, places, heads,
+            in_cache, G, R, CODE_BLOCK, FP8, FIXED,
         )  # fmt: skip
         if KEEPS:
             tl.store(v_out_ptr + kept, first_raw, mask=in_half)
@@ -260,8 +273,8 @@ def _norm_rope_write_kernel(
         else:
             if HAS_CACHE:
                 _fill_slots(
-                    turned_first, turned_second, keys_ptr, key_scales_ptr, cached, places, heads, in_cache,
-                    G, R, CODE_BLOCK, FP8,
+                    turned_first, turned_second, keys_ptr, key_scales_ptr, fixed_ptr, cached, places, heads,
+                    in_cache, G, R, CODE_BLOCK, FP8, FIXED,
                 )  # fmt: skip
             if KEEPS:
                 tl.store(k_out_ptr + kept, turned_first, mask=in_half)
@@ -289,7 +302,7 @@ def norm_rope_write(
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     # without a cache these are not looked at, like the weights of no norm
-    keys, values, slots_T, keeps, scales = cache or CacheSlots(q_out, q_out, positions_T)
+    keys, values, slots_T, keeps, scales, fixed = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
@@ -308,7 +321,7 @@ def norm_rope_write(
         (T, sum(num_programs)),
         (
             qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T,
-            q_out, keys, values, *(scales or (keys, values)), k_TGH, v_TGH,
+            q_out, keys, values, *(scales or (keys, values)), keys if fixed is None else fixed, k_TGH, v_TGH,
         ),
         (qkv_TX.stride(0), N, G, H, eps, offset),
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,

@@ -9,6 +9,9 @@ A score is linear in its key and the output in its values. So a kernel multiplie
 score with the key's scale, and a position's weight with the value's scale before it meets the codes: no
 element is ever multiplied by a scale. Every code is exact in float16 and bfloat16.
 
+A checkpoint that was calibrated has one scale for a layer, or for each of its heads. It takes the place of
+computed ones (`fixed`), and what is beyond 448 of it is cut off. Readers do not notice.
+
 Codes lie where keys and values of the model's own type would, [P, G, H]. The scales of one head and block lie
 side by side, [blocks, G, block_size], for a kernel reads those of one head at a time.
 
@@ -36,22 +39,28 @@ class KVScales(NamedTuple):
     values: torch.Tensor
 
 
-def encode_reference(x_TGH: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification: codes [T, G, H] of this type, and scales [T, G]."""
+def encode_reference(
+    x_TGH: torch.Tensor, dtype: torch.dtype, fixed_G: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification: codes [T, G, H] of this type, and scales [T, G]; fixed ones are for e4m3 alone."""
     x = x_TGH.float()
     largest_TG = x.abs().amax(dim=-1)
     largest_TG = torch.where(largest_TG < SMALLEST, 0.0, largest_TG)
     inverse_TG = torch.where(largest_TG == 0, 0.0, LARGEST[dtype] / largest_TG)
+    if fixed_G is not None:
+        scaled = (x * (1 / fixed_G)[:, None]).clamp(-LARGEST[dtype], LARGEST[dtype])
+        return scaled.to(dtype), fixed_G + largest_TG * 0
     scaled = x * inverse_TG[..., None]
     codes = scaled.round() if dtype is torch.int8 else scaled
     return codes.to(dtype), largest_TG * (1 / LARGEST[dtype])
 
 
 def write_codes_reference(
-    x_TGH: torch.Tensor, codes_PGH: torch.Tensor, scales: torch.Tensor, slots_T: torch.Tensor
-) -> None:
+    x_TGH: torch.Tensor, codes_PGH: torch.Tensor, scales: torch.Tensor, slots_T: torch.Tensor,
+    fixed_G: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Put tokens in their slots: the specification of what the kernels of heads.py write."""
-    codes_TGH, scales_TG = encode_reference(x_TGH, codes_PGH.dtype)
+    codes_TGH, scales_TG = encode_reference(x_TGH, codes_PGH.dtype, fixed_G)
     codes_PGH.view(torch.uint8)[slots_T] = codes_TGH.view(torch.uint8)  # PyTorch indexes no float8
     block_size = scales.shape[2]
     scales[slots_T // block_size, :, slots_T % block_size] = scales_TG
@@ -91,10 +100,21 @@ def scale_of(x, FP8: tl.constexpr):
 
 
 @jit
+def fixed_scale(x, fixed_ptr, heads, G):
+    """The scales that a checkpoint has fixed for some heads, NaN where an element is not finite; inverses."""
+    fixed = tl.load(fixed_ptr + heads, mask=heads < G, other=1.0)
+    largest, _ = scale_of(x, True)
+    return fixed + largest * 0.0, 1.0 / fixed
+
+
+@jit
 def encode(x, inverse, FP8: tl.constexpr):
     """The codes of elements, given the inverse of their scale."""
     scaled = x.to(tl.float32) * inverse
     if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
+        scaled = tl.where(
+            scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled)
+        )  # of a fixed scale
         power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
         codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)

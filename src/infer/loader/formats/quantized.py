@@ -28,6 +28,7 @@ from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
+from infer.loader.formats.kv_scales import LEAVES as KV_LEAVES
 from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
@@ -38,10 +39,6 @@ FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
-_KV_SCALES = {
-    *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale"),
-    *("k_zero_point", "v_zero_point", "q_zero_point", "output_zero_point"),
-}
 _LEAVES = sorted({leaf for row in FORMATS for leaf in (*row.needs, *row.may_have)}, key=len, reverse=True)
 
 log = logging.getLogger(__name__)
@@ -110,14 +107,9 @@ def quantized_checkpoint(
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with one `weight` in the place of the leaves of each quantized matrix.
 
-    Leaves that a scheme of the registry keeps as they are stay; scales of a quantized KV cache are left out.
+    Leaves that a scheme of the registry keeps as they are stay; those of a KV cache (kv_scales.py) go.
     """
-    kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _KV_SCALES}
-    if num_scales := len(tensors) - len(kept):
-        log.info(
-            "%d scales of a quantized KV cache are not used: in 8 bits it has one for each token and head",
-            num_scales,
-        )
+    kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in KV_LEAVES}
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in kept.items():
         module, leaf = _split(name)

@@ -8,24 +8,25 @@ typedef struct {
     uint8_t *keys, *values;           /* [slots][G][H] */
     float *key_scales, *value_scales; /* [blocks][G][block_size] */
     const int64_t *slots;             /* [T]; -1 is padding: nothing is written for it */
+    const float *fixed;               /* [2][G]: scales of keys and values; NULL: each head has its own */
     int64_t kind, G, H, block_size;
     int64_t tokens_per_chunk;
 } write_codes_args;
 
-static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scale, int64_t H) {
+static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scale, int64_t H, const float *fixed) {
     float largest = 0.0f;
     for (int64_t h = 0; h < H; h++) {
         float magnitude = fabsf(x[h]);
-        if (!(magnitude <= largest)) largest = magnitude; /* NaN too, and then the scale is NaN */
+        if (!(magnitude <= largest) && largest == largest) largest = magnitude; /* NaN stays: the scale is NaN */
     }
     if (largest < 1e-30f) largest = 0.0f; /* its scale has no inverse */
     const float top = kind == AS_FP8 ? 448.0f : 127.0f;
-    const float inverse = largest == 0.0f ? 0.0f : top / largest;
-    *scale = largest * (1.0f / top);
+    const float inverse = fixed ? 1.0f / *fixed : largest == 0.0f ? 0.0f : top / largest;
+    *scale = fixed ? *fixed + largest * 0.0f : largest * (1.0f / top);
     if (!(largest <= 0x1.fffffep127f)) /* the scale alone says so */
         memset(codes, 0, (size_t)H);
     else if (kind == AS_FP8)
-        for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(x[h] * inverse);
+        for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(fmaxf(-top, fminf(top, x[h] * inverse)));
     else
         for (int64_t h = 0; h < H; h++) codes[h] = (uint8_t)(int8_t)rintf(x[h] * inverse);
 }
@@ -40,8 +41,10 @@ void infer_write_codes(const void *args, int64_t chunk) {
         for (int64_t g = 0; g < a->G; g++) {
             const int64_t head = (slot * a->G + g) * H;
             const int64_t scale = (slot / a->block_size * a->G + g) * a->block_size + slot % a->block_size;
-            write_head(a->kind, a->k + t * a->k_stride + g * H, a->keys + head, a->key_scales + scale, H);
-            write_head(a->kind, a->v + t * a->v_stride + g * H, a->values + head, a->value_scales + scale, H);
+            write_head(a->kind, a->k + t * a->k_stride + g * H, a->keys + head, a->key_scales + scale, H,
+                       a->fixed ? a->fixed + g : NULL);
+            write_head(a->kind, a->v + t * a->v_stride + g * H, a->values + head, a->value_scales + scale, H,
+                       a->fixed ? a->fixed + a->G + g : NULL);
         }
     }
 }

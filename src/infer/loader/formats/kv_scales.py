@@ -1,0 +1,79 @@
+"""Scales of an FP8 KV cache that a checkpoint was calibrated with: k ≈ code * k_scale for all tokens.
+
+    self_attn.k_scale, self_attn.v_scale         one number, or one for each kv head [G, 1, 1]
+    self_attn.attn.k_scale, k_proj.k_scale       the same, by other tools
+    k_proj.output_scale, v_proj.output_scale     older compressed-tensors
+    self_attn.kv_scale                           of both
+
+They are used all or none: every layer must have both. What would be garbage is left out, and the log says
+why: scales that are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from infer.loader.formats.checkpoint import StoredTensor
+
+LEAVES = {
+    *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale"),
+    *("k_zero_point", "v_zero_point", "q_zero_point", "output_zero_point"),
+}
+_SIDES = {"k_scale": (0,), "k_proj": (0,), "v_scale": (1,), "v_proj": (1,), "kv_scale": (0, 1)}
+
+log = logging.getLogger(__name__)
+
+
+def read_kv_scales(
+    tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], num_layers: int, num_kv_heads: int
+) -> torch.Tensor | None:
+    """Scales of keys and values, float32 [layers, 2, G]; None: there are none, or none that can be used."""
+    found = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in LEAVES}
+    if not found:
+        return None
+    scales = torch.zeros(num_layers, 2, num_kv_heads)
+    reasons = [_other_codes(settings)]
+    for name, tensor in found.items():
+        module, _, leaf = name.rpartition(".")
+        number = re.search(r"\.(\d+)\.", name)
+        layer = num_layers if number is None else int(number[1])
+        sides = _SIDES.get(leaf if leaf != "output_scale" else module.rpartition(".")[2])
+        if leaf.endswith("zero_point"):
+            stored = torch.empty(tensor.shape, dtype=tensor.dtype)
+            tensor.copy_to(stored)
+            reasons.append(f"{name} is not 0" if stored.float().any() else "")
+        elif sides and tensor.is_readable and layer < num_layers and _is_for(tensor, num_kv_heads):
+            numbers = torch.empty(tensor.shape)
+            tensor.copy_to(numbers)
+            scales[layer, list(sides)] = numbers.flatten()
+        elif sides:
+            held = f"{tensor.type_name} {list(tensor.shape)}"
+            reasons.append(f"{name} is {held} in a model of {num_layers} layers")
+    if not ((scales > 0) & scales.isfinite()).all():
+        reasons.append("not all layers have scales above 0 of keys and of values")
+    if (scales == 1).all():
+        reasons.append("all are 1, so nothing was calibrated")
+    if not any(reasons):
+        return scales
+    reason = next(filter(None, reasons))
+    log.warning("the checkpoint's scales of a KV cache are not used tensors=%d reason=%r", len(found), reason)
+    return None
+
+
+def _is_for(tensor: StoredTensor, num_kv_heads: int) -> bool:
+    return math.prod(tensor.shape) in (1, num_kv_heads)
+
+
+def _other_codes(settings: Mapping[str, Any]) -> str:
+    """Why the scales are of other codes than e4m3; "": a config says nothing else."""
+    scheme, algorithm = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
+    said = {"num_bits": 8, "type": "float"} | dict(scheme if isinstance(scheme, Mapping) else {})
+    if (said["num_bits"], said["type"]) != (8, "float") or algorithm not in (None, "FP8"):
+        return f"they are of {algorithm or '{type}{num_bits}'.format(**said)}, not of fp8"
+    return ""
