@@ -146,9 +146,12 @@ def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 
     return 2 * widening / num_layers if gathers else 0.0
 
 
-def graph_pool_bytes(layers: int, logits: int) -> int:
-    """Bytes of the pool of captured steps, of which the largest takes these."""
-    return int(GRAPH_FACTOR * (layers + logits)) + GRAPH_WORKSPACE
+def graph_pool_bytes(layers: int, logits: int, scratch: int) -> int:
+    """Bytes of the pool of captured steps, of which the largest takes these.
+
+    `scratch` of the layers is one tensor, for which the gaps that smaller ones leave are of no use.
+    """
+    return int(GRAPH_FACTOR * (layers + logits + scratch // 3)) + GRAPH_WORKSPACE
 
 
 def fit_cache(

@@ -118,7 +118,7 @@ def step_bytes(
     return StepBytes(
         layers,
         logits,
-        graphs=graph_pool_bytes(captured, num_rows * model.vocab_size * each + scratch.head),
+        graphs=graph_pool_bytes(captured, num_rows * model.vocab_size * each + scratch.head, scratch.layers),
         buffers=splits + num_rows * model.vocab_size * SAMPLER_BYTES + GRAPH_WORKSPACE,
         scratch=scratch.layers,
     )

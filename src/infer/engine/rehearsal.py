@@ -67,7 +67,7 @@ def rehearse(
     if graph_tokens is not None:
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
         scratch = min(computed.scratch, layers)
-        graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits)
+        graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits, scratch)
         buffers += GRAPH_WORKSPACE  # of the thread that captures them
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(

@@ -236,8 +236,8 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
         return rehearsal.rehearse(lambda: runner, lambda _: None, GPU, scheduler, computed, 448, None).graphs
 
     share = 512 / 8192
-    assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20)
-    assert graphs(192 << 20) == graph_pool_bytes((192 << 20) + int((808 << 20) * share), 5 << 20)
+    assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20, 0)
+    assert graphs(192 << 20) == graph_pool_bytes((192 << 20) + int((808 << 20) * share), 5 << 20, 192 << 20)
 
 
 @pytest.mark.parametrize(

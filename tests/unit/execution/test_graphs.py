@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -101,24 +101,45 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
     assert (steps.recorder.num_replays, steps.launched, steps.sampled) == (0, [SIZE] * 2, [SIZE] * 2)
 
 
-def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graph:
-        def capture_begin(self, *_: Any, **__: Any) -> None: ...
+class FakeGraph:
+    """In place of `torch.cuda.CUDAGraph`: a pool ends with the last graph in it, as PyTorch's do."""
 
-        def capture_end(self) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
+    pools: ClassVar[dict[object, int]] = {}
+
+    def capture_begin(self, pool: object, **_: Any) -> None:
+        assert self.pools.setdefault(pool, 1) > 0, "this pool has ended"
+        self.pool = pool
+
+    def capture_end(self) -> None:
+        self.pools[self.pool] = 0
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    """Graphs whose captures find no memory."""
 
     def launch(size: StepSize) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    for name, fake in {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": Graph}.items():
+    fakes = {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": FakeGraph}
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
-    graphs = StepGraphs(launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True)
+    return StepGraphs(launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True)
+
+
+def test_why_a_capture_failed_is_not_hidden_by_its_end(failing: StepGraphs) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        graphs._record(SIZE)
+        failing._record(SIZE)
+
+
+def test_after_a_first_capture_that_failed_the_next_one_has_a_pool_that_lives(failing: StepGraphs) -> None:
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            failing._record(SIZE)
 
 
 def test_every_size_is_captured_once_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:

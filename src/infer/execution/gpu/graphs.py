@@ -157,7 +157,7 @@ class StepGraphs:
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
-        self._pool_bytes = pool_bytes  # of its first block, until that is taken
+        self._pool_bytes, self._has_block = pool_bytes, False  # of its first block; whether that is taken
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
@@ -257,9 +257,11 @@ class StepGraphs:
 
     def _take_block(self) -> None:
         """Let the pool begin as one block; without room for it, it grows piece by piece."""
-        num_bytes, self._pool_bytes = self._pool_bytes, 0
-        if num_bytes:
-            torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
+        if self._has_block or not self._pool_bytes:
+            return
+        num_bytes, self._pool_bytes = self._pool_bytes, 0  # where there is no room, it is tried once
+        torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
+        self._pool_bytes, self._has_block = num_bytes, True
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -272,6 +274,8 @@ class StepGraphs:
         except BaseException:
             with suppress(Exception):  # of a capture that has failed: why it did is worth more
                 graph.capture_end()
+            if not self._graphs:  # a pool ends with the last graph in it
+                self._pool, self._has_block = None, False
             raise
         graph.capture_end()
 
