@@ -1,6 +1,7 @@
 """The bytes of a model's tokens, for grammars: what the engine itself never looks at.
 
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
+    tokenizer.json that needs no change ─────────────┘
 
 It takes about a second of one core, and other threads wait for much of it. A server therefore builds it in a
 thread (`start`): while weights go to a GPU, where there is one, or else in its first idle second, so that no
@@ -85,9 +86,11 @@ def _probes_of(tokenizer: LLTokenizer) -> tuple[int, ...]:
 
 def tokenizer_json(path: Path, gguf_metadata: Mapping[str, Any] | None) -> str:
     """The tokenizer of a model directory, or of the header of a GGUF file, as the library writes it."""
-    from infer.tokenizer.directory_vocab import read_directory_vocabulary
+    from infer.tokenizer.directory_vocab import read_directory_vocabulary, read_plain_json
     from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 
+    if gguf_metadata is None and (stored := read_plain_json(path)) is not None:
+        return stored
     vocabulary = (
         read_directory_vocabulary(path) if gguf_metadata is None else read_gguf_vocabulary(gguf_metadata)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from infer.errors import CheckpointError, RequestError
 from infer.sampling.structured import Structured
 from infer.structured.compiler import Compiler
 from infer.structured.token_bytes import TokenBytes, tokenizer_json
+from infer.tokenizer.directory_vocab import read_directory_vocabulary
+from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, spm_metadata
 
@@ -87,3 +90,37 @@ def test_it_is_built_once_and_beside_other_work() -> None:
     made.start()
     assert made.tokenizer() is made.tokenizer()
     assert calls == [1]
+
+
+def test_a_tokenizer_json_that_needs_no_change_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    read_gguf_vocabulary(gpt2_metadata()).core.save(str(file))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert tokenizer_json(tmp_path, None) == tokenizer_json(file, None) == file.read_text()
+    read = read_directory_vocabulary(tmp_path).core.to_str()
+    assert json.loads(read) == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_config"),
+    [
+        ({}, {"eos_token": "in"}),
+        (
+            {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+            {},
+        ),
+    ],
+    ids=["a special token is not marked", "it cuts texts"],
+)
+def test_a_tokenizer_json_that_needs_a_change_gets_it(
+    tmp_path: Path, in_file: dict[str, Any], in_config: dict[str, Any]
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    read_gguf_vocabulary(gpt2_metadata()).core.save(str(file))
+    file.write_text(json.dumps(json.loads(file.read_text()) | in_file))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(in_config))
+    changed = json.loads(tokenizer_json(tmp_path, None))
+    assert changed["truncation"] is None
+    marked = {token["content"] for token in changed["added_tokens"] if token["special"]}
+    assert marked >= set(in_config.values())
