@@ -15,13 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from infer.dialects.events import AnswerEvent, ReasoningDelta, ToolCall, join_calls
-
-if TYPE_CHECKING:
-    from infer.cli.remote import RemoteDelta
-    from infer.frontend.llm import TextDelta
+from infer.dialects.events import AnswerEvent, ReasoningDelta, TextDelta, ToolCall, join_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +57,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def show_answer(
-    deltas: Iterator[TextDelta] | Iterator[RemoteDelta],
+    deltas: Iterator[TextDelta],
     show: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
     show_reasoning: Callable[[str], None] = lambda text: None,

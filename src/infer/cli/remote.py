@@ -24,13 +24,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.cli import flags
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, TextDelta
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
@@ -44,17 +43,6 @@ MAX_PAUSE_S = 60.0  # however much a server asks for
 PATIENCE_S = 600.0  # pauses, added up
 FULL = (429, 503)
 UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteDelta:
-    """A piece of an answer, as `TextDelta` is of a local one."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    events: tuple[AnswerEvent, ...] = ()  # reasoning and calls
 
 
 class RemoteOverflow(ContextOverflow):
@@ -179,17 +167,17 @@ class RemoteModel:
         return answer
 
 
-class RemoteStream(Iterator[RemoteDelta]):
+class RemoteStream(Iterator[TextDelta]):
     """One answer, which a thread reads as it comes, whenever its pieces are wanted."""
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
         self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
         self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
-        self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
+        self._pieces: SimpleQueue[TextDelta | InferError | None] = SimpleQueue()
         self._is_closed = False
         threading.Thread(target=self._run, args=(self._read(model, path, body),), daemon=True).start()
 
-    def __next__(self) -> RemoteDelta:
+    def __next__(self) -> TextDelta:
         piece = self._pieces.get()
         if piece is None:
             raise StopIteration
@@ -201,7 +189,7 @@ class RemoteStream(Iterator[RemoteDelta]):
         """Hang up with the next piece, which ends the request."""
         self._is_closed = True
 
-    def _run(self, answer: Generator[RemoteDelta, None, None]) -> None:
+    def _run(self, answer: Generator[TextDelta, None, None]) -> None:
         started = perf_counter()
         try:
             with closing(answer) as pieces:
@@ -221,7 +209,7 @@ class RemoteStream(Iterator[RemoteDelta]):
 
     def _read(
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
-    ) -> Generator[RemoteDelta, None, None]:
+    ) -> Generator[TextDelta, None, None]:
         is_whole = False
         with _open_patiently(model, path, body) as answer:
             try:
@@ -276,13 +264,14 @@ def to_fields(structured: Structured) -> dict[str, Any]:
     return {"structured_outputs": {structured.kind: value}}
 
 
-def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
+def _to_delta(choice: Mapping[str, Any]) -> TextDelta:
     text = (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
     if not isinstance(text, str):
         raise TypeError(f"text is {text!r}")
     events = tuple(_read_events(choice.get("delta", {})))
     token_ids = (UNKNOWN_ID,) if text or events else ()
-    return RemoteDelta(text, token_ids, choice["finish_reason"], choice.get("stop_reason"), events)
+    reasons = {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
+    return TextDelta(text=text, token_ids=token_ids, events=events, **reasons)
 
 
 def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:

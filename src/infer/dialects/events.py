@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from infer.sampling.params import RowLogprobs
+
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a function that a model may call
 
 
@@ -48,6 +52,23 @@ class CallDelta:
 
 
 AnswerEvent = ReasoningDelta | ContentDelta | CallStart | CallDelta
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The text and tokens that one step added to one output of a request.
+
+    One is made for every token, so it is no dataclass. Of a server's answer the ids are not known.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None  # "stop", "tool_calls", "length", "abort" or "error", at the end
+    index: int = 0  # which of the request's n outputs
+    logprobs: tuple[RowLogprobs, ...] = ()
+    error: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
+    num_reasoning: int = 0  # of its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Unpack
 
 from infer.client.client import EngineClient, InProcessClient, embed
+from infer.dialects.events import TextDelta
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
 from infer.frontend.llm import Opener, TextModel
-from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
+from infer.frontend.outputs import OutputBuilder, RequestOutput, check_streams
 from infer.frontend.prompts import (
     ChatOptions,
     Conversation,

@@ -26,12 +26,13 @@ from time import perf_counter
 from typing import Any, TypeAlias, Unpack
 
 from infer.config.settings import EngineConfig, knob_table
+from infer.dialects.events import TextDelta
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
-from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
+from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, check_streams
 from infer.frontend.prompts import (
     ChatOptions,
     Conversation,

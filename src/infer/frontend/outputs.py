@@ -18,10 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from infer.dialects.answer import AnswerFormat
-from infer.dialects.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCall, join_calls
+from infer.dialects.events import (
+    AnswerEvent,
+    ContentDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    join_calls,
+)
 from infer.dialects.parser import AnswerParser
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
@@ -37,23 +42,6 @@ def check_streams(params: SamplingParams, advice: str) -> None:
             f"best_of and beam search choose at the end, so they cannot stream; {advice}",
             param="use_beam_search" if params.use_beam_search else "best_of",
         )
-
-
-class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The text and tokens that one step added to one output of a request.
-
-    One is made for every token, so it is no dataclass.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None  # "stop", "tool_calls", "length", "abort" or "error", at the end
-    index: int = 0  # which of the request's n outputs
-    logprobs: tuple[RowLogprobs, ...] = ()
-    error: str | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
-    num_reasoning: int = 0  # of its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

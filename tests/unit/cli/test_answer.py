@@ -8,8 +8,8 @@ import pytest
 from infer.cli.answer import Interrupted, show_answer
 from infer.cli.asking import open_llm
 from infer.cli.main import build_parser
+from infer.dialects.events import TextDelta
 from infer.errors import ConfigError
-from infer.frontend.outputs import TextDelta
 
 
 class Deltas(Iterator[TextDelta]):

@@ -10,8 +10,8 @@ import pytest
 
 from infer.cli.answer import ShownAnswer, show_answer
 from infer.cli.generate import AskedPrompt, Prompt, to_json
+from infer.dialects.events import TextDelta
 from infer.errors import DeviceLost
-from infer.frontend.outputs import TextDelta
 from infer.sampling.params import SamplingParams
 from tests.unit.cli.fake_llm import FakeLLM
 

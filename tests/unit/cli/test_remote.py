@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from infer.cli.remote import RemoteDelta, RemoteStream
+from infer.cli.remote import RemoteStream
+from infer.dialects.events import TextDelta
 from infer.errors import EngineError, RequestError
 from infer.server.protocol.translate import check_has_template
 
@@ -289,8 +290,8 @@ def test_each_line_of_a_file_is_told_of_a_reason_that_breaks_off(
 class Breaking(RemoteStream):
     """An answer that ends in an error of no known kind."""
 
-    def _read(self, *asked: Any) -> Generator[RemoteDelta, None, None]:
-        yield RemoteDelta("hi", (1,), None)
+    def _read(self, *asked: Any) -> Generator[TextDelta, None, None]:
+        yield TextDelta(text="hi", token_ids=(1,))
         raise LookupError("what now")
 
 

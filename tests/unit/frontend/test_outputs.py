@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from infer.dialects.events import TextDelta
 from infer.errors import RequestError
-from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
+from infer.frontend.outputs import OutputBuilder, RequestOutput, check_streams
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.tokenizer.tokenizer import Tokenizer

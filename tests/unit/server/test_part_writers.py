@@ -14,9 +14,8 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from infer.errors import EngineError
-from infer.frontend.outputs import TextDelta
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
-from infer.frontend.outputs import CompletionOutput, RequestOutput, TextDelta
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, TextDelta
+from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.server.protocol.stream import FrameWriter, Generation, Piece
 
 Kind = Literal["reasoning", "text", "call"]

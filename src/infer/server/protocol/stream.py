@@ -31,8 +31,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from infer.dialects.events import TextDelta
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
-from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.frontend.outputs import OutputBuilder, RequestOutput
 from infer.frontend.prompts import blame, number
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
