@@ -93,8 +93,7 @@ async def read_outputs(
     request: Request, submit: Callable[[OutputQueue], OnEnd]
 ) -> AsyncGenerator[StepOutput, None]:
     """Submit a request at the first iteration and yield its outputs until each of its sequences has ended."""
-    params = request.params
-    num_left = params.n if params.use_beam_search else params.num_sequences
+    num_left = request.params.num_reported
     queue = OutputQueue()
     on_end = queue.on_end = submit(queue)
     has_ended = False

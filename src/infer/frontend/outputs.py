@@ -282,15 +282,10 @@ class OutputBuilder:
         self.request = request
         self._prompt = prompt
         continued = () if is_chat else request.prompt
-        self._lines = [_SequenceText(tokenizer, request, continued, form) for _ in range(self._num_lines)]
+        num_lines = request.params.num_reported
+        self._lines = [_SequenceText(tokenizer, request, continued, form) for _ in range(num_lines)]
         self._num_cached = 0
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
-
-    @property
-    def _num_lines(self) -> int:
-        """How many outputs the engine reports: all that are drawn, but only the n best of a beam search."""
-        params = self.request.params
-        return params.n if params.use_beam_search else params.num_sequences
 
     def take(self, output: StepOutput) -> tuple[TextDelta | None, bool]:
         """Add a step's output; returns what to show, and whether the engine can stop this sequence."""

@@ -205,6 +205,11 @@ class SamplingParams(metaclass=_CheckedNames):
         return self.best_of if self.best_of is not None else self.n
 
     @property
+    def num_reported(self) -> int:
+        """How many outputs an engine reports: all that are drawn, but only the n best of a beam search."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken, with no draw."""
         return self.temperature == 0.0 or self.top_k == 1

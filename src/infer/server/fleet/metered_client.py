@@ -86,7 +86,6 @@ class _RequestTimes:
     """The times of one request, written to the meter token by token and at the end."""
 
     def __init__(self, request: Request, record: RequestRecord, meter: EngineMeter) -> None:
-        params = request.params
         self._request = request
         self._record = record
         self._meter = meter
@@ -96,7 +95,7 @@ class _RequestTimes:
         self._first_at: float | None = None
         self._queue_s = 0.0
         self._num_tokens: Counter[int] = Counter()  # by sequence
-        self._open = set(range(params.n if params.use_beam_search else params.num_sequences))
+        self._open = set(range(request.params.num_reported))
         self._stopped: set[int] = set()  # sequences that met a stop string
         self._reason: str | None = None
         self.has_failed = False
