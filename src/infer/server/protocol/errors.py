@@ -89,6 +89,8 @@ ANTHROPIC_TYPES = {
 # by the field to blame: with these details the tool runner of Anthropic's package sends whole conversations
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
+Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
+UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
 ROUTES = frozenset(  # what a hint may send a client to
@@ -230,8 +232,8 @@ def to_api_error(error: BaseException) -> ApiError:
 def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
     """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid."""
     first = errors[0]
-    kind, where = str(first["type"]), _spell_location(first["loc"])
-    if kind == "json_invalid" or where is None:
+    kind, where = str(first["type"]), spell_path(tuple(filter(_is_step, first["loc"][1:])))
+    if kind == "json_invalid" or not where:
         return MalformedRequest(whole_body_fault(kind, first, headers))
     if kind == "missing":
         return MalformedRequest(f"the required field {where!r} is missing", param=where)
@@ -263,15 +265,15 @@ def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, 
     return f"the body must be a JSON object, such as {{...}}, got {json_type(value)}"
 
 
-def _spell_location(location: tuple[str | int, ...]) -> str | None:
-    """("body", "messages", 0) -> messages[0]; names of a union's members are left out."""
-    spelled = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            spelled += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "dict", "list"):
-            spelled += f".{part}" if spelled else part
-    return spelled or None
+def spell_path(path: Path) -> str:
+    """("messages", 0, "content") -> messages[0].content."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".")
+
+
+def _is_step(step: str | int) -> bool:
+    """Whether a part of a location is a key or a place in the body, and not the name of a union's member."""
+    return isinstance(step, int) or (step.isidentifier() and step not in UNION_MEMBERS)
 
 
 def install_error_handlers(app: FastAPI) -> None:

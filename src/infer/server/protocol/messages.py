@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError, show_value
+from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Name, Neutral
 from infer.server.protocol.structured import check_has_schema
-from infer.server.protocol.turns import Path, Turns, spell_path
+from infer.server.protocol.turns import Turns
 
 _TEXT_ONLY = "this server reads and writes text"
 _NO_SERVER_TOOLS = "tools run where the client runs; describe one with name and input_schema"

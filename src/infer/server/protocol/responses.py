@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError
+from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.schemas import ABOUT_THE_CLIENT, Body, ChatRequest, Name, Neutral
 from infer.server.protocol.structured import check_has_schema
-from infer.server.protocol.turns import Path, Turns, spell_path
+from infer.server.protocol.turns import Turns
 from infer.tokenizer.chat_template import map_strings
 
 _NOT_KEPT = "this server keeps nothing between requests; send the whole conversation as input"

@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infer.errors import MalformedRequest, RequestError, closest, json_type, show_value
-from infer.server.protocol.errors import validation_error
+from infer.server.protocol.errors import Path, spell_path, validation_error
 from infer.server.protocol.schemas import Body, check_call_id
 
 Block = TypeVar("Block", bound=Body)
-Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
 
 
 class Turns:
@@ -105,12 +104,6 @@ class Turns:
         if not self._turns or self._turns[-1]["role"] != role:
             self._turns.append({"role": role, "content": []})
         return self._turns[-1]
-
-
-def spell_path(path: Path) -> str:
-    """("messages", 0, "content") -> messages[0].content."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return "".join(steps).removeprefix(".")
 
 
 def count_blocks(turns: str | Sequence[Mapping[str, Any]]) -> int:
