@@ -99,6 +99,13 @@ class ContextOverflow(RequestError):
         )
         self._given = (num_prompt_tokens, max_tokens, context_len, is_least)
 
+    @classmethod
+    def in_words(cls, message: str, *, param: str | None) -> ContextOverflow:
+        """Return the error of a message that is written already: by a server, or about another limit."""
+        error = cls.__new__(cls)
+        RequestError.__init__(error, message, param=param)
+        return error
+
     def of(self, model_len: int) -> ContextOverflow:
         """Return the same error with the model's own context."""
         num_prompt_tokens, max_tokens, context_len, is_least = self._given

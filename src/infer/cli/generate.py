@@ -245,7 +245,9 @@ def _open_stream(
     """Ask with a user's message where the model has a chat template, else with plain text."""
     has_template = isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template
     if has_template and not args.raw:
-        return llm.stream_chat(to_messages(text, args), params, **asking.chat_options(args))
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        messages = [*system, {"role": "user", "content": text}]
+        return llm.stream_chat(messages, params, **asking.chat_options(args))
     if needs := _needs_template(args):
         raise ConfigError(
             f"{needs} needs a chat template, and {llm.name} came without one; give it one with "
@@ -317,12 +319,6 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise RequestError(f"the prompt on standard input is not UTF-8: {error}", param="prompt") from None
     return [Prompt(text.removesuffix("\n"))]
-
-
-def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
-    """A prompt as a conversation that waits for its answer."""
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": prompt}]
 
 
 def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str, Any]:

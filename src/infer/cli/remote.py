@@ -45,13 +45,6 @@ FULL = (429, 503)
 UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
 
 
-class RemoteOverflow(ContextOverflow):
-    """The server says that a prompt is too long; a conversation then forgets its oldest turn."""
-
-    def __init__(self, message: str, *, param: str | None) -> None:
-        RequestError.__init__(self, message, param=param)
-
-
 class RemoteFull(QueueFull):
     """The server has no room for a request, and may have said for how long."""
 
@@ -335,7 +328,7 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
     if status in (400, 422):
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message
-        return (RemoteOverflow if is_overflow else RequestError)(message, param=param)
+        return (ContextOverflow.in_words if is_overflow else RequestError)(message, param=param)
     if status == 401:
         return ConfigError(f"the server asks for a key: {message}; give it with --api-key")
     return _failure(answer, f"the server answered {status}: {message}")

@@ -391,18 +391,6 @@ def _check_options(options: RequestOptions) -> None:
         raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
 
 
-class InputOverflow(ContextOverflow):
-    """An input is longer than the context; nothing is generated, so there is no max_tokens to lower."""
-
-    def __init__(self, index: int, num_tokens: int, context_len: int, model_len: int) -> None:
-        RequestError.__init__(
-            self,
-            f"input {index} has {num_tokens} tokens, but {spell_context(context_len)}; shorten it"
-            + spell_limit(context_len, model_len),
-            param="input",
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
     """The inputs of embeddings as token ids, and how each is pooled and scaled."""
@@ -437,7 +425,10 @@ def open_embeddings(
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")
         if len(ids) > encoder.context_len:
-            raise InputOverflow(i, len(ids), encoder.context_len, encoder.model_len)
+            limit = spell_context(encoder.context_len)
+            whose = spell_limit(encoder.context_len, encoder.model_len)
+            said = f"input {i} has {len(ids)} tokens, but {limit}; shorten it{whose}"
+            raise ContextOverflow.in_words(said, param="input")
     return EmbeddingJob(
         prompts=tuple(tuple(ids) for ids in prompts),
         pooling=encoder.pooling.mode if pooling is None else pooling,
