@@ -32,23 +32,8 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from infer.client import messages
 from infer.client.imports import quick_imports
-from infer.client.messages import (
-    Abort,
-    Add,
-    Answer,
-    Command,
-    Launch,
-    Ready,
-    ResetPrefixCache,
-    StepReport,
-    Stop,
-    Unsubscribe,
-    decode_command,
-    encode,
-    refuse_command,
-    to_failure,
-)
 from infer.client.placement import take_place
 from infer.client.spawn import take_orders
 from infer.client.subscribers import Subscribers
@@ -78,7 +63,7 @@ class Link:
     reported_at: float = 0.0
     tickets: list[int] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[messages.Answer] = field(default_factory=list)
 
 
 Address: TypeAlias = tuple[Link, int]  # which API process, and its ticket
@@ -105,13 +90,13 @@ class EngineServer:
                 link.num_commands += 1
                 link.is_owed = True
                 try:
-                    command = decode_command(frame)
+                    command = messages.decode_command(frame)
                 except (InferError, msgspec.DecodeError) as error:  # one mistake must not stop every request
                     logger.warning("command refused reason=%r", str(error))
-                    answer = refuse_command(frame, error)
+                    answer = messages.refuse_command(frame, error)
                     link.answers += [] if answer is None else [answer]
                     continue
-                if isinstance(command, Stop):
+                if isinstance(command, messages.Stop):
                     return
                 self._carry_out(link, command)
             if self._engine.has_work:
@@ -139,24 +124,24 @@ class EngineServer:
             link.tickets.append(ticket)
             link.outputs.append(output)
 
-    def _carry_out(self, link: Link, command: Command) -> None:
-        if isinstance(command, Add):
+    def _carry_out(self, link: Link, command: messages.Command) -> None:
+        if isinstance(command, messages.Add):
             refused = self._subscribers.add(command.request, (link, command.ticket))
             if refused is not None:
                 self._answer_error(link, command.ticket, refused)
-        elif isinstance(command, Unsubscribe):
+        elif isinstance(command, messages.Unsubscribe):
             self._subscribers.unsubscribe(command.request_id, (link, command.ticket))
-        elif isinstance(command, Abort):
+        elif isinstance(command, messages.Abort):
             self._keep(self._subscribers.abort(command.request_id, command.index))
-        elif isinstance(command, ResetPrefixCache):
+        elif isinstance(command, messages.ResetPrefixCache):
             try:
-                link.answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
+                link.answers.append(messages.Answer(command.ticket, self._engine.reset_prefix_cache(), None))
             except Exception as error:  # it belongs to this call alone
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
 
     def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
-        link.answers.append(Answer(ticket, None, to_failure(error)))
+        link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 
     def _report(self) -> None:
         """Send every API process what is for it, and the counts: to those without outputs now and then."""
@@ -167,7 +152,7 @@ class EngineServer:
                 is_due = is_idle or now - link.reported_at >= STATS_INTERVAL
                 if not (is_due or link.is_owed or link.outputs or link.answers):
                     continue
-            report = StepReport(
+            report = messages.StepReport(
                 num_commands=link.num_commands,
                 stats=stats,
                 tickets=link.tickets,
@@ -176,7 +161,7 @@ class EngineServer:
             )
             link.tickets, link.outputs, link.answers = [], [], []
             link.is_owed, link.reported_at = False, now
-            link.socket.send(encode(report))
+            link.socket.send(messages.encode(report))
 
 
 def _ring(bell: int) -> None:
@@ -213,7 +198,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Run the engine process from its first line of input to its end; returns the exit code."""
-    launch = take_orders(Launch, on_orphaned=_remove_directory)
+    launch = take_orders(messages.Launch, on_orphaned=_remove_directory)
     spawn_s = time.perf_counter() - (launch.spawned_at or time.perf_counter())
     setup_logging(launch.log_level)
     with zmq.Context() as context, contextlib.ExitStack() as stack:
@@ -230,7 +215,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             freeze()  # the model and its parts live as long as the process
             phases = {"spawn": spawn_s, **engine.phases.seconds()}
             served = engine.family, engine.context_len, engine.model_len
-            ready = encode(Ready(engine.stats(), *served, phases))
+            ready = messages.encode(messages.Ready(engine.stats(), *served, phases))
             for socket in sockets:
                 socket.send(ready)
             EngineServer(engine, sockets).run()
@@ -238,12 +223,12 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             if not isinstance(error, InferError):
                 logger.exception("engine process died")
             for socket in sockets:
-                socket.send(encode(to_failure(error)))
+                socket.send(messages.encode(messages.to_failure(error)))
             return EXIT_FAILED
     return 0
 
 
-def _remove_directory(launch: Launch) -> None:
+def _remove_directory(launch: messages.Launch) -> None:
     """Remove the directory of the sockets, unless the server has had the time to do it."""
     shutil.rmtree(Path(launch.endpoints[0].removeprefix("ipc://")).parent, ignore_errors=True)
 

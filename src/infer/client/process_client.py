@@ -26,19 +26,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from infer.client import messages
 from infer.client.link import EngineLink
-from infer.client.messages import (
-    Abort,
-    Add,
-    Command,
-    Message,
-    Ping,
-    Ready,
-    ResetPrefixCache,
-    StepReport,
-    Unsubscribe,
-    to_error,
-)
 from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy, SpawnOptions
 from infer.config.settings import EngineConfig
@@ -63,10 +52,10 @@ class ProcessClient:
     def __init__(
         self,
         process: EngineLink,
-        ready: Ready,
+        ready: messages.Ready,
         *,
         stuck_timeout: float,
-        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineLink, Ready]]] | None,
+        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineLink, messages.Ready]]] | None,
         policy: RestartPolicy,
         on_down: Callable[[str], None] | None = None,
     ) -> None:
@@ -121,7 +110,7 @@ class ProcessClient:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
-        self._send(Abort(request_id, index))
+        self._send(messages.Abort(request_id, index))
 
     def stats(self) -> EngineStats:
         """The last snapshot that arrived; counters go on counting over restarts."""
@@ -136,7 +125,7 @@ class ProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self._call(ResetPrefixCache)
+        return await self._call(messages.ResetPrefixCache)
 
     async def close(self) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped`."""
@@ -151,18 +140,18 @@ class ProcessClient:
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
-        self._send(Add(ticket, request))
+        self._send(messages.Add(ticket, request))
         self._readers[ticket] = queue
 
         def end(has_ended: bool) -> None:
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):
-                    self._send(Unsubscribe(ticket, request.request_id))
+                    self._send(messages.Unsubscribe(ticket, request.request_id))
 
         return end
 
-    async def _call(self, command: Callable[[int], Command]) -> int:
+    async def _call(self, command: Callable[[int], messages.Command]) -> int:
         ticket = next(self._tickets)
         self._send(command(ticket))
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -172,7 +161,7 @@ class ProcessClient:
         finally:
             self._calls.pop(ticket, None)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: messages.Command) -> None:
         if self._down is not None:
             raise EngineStopped(self._down)
         self._process.send(command)
@@ -182,8 +171,8 @@ class ProcessClient:
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def _take(self, message: Message) -> None:
-        assert isinstance(message, StepReport), message
+    def _take(self, message: messages.Message) -> None:
+        assert isinstance(message, messages.StepReport), message
         if is_progress(self._stats, message.stats):
             self._progress_at = time.monotonic()
         self._stats = message.stats
@@ -193,7 +182,7 @@ class ProcessClient:
             if ticket in readers:  # else its reader has left, and the engine will know soon
                 readers[ticket].put_nowait(output)
         for answer in message.answers:
-            error = to_error(answer.failure) if answer.failure is not None else None
+            error = messages.to_error(answer.failure) if answer.failure is not None else None
             if answer.ticket in readers:
                 assert error is not None, "a request is answered by outputs"
                 readers[answer.ticket].put_nowait(error)
@@ -207,7 +196,7 @@ class ProcessClient:
 
     # -- life and death ---------------------------------------------------------------------------
 
-    def _adopt(self, process: EngineLink, ready: Ready) -> None:
+    def _adopt(self, process: EngineLink, ready: messages.Ready) -> None:
         self._process = process
         self.ready = ready  # what the engine says of its model, and of its start
         self._stats = ready.stats
@@ -263,7 +252,7 @@ class ProcessClient:
         idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
         if idle_s > min(PING_INTERVAL, self._stuck_timeout) > 0:
             with contextlib.suppress(EngineStopped):  # its exit is about to be known
-                self._send(Ping())
+                self._send(messages.Ping())
 
     async def _restart(self, reason: str) -> bool:
         if self._start_again is None:
