@@ -97,26 +97,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     asking.add_asking_flags(parser, conversation)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ChatSession:
     """The messages so far, and the model that answers the next."""
 
-    def __init__(
-        self,
-        llm: LLM | RemoteModel,
-        params: SamplingParams,
-        system: str | None,
-        options: ChatOptions,
-        toolbox: ToolBox | None = None,
-        tool_choice: str | dict[str, Any] | None = None,
-    ) -> None:
-        self.llm = llm
-        self.params = params
-        self.system = system
-        self.options = options
-        self.toolbox = toolbox
-        self.tool_choice = tool_choice  # of the first answer to a message
-        self.turns: list[dict[str, Any]] = []  # a user's message, what follows it, the next; oldest first
-        self.num_answers = 0  # forgotten ones included: each is drawn with a seed of its own
+    llm: LLM | RemoteModel
+    params: SamplingParams
+    system: str | None
+    options: ChatOptions
+    toolbox: ToolBox | None = None
+    tool_choice: str | dict[str, Any] | None = None  # of the first answer to a message
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # a user's message, what follows it
+    num_answers: int = 0  # forgotten ones included: each is drawn with a seed of its own
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as the chat template takes it."""
