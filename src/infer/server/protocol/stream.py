@@ -19,6 +19,7 @@ is sent with pauses, in which the event loop learns of the disconnect.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
-RUN_LEN = 16  # frames sent, or outputs read, without a pause
+PAUSES = (*[False] * 15, True)  # whether the event loop runs behind a frame sent, or an output read
 LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
 DONE = b"data: [DONE]\n\n"
 
@@ -119,11 +120,11 @@ class Generation:
 
     async def collect(self) -> list[RequestOutput]:
         """Wait for the whole answers and return them, prompt by prompt."""
-        pause = PauseTimer()
+        pauses = itertools.cycle(PAUSES)
         try:
             while self.is_open:
                 await self.read()
-                if pause.is_due():
+                if next(pauses):
                     await asyncio.sleep(0)
         finally:
             await self.aclose()
@@ -373,7 +374,7 @@ class EventStream(Response):
             await unless_disconnected(receive, self._send_frames(send, scope.get(RAW_SEND, send)))
 
     async def _send_frames(self, send: Send, send_frame: Send) -> None:
-        pause, frames = PauseTimer(), self._first
+        pauses, frames = itertools.cycle(PAUSES), self._first
         try:
             async with asyncio.timeout(self._time_limit_s):
                 start = {"type": "http.response.start", "status": self.status_code}
@@ -381,7 +382,7 @@ class EventStream(Response):
                 while frames:
                     for frame in frames:
                         await send_frame({"type": "http.response.body", "body": frame, "more_body": True})
-                        if pause.is_due():
+                        if next(pauses):
                             await asyncio.sleep(0)
                     try:
                         frames = await self._read_frames()
@@ -413,18 +414,6 @@ class EventStream(Response):
             return []
         self._has_ended = True
         return writer.end()
-
-
-class PauseTimer:
-    """Says when the event loop should run: after every RUN_LEN pieces of work that did not have to wait."""
-
-    def __init__(self) -> None:
-        self._num_done = 0
-
-    def is_due(self) -> bool:
-        """Count one piece of work; returns whether a pause is due."""
-        self._num_done += 1
-        return self._num_done % RUN_LEN == 0
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
