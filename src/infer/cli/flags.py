@@ -23,9 +23,8 @@ from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
 from infer.config.foreign import FOREIGN, SHORT_FLAGS, check_quantization
-from infer.config.knobs import KnobRow, given_names, own_names, parse_knob
+from infer.config.knobs import KnobRow, given_names, own_names, parse_knob, read_config_file
 from infer.config.settings import ServerConfig, engine_sections, knob_table
-from infer.config.yaml_file import read_config_file
 from infer.loader.formats.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams

@@ -11,9 +11,8 @@ from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser, main
 from infer.config import foreign, knobs
 from infer.config.foreign import FOREIGN
-from infer.config.knobs import parse_bytes, parse_knob
+from infer.config.knobs import parse_bytes, parse_knob, read_config_file
 from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
-from infer.config.yaml_file import read_config_file
 from infer.errors import ConfigError, RequestError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.scheduler import BACKLOG_TOKENS
