@@ -159,17 +159,17 @@ class Forms(NamedTuple):
 def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
     """Return the object that `--json` prints."""
     return {
-        "model": plan.model,
+        "model": plan.choice.headers.source.name,
         "num_parameters": plan.num_parameters,
         "stored_bytes": plan.stored_bytes,
-        "dtype": plan.dtype,
-        "weight_format": plan.weight_format,
+        "dtype": str(plan.choice.dtype).removeprefix("torch."),
+        "weight_format": plan.choice.weights,
         "machine": plan.machine.kind,
         "memory": plan.machine.memory,
         "other_processes": plan.machine.others,
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
-        "activations": plan.activations,
+        "activations": plan.step.activations,
         "graphs": plan.graphs,
         "workspace": plan.workspace,
         "kv_cache": plan.cache.num_bytes,
@@ -180,8 +180,8 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "host_cache": plan.host_cache,
         "total": plan.total,
         "max_seq_len": plan.longest_sequence,
-        "max_batch_size": plan.max_batch_size,
-        "prefill_tokens_while_decoding": plan.prefill_tokens_while_decoding,
+        "max_batch_size": plan.resolved.scheduler.max_batch_size,
+        "prefill_tokens_while_decoding": plan.resolved.scheduler.prefill_tokens_while_decoding,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
         **_forms_json(forms),
         "flags": flags.spell(plan.knobs()),
@@ -206,8 +206,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     cache = plan.cache
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
-        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.weight_format)}"),
-        ("activations", plan.activations, "of the largest step"),
+        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
+        ("activations", plan.step.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
             "KV cache",
@@ -224,14 +224,17 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
         rows.append(("runtime", plan.machine.runtime, "of the GPU"))
     rows.append(("in all", plan.total, f"of {format_bytes(plan.machine.memory)}"))
     held = f", other processes hold {format_bytes(plan.machine.others)}" if plan.machine.others else ""
-    lines = [f"{plan.model} on {where} with {format_bytes(plan.machine.memory)} for it{held}", ""]
+    lines = [
+        f"{plan.choice.headers.source.name} on {where} with {format_bytes(plan.machine.memory)} for it{held}",
+        "",
+    ]
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
     if plan.host_cache:
         lines.append(f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for swapped sequences")
     lines += ["", *_context_table(plan), "", *_scheme_table(forms), ""]
-    if plan.longest_sequence < plan.max_seq_len:
+    if plan.longest_sequence < plan.choice.max_seq_len:
         lines.append(
-            f"The model's context is {plan.max_seq_len} tokens; this cache serves sequences of up to "
+            f"The model's context is {plan.choice.max_seq_len} tokens; this cache serves sequences of up to "
             f"{plan.longest_sequence}."
         )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
@@ -270,7 +273,7 @@ def _context_table(plan: MemoryPlan) -> list[str]:
     """Return the lines that say which contexts fit at which concurrency."""
     from infer.tools.memory_plan import CONCURRENCIES, format_bytes
 
-    columns = [count for count in CONCURRENCIES if count <= plan.max_batch_size]
+    columns = [count for count in CONCURRENCIES if count <= plan.resolved.scheduler.max_batch_size]
     head = f"  {'context':>9}{'KV each':>12}{'at once':>10}   " + "".join(f"{f'x{n}':>6}" for n in columns)
     lines = [head]
     for context in plan.contexts():

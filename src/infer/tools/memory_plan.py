@@ -105,37 +105,31 @@ class MachineMemory:
 class MemoryPlan:
     """Where the memory goes; all sizes in bytes."""
 
-    model: str
+    choice: LoadChoice
+    resolved: ResolvedConfig
+    machine: MachineMemory
     num_parameters: int
     stored_bytes: int  # of the weights on disk; 0: there are none yet
-    dtype: str
-    weight_format: str  # int8, int4, int4+int8 or another scheme, else the dtype
-    machine: MachineMemory
     weights: int
-    activations: int
-    graphs: int  # and buffers, of the runner of a GPU
+    step: StepBytes
+    graphs: int  # of the step's: and buffers, of the runner of a GPU
     workspace: int
     host_cache: int  # for sequences preempted by swapping
     cache: CacheSize
     layout: KVLayout  # which layers share its blocks
-    max_chunk: int | None  # tokens of a prompt that a step computes; None: all
-    max_seq_len: int
-    context_len: int  # the model's own
-    max_batch_size: int
-    prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
-    config: EngineConfig
 
     @property
     def total(self) -> int:
         """All of it, on the device."""
-        steps = self.activations + self.graphs + self.workspace
-        return self.weights + steps + self.cache.num_bytes + self.machine.runtime
+        beside = self.step.total + self.workspace + self.machine.runtime
+        return self.weights + beside + self.cache.num_bytes
 
     @property
     def longest_sequence(self) -> int:
         """The longest sequence that can be served with this cache: the last token is never cached."""
-        longest = self.layout.longest(self.cache.num_blocks, self.cache.block_size, self.max_chunk)
-        return min(self.max_seq_len, longest + 1)
+        max_chunk = self.resolved.scheduler.max_chunk
+        longest = self.layout.longest(self.cache.num_blocks, self.cache.block_size, max_chunk)
+        return min(self.choice.max_seq_len, longest + 1)
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values of one sequence of this length while it decodes."""
@@ -144,29 +138,29 @@ class MemoryPlan:
 
     def at_once(self, context: int) -> int:
         """How many sequences of this length can run together."""
-        size = self.cache.block_size
-        left = self.cache.num_blocks - self.layout.blocks_of(context, size, self.max_chunk)  # in its prompt
-        others = left // self.layout.blocks_of(context, size, 1)  # they decode
-        return min(max(others + 1, 0), self.max_batch_size)
+        size, scheduler = self.cache.block_size, self.resolved.scheduler
+        in_prompt = self.layout.blocks_of(context, size, scheduler.max_chunk)
+        others = (self.cache.num_blocks - in_prompt) // self.layout.blocks_of(context, size, 1)  # they decode
+        return min(max(others + 1, 0), scheduler.max_batch_size)
 
     def contexts(self) -> list[int]:
         """The lengths worth a row of a table."""
-        shorter = [context for context in CONTEXTS if context < self.max_seq_len]
-        return [*shorter[-7:], self.max_seq_len]
+        shorter = [context for context in CONTEXTS if context < self.choice.max_seq_len]
+        return [*shorter[-7:], self.choice.max_seq_len]
 
     def knobs(self) -> dict[str, object]:
         """What to start with, to get exactly this cache: only knobs whose value is not the default."""
-        default = EngineConfig().knobs()
+        config, default = self.resolved.settings, EngineConfig().knobs()
         chosen: dict[str, object] = {
             name: value
-            for name, value in self.config.knobs().items()
+            for name, value in config.knobs().items()
             if name not in ("model", "max_seq_len", "kv_cache_memory", "num_blocks")
             and value != default[name]
         }
-        if self.longest_sequence < self.context_len:
+        if self.longest_sequence < self.choice.config.context_len:
             chosen["max_seq_len"] = self.longest_sequence
         # in blocks of block_size tokens, whatever the layout
-        chosen["num_blocks"] = -(-self.cache.num_tokens // self.config.cache.block_size)
+        chosen["num_blocks"] = -(-self.cache.num_tokens // config.cache.block_size)
         return chosen
 
 
@@ -204,7 +198,7 @@ def plan_memory(
     num_parameters, weights, kept_in = counted or weigh(choice, *count_parameters(headers))
     resolved = machine.resolve(config, choice)
     config = resolved.settings
-    scheduler, step = resolved.scheduler, steps_of(resolved, choice, kept_in)
+    step = steps_of(resolved, choice, kept_in)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(
         headers.config, config.cache, choice.dtype, max_seq_len, gathers=resolved.gathers_kv
@@ -217,7 +211,7 @@ def plan_memory(
         raise NoRoom(_too_small(config, choice, machine, needs, step) if advises else needs)
     cache = fit_cache(
         config.cache,
-        scheduler,
+        resolved.scheduler,
         step,
         max_seq_len=max_seq_len,
         bytes_per_token=bytes_per_token,
@@ -229,25 +223,18 @@ def plan_memory(
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
-        model=headers.source.name,
+        choice=choice,
+        resolved=resolved,
+        machine=machine,
         num_parameters=num_parameters,
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
-        dtype=str(choice.dtype).removeprefix("torch."),
-        weight_format=choice.weights,
-        machine=machine,
         weights=weights,
-        activations=activations,
+        step=step,
         graphs=step.total - activations,
         workspace=int(cache.num_bytes * share),
         host_cache=config.cache.swap_blocks * cache.block_size * bytes_per_token,
         cache=cache,
         layout=layout,
-        max_chunk=scheduler.max_chunk,
-        max_seq_len=max_seq_len,
-        context_len=headers.config.context_len,
-        max_batch_size=scheduler.max_batch_size,
-        prefill_tokens_while_decoding=scheduler.prefill_tokens_while_decoding,
-        config=config,
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
         ways = [f"max_seq_len={plan.longest_sequence}"]

@@ -206,4 +206,4 @@ def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(
     config, same = EngineConfig.from_knobs(), EngineConfig.from_knobs(max_num_batched_tokens=16384)
     plan, expected = (plan_memory(each, headers, machine) for each in (config, same))
     assert machine.memory == 40 << 30
-    assert plan.activations == expected.activations
+    assert plan.step.activations == expected.step.activations
