@@ -22,6 +22,7 @@ Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G k
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -31,53 +32,43 @@ from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
+from infer.models import llama, qwen3
 from infer.models.config import ModelConfig, RopeScaling
 from infer.models.model import Model, make_rotary
-from infer.models.raw_config import (
-    MAX_LAYERS,
-    RawConfig,
-    check_heads,
-    read_head_dim,
-    read_rope_scaling,
-    read_window,
-    read_windows,
-)
+from infer.models.raw_config import RawConfig, read_rope_scaling, read_window
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
 from infer.quant.residual import ResidualStream
 
+_DEFAULTS = {  # the reference's: published multimodal configs leave out what equals them
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the config of a `Gemma3ForCausalLM`, or the text part of a `Gemma3ForConditionalGeneration`.
-
-    The published multimodal configs leave out what equals the reference's defaults, hence the defaults.
-    """
+    """Read the config of a `Gemma3ForCausalLM`, or the text part of a `Gemma3ForConditionalGeneration`."""
     top = RawConfig(raw)
-    keys = top.section("text_config") if "text_config" in raw else top
-    _refuse_what_is_missing(keys)
-    vocab_size = keys.size("vocab_size", default=262_208)
-    num_layers = keys.size("num_hidden_layers", at_most=MAX_LAYERS)
-    num_heads = keys.size("num_attention_heads", default=8)
-    num_kv_heads = keys.size("num_key_value_heads", default=4)
-    check_heads(num_heads, num_kv_heads)
-    hidden_size = keys.size("hidden_size")
-    context_len = keys.size("max_position_embeddings", default=131_072)
-    global_theta, local_theta, rope_scaling = _read_rope(keys, context_len)
+    text = top.section("text_config") if "text_config" in raw else top
+    text.refuse("attn_logit_softcapping", "capped attention scores are not supported")
+    text.refuse("final_logit_softcapping", "capped logits are not supported")
+    text.refuse("use_bidirectional_attention", "only causal models can generate")
+    given = {name: value for name, value in text.raw.items() if value is not None}
+    keys = RawConfig(_DEFAULTS | given, text.where)
+    pattern = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    shared = llama.read_shared_config(
+        keys, family="gemma3", window=read_window(text), slides=lambda layer: (layer + 1) % pattern != 0
+    )
+    global_theta, local_theta, rope_scaling = _read_rope(keys, shared.context_len)
     has_bias = keys.flag("attention_bias", default=False)
-    bos_ids = keys.token_ids("bos_token_id", vocab_size) or top.token_ids("bos_token_id", vocab_size)
-    eos_ids = keys.token_ids("eos_token_id", vocab_size) + top.token_ids("eos_token_id", vocab_size)
-    return ModelConfig(
-        family="gemma3",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=keys.size("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=read_head_dim(keys, hidden_size, num_heads, default=256),
-        context_len=context_len,
-        norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        activation=keys.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+    eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
+    bos_ids = top.token_ids("bos_token_id", shared.vocab_size)
+    return replace(
+        shared,
         tie_embeddings=top.flag("tie_word_embeddings", default=True),
         rope_theta=global_theta,
         rope_scaling=rope_scaling,
@@ -85,25 +76,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=has_bias,
         attention_out_bias=has_bias,
         qk_norm=True,
-        layer_windows=_read_layer_windows(keys, num_layers),
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
-        bos_id=bos_ids[0] if bos_ids else None,
+        bos_id=next(iter(bos_ids), None) if shared.bos_id is None else shared.bos_id,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
-
-
-def _refuse_what_is_missing(raw: RawConfig) -> None:
-    raw.refuse("attn_logit_softcapping", "capped attention scores are not supported")
-    raw.refuse("final_logit_softcapping", "capped logits are not supported")
-    raw.refuse("use_bidirectional_attention", "only causal models can generate")
-
-
-def _read_layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    types = [
-        "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(num_layers)
-    ]
-    return read_windows(raw, num_layers, read_window(raw), types)
 
 
 def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScaling | None]:
@@ -163,25 +139,13 @@ class Gemma3(Model):
         return self.global_rotary if self.config.window(layer) is None else self.local_rotary
 
 
-# fmt: off
+# Qwen 3's names, and a norm behind each half, whose names make Llama's second norm another one.
 _TEXT: WeightMap = {
-    "embed_tokens":                          Target("embedding", Shard.VOCAB),
-    "layers.{}.input_layernorm":             Target("layers.{}.attention_norm"),
-    "layers.{}.self_attn.q_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="q"),
-    "layers.{}.self_attn.k_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="k"),
-    "layers.{}.self_attn.v_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="v"),
-    "layers.{}.self_attn.q_norm":            Target("layers.{}.attention.q_norm"),
-    "layers.{}.self_attn.k_norm":            Target("layers.{}.attention.k_norm"),
-    "layers.{}.self_attn.o_proj":            Target("layers.{}.attention.out", Shard.ROW),
-    "layers.{}.post_attention_layernorm":    Target("layers.{}.post_attention_norm"),
-    "layers.{}.pre_feedforward_layernorm":   Target("layers.{}.mlp_norm"),
-    "layers.{}.mlp.gate_proj":               Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
-    "layers.{}.mlp.up_proj":                 Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
-    "layers.{}.mlp.down_proj":               Target("layers.{}.mlp.down", Shard.ROW),
-    "layers.{}.post_feedforward_layernorm":  Target("layers.{}.post_mlp_norm"),
-    "norm":                                  Target("norm"),
+    **{key.removeprefix("model."): target for key, target in qwen3.WEIGHT_MAP.items() if key != "lm_head"},
+    "layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
+    "layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
+    "layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
 }
-# fmt: on
 
 # The text-only checkpoints' prefix, then the two that multimodal ones have had.
 _PREFIXES = ("model", "language_model.model", "model.language_model")

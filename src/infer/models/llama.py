@@ -22,7 +22,8 @@ Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
-from infer.models.config import ExpertConfig, ModelConfig
+from infer.models.config import ModelConfig
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
@@ -44,13 +45,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `LlamaForCausalLM`."""
     keys = RawConfig(raw)
     has_bias = keys.flag("attention_bias", default=False)
-    return read_shared_config(
-        keys,
-        family="llama",
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
-        mlp_bias=keys.flag("mlp_bias", default=False),
-    )
+    mlp_bias = keys.flag("mlp_bias", default=False)
+    shared = read_shared_config(keys, family="llama")
+    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, mlp_bias=mlp_bias)
 
 
 def read_shared_config(
@@ -58,21 +55,18 @@ def read_shared_config(
     *,
     family: str,
     default_head_dim: int | None = None,
-    qkv_bias: bool = False,
-    attention_out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
     window: int | None = None,
-    default_layer_types: Sequence[str] | None = None,
-    experts: ExpertConfig | None = None,
+    slides: Callable[[int], bool] | None = None,
 ) -> ModelConfig:
-    """Read what the families of this block spell alike; the arguments are what they spell differently."""
+    """Read what the families of this block spell alike.
+
+    A `window` is that of all layers, or of those that `slides` says, where the config has no list of them.
+    """
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
     num_heads, num_kv_heads = read_heads(raw)
     context_len = raw.size("max_position_embeddings")
     rope_theta, rope_scaling = read_rope(raw, context_len)
-    bos_ids = raw.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -84,19 +78,12 @@ def read_shared_config(
         head_dim=read_head_dim(raw, hidden_size, num_heads, default_head_dim),
         context_len=context_len,
         norm_eps=raw.number("rms_norm_eps", default=1e-6),
-        activation=raw.activation("hidden_act", default="silu"),
+        activation=raw.activation("hidden_activation", "hidden_act", default="silu"),
         tie_embeddings=raw.flag("tie_word_embeddings", default=False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        qkv_bias=qkv_bias,
-        attention_out_bias=attention_out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        layer_windows=read_windows(
-            raw, num_layers, window, default_layer_types or ["full_attention"] * num_layers
-        ),
-        experts=experts,
-        bos_id=bos_ids[0] if bos_ids else None,
+        layer_windows=read_windows(raw, num_layers, window, slides or (lambda layer: window is not None)),
+        bos_id=next(iter(raw.token_ids("bos_token_id", vocab_size)), None),
         eos_ids=raw.token_ids("eos_token_id", vocab_size),
     )
 

@@ -10,23 +10,10 @@ from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
-from infer.models.weight_map import WeightMap
+from infer.models.raw_config import RawConfig, read_window
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `MistralForCausalLM`."""
     keys = RawConfig(raw)
-    return read_windowed_config(keys, family="mistral", window=read_window(keys))
-
-
-def read_windowed_config(raw: RawConfig, *, window: int | None, **facts: Any) -> ModelConfig:
-    """Llama's keys; a window, if there is one, is every layer's."""
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
-    return llama.read_shared_config(
-        raw, window=window, default_layer_types=[layer_type] * num_layers, **facts
-    )
-
-
-WEIGHT_MAP: WeightMap = llama.WEIGHT_MAP
+    return llama.read_shared_config(keys, family="mistral", window=read_window(keys))

@@ -9,6 +9,7 @@ stacks of all experts instead, as the reference keeps them in memory. Both spell
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from infer.errors import CheckpointError
@@ -16,7 +17,6 @@ from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.models import llama
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mistral import read_windowed_config
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import Shard, Target, WeightMap
 
@@ -27,43 +27,24 @@ _DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `MixtralForCausalLM`."""
     keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
-    return read_windowed_config(
-        keys,
-        family="mixtral",
-        experts=read_experts(
-            keys,
-            default_experts=8,
-            default_choices=2,
-            size=keys.size("intermediate_size"),
-            normalized=True,
-        ),
-        window=None if keys.get("sliding_window") is None else keys.size("sliding_window"),
+    window = None if keys.get("sliding_window") is None else keys.size("sliding_window")
+    shared = llama.read_shared_config(keys, family="mixtral", window=window)
+    num_experts, num_choices = read_counts(keys, 8, 2)
+    experts = ExpertConfig(
+        num_experts=num_experts, num_choices=num_choices, size=shared.intermediate_size, normalized=True
     )
+    return replace(shared, experts=experts)
 
 
-def read_experts(
-    raw: RawConfig,
-    *,
-    default_experts: int,
-    default_choices: int,
-    size: int,
-    normalized: bool,
-    dense_layers: tuple[int, ...] = (),
-) -> ExpertConfig:
-    """What both families spell alike."""
+def read_counts(raw: RawConfig, default_experts: int, default_choices: int) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token is sent to."""
     num_experts = raw.size("num_local_experts", "num_experts", default=default_experts, at_most=MAX_EXPERTS)
     num_choices = raw.size("num_experts_per_tok", default=default_choices, at_most=MAX_EXPERTS)
     if num_choices > num_experts:
         raise CheckpointError(
             f"'num_experts_per_tok' in {raw.where} is {num_choices}, but there are {num_experts} experts"
         )
-    return ExpertConfig(
-        num_experts=num_experts,
-        num_choices=num_choices,
-        size=size,
-        normalized=normalized,
-        dense_layers=dense_layers,
-    )
+    return num_experts, num_choices
 
 
 class Mixtral(llama.Llama):

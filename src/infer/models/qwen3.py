@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.qwen2 import read_upper_windows
+from infer.models.qwen2 import read_windowed_config
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import Target, WeightMap
 
@@ -16,17 +17,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3ForCausalLM`."""
     keys = RawConfig(raw)
     has_bias = keys.flag("attention_bias", default=False)
-    window, layer_types = read_upper_windows(keys)
-    return llama.read_shared_config(
-        keys,
-        family="qwen3",
-        default_head_dim=128,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
-        qk_norm=True,
-        window=window,
-        default_layer_types=layer_types,
-    )
+    shared = read_windowed_config(keys, family="qwen3", default_head_dim=128)
+    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, qk_norm=True)
 
 
 # fmt: off

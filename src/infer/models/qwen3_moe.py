@@ -8,14 +8,14 @@ mlp_only_layers       layers that have a plain MLP of `intermediate_size`; none 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from infer.errors import CheckpointError
-from infer.models import qwen3
-from infer.models.config import ModelConfig
-from infer.models.mistral import read_windowed_config
-from infer.models.mixtral import STACKED_EXPERTS, read_experts
-from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
+from infer.models import llama, qwen3
+from infer.models.config import ExpertConfig, ModelConfig
+from infer.models.mixtral import STACKED_EXPERTS, read_counts
+from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Shard, Target, WeightMap
 
 
@@ -23,26 +23,20 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3MoeForCausalLM`."""
     keys = RawConfig(raw)
     has_bias = keys.flag("attention_bias", default=False)
-    return read_windowed_config(
-        keys,
-        family="qwen3_moe",
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
-        qk_norm=True,
-        experts=read_experts(
-            keys,
-            default_experts=128,
-            default_choices=8,
-            size=keys.size("moe_intermediate_size", default=768),
-            normalized=keys.flag("norm_topk_prob", default=False),
-            dense_layers=_read_dense_layers(keys),
-        ),
-        window=read_window(keys) if keys.flag("use_sliding_window", default=False) else None,
+    window = read_window(keys) if keys.flag("use_sliding_window", default=False) else None
+    shared = llama.read_shared_config(keys, family="qwen3_moe", window=window)
+    num_experts, num_choices = read_counts(keys, 128, 8)
+    experts = ExpertConfig(
+        num_experts=num_experts,
+        num_choices=num_choices,
+        size=keys.size("moe_intermediate_size", default=768),
+        normalized=keys.flag("norm_topk_prob", default=False),
+        dense_layers=_read_dense_layers(keys, shared.num_layers),
     )
+    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, qk_norm=True, experts=experts)
 
 
-def _read_dense_layers(raw: RawConfig) -> tuple[int, ...]:
-    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
+def _read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     every = raw.size("decoder_sparse_step", default=1)
     named = raw.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

@@ -12,7 +12,7 @@ A checkpoint's config is other people's input. Each family asks for the keys it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
@@ -23,7 +23,7 @@ MAX_LAYERS = 1024
 MAX_HEAD_DIM = 4096
 DEFAULT_WINDOW = 4096  # what the references of all families take a missing key for
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")  # of a layer that does not slide, and of one that does
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -121,16 +121,11 @@ def read_heads(raw: RawConfig) -> tuple[int, int]:
     """The numbers of query and of kv heads; as many of both where the config does not tell them apart."""
     num_heads = raw.size("num_attention_heads")
     num_kv_heads = raw.size("num_key_value_heads", default=num_heads)
-    check_heads(num_heads, num_kv_heads)
-    return num_heads, num_kv_heads
-
-
-def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Each kv head must serve the same number of query heads."""
-    if num_heads % num_kv_heads:
+    if num_heads % num_kv_heads:  # each kv head must serve as many query heads
         raise CheckpointError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
+    return num_heads, num_kv_heads
 
 
 def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int | None = None) -> int:
@@ -196,12 +191,12 @@ def read_window(raw: RawConfig) -> int | None:
 
 
 def read_windows(
-    raw: RawConfig, num_layers: int, window: int | None, default_types: Sequence[str]
+    raw: RawConfig, num_layers: int, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer, from `layer_types` or the family's default; () if none has one."""
+    """The window of each layer that slides: by `layer_types`, or as the family says; () if none does."""
     types = raw.get("layer_types")
     if types is None:
-        types = list(default_types)
+        types = [LAYER_TYPES[slides(layer)] for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
         raise CheckpointError(f"'layer_types' in {raw.where} must name {num_layers} layers, got {types!r}")
     for kind in types:
