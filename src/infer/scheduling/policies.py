@@ -1,16 +1,10 @@
 """Which sequence goes first: the scheduling policies, each a few lines.
 
-A policy answers three questions and nothing else:
-
-    key(seq)          the smaller, the sooner it is admitted and the later it is preempted
-    prompts_first     do prompts get the step's budget before the sequences that are decoding?
-    rotates           when not all sequences can decode in one step, does the turn go round?
-
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
     decode_round_robin   like fcfs, but the turn to decode goes round
     priority             the request's `priority`, smaller first; then arrival
-    deadline             the nearest `deadline` first; then arrival
+    deadline             the nearest `deadline` first, those without one last; then arrival
 
 Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long.
 """
@@ -18,73 +12,36 @@ Fairness does not depend on the policy: the scheduler promotes a sequence that h
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from infer.errors import ConfigError
 from infer.scheduling.sequence import Sequence
 
 
-class Policy(Protocol):
-    """What a scheduling policy decides: a sort key, and two yes-or-no questions."""
+class Policy(NamedTuple):
+    """What a scheduling policy decides: how urgent a sequence is, and two yes-or-no questions."""
 
-    prompts_first: bool
-    rotates: bool
+    urgency: Callable[[Sequence], float] = lambda seq: 0.0  # smaller: admitted sooner and preempted later
+    prompts_first: bool = False  # prompts get the step's budget before the sequences that decode
+    rotates: bool = False  # when not all sequences can decode in one step, the turn goes round
 
     def key(self, seq: Sequence) -> tuple[float, int]:
         """Sort by this; the second part is the arrival number, so no two are equal."""
-        ...
+        return self.urgency(seq), seq.arrival
 
 
-class FirstComeFirstServed:
-    """Arrival order."""
-
-    prompts_first = False
-    rotates = False
-
-    def key(self, seq: Sequence) -> tuple[float, int]:
-        """The arrival number alone: the older, the sooner."""
-        return (0.0, seq.arrival)
-
-
-class PrefillFirst(FirstComeFirstServed):
-    """Arrival order, and prompts take the budget first."""
-
-    prompts_first = True
-
-
-class DecodeRoundRobin(FirstComeFirstServed):
-    """Arrival order, and the turn to decode goes round."""
-
-    rotates = True
-
-
-class ByPriority(FirstComeFirstServed):
-    """The request's own priority, smaller first."""
-
-    def key(self, seq: Sequence) -> tuple[float, int]:
-        """More urgent first, then older."""
-        return (float(seq.priority), seq.arrival)
-
-
-class ByDeadline(FirstComeFirstServed):
-    """Earliest deadline first; requests without one come after all that have one."""
-
-    def key(self, seq: Sequence) -> tuple[float, int]:
-        """Nearer deadline first, then older."""
-        return (seq.deadline if seq.deadline is not None else math.inf, seq.arrival)
-
-
-POLICIES: dict[str, type[FirstComeFirstServed]] = {
-    "fcfs": FirstComeFirstServed,
-    "prefill_first": PrefillFirst,
-    "decode_round_robin": DecodeRoundRobin,
-    "priority": ByPriority,
-    "deadline": ByDeadline,
+POLICIES = {
+    "fcfs": Policy(),
+    "prefill_first": Policy(prompts_first=True),
+    "decode_round_robin": Policy(rotates=True),
+    "priority": Policy(lambda seq: float(seq.priority)),
+    "deadline": Policy(lambda seq: math.inf if seq.deadline is None else seq.deadline),
 }
 
 
-def make_policy(name: str) -> Policy:
+def find_policy(name: str) -> Policy:
     """The policy of that name, or an error that lists them."""
     if name not in POLICIES:
         raise ConfigError(f"scheduler_policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]()
+    return POLICIES[name]

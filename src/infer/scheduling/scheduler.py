@@ -29,7 +29,7 @@ from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import MAX_DRAFTS, ResolvedScheduler
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
-from infer.scheduling.policies import make_policy
+from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import NEXT_COMMIT, NUM_COMPUTED, NUM_PLANNED, NUM_RESERVED, TURN, Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
@@ -57,7 +57,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.policy = make_policy(config.scheduler_policy)
+        self.policy = find_policy(config.scheduler_policy)
         self._token_budget = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
@@ -358,7 +358,7 @@ class Scheduler:
 
     def _serve_shorter(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Spend the budget on prompts with less to do than the first, the shortest first."""
-        first, shorter = prompts[0], sorted(prompts[1:], key=_num_pending)
+        first, shorter = prompts[0], sorted(prompts[1:], key=lambda seq: seq.num_pending)
         may_admit = True
         while draft.budget > 0 and draft.num_prompts > 0:
             least = shorter[0].num_pending if shorter else first.num_pending
@@ -532,7 +532,3 @@ class Scheduler:
         """Raise EngineError unless the counts of the batch and the books of the pool agree."""
         self.pool.check()
         self.state.check(self.pool)
-
-
-def _num_pending(seq: Sequence) -> int:
-    return seq.num_pending
