@@ -18,11 +18,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from infer.scheduling.sequence import Sequence
 
 RETRY_STEPS = 16  # a sequence that found no room looks again after so many steps even if no block came free
 MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
+
+Heap = list[tuple[Any, int, Sequence]]  # of entries (what it is sorted by, ticket, sequence)
 
 
 class WaitingQueue:
@@ -31,9 +34,9 @@ class WaitingQueue:
     def __init__(self, max_wait_steps: int) -> None:
         self.num_tokens = 0  # of all that wait
         self._max_wait_steps = max_wait_steps
-        self._by_key: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (sort_key, ticket, seq)
-        self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
-        self._by_len: list[tuple[int, int, Sequence]] = []  # a heap of (num_tokens, ticket, seq)
+        self._by_key: Heap = []  # of sort_key
+        self._by_age: Heap = []  # of waiting_since
+        self._by_len: Heap = []  # of num_tokens
         self._num_waiting = 0
         self._last_ticket = 0
         self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
@@ -58,21 +61,12 @@ class WaitingQueue:
         seq.ticket = 0
         self._num_waiting -= 1
         self.num_tokens -= seq.num_tokens
-        if not self._num_waiting:
-            self._by_key.clear()
-            self._by_age.clear()
-            self._by_len.clear()
-        elif self._longest_heap > 2 * self._num_waiting + MAX_STALE:
-            self._by_key = [entry for entry in self._by_key if _is_current(*entry)]
-            self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
-            self._by_len = [entry for entry in self._by_len if entry[1] == entry[2].ticket]
-            heapq.heapify(self._by_key)
-            heapq.heapify(self._by_age)
-            heapq.heapify(self._by_len)
-
-    @property
-    def _longest_heap(self) -> int:
-        return max(len(self._by_key), len(self._by_age), len(self._by_len))
+        for heap in (self._by_key, self._by_age, self._by_len):
+            if not self._num_waiting:
+                heap.clear()
+            elif len(heap) > 2 * self._num_waiting + MAX_STALE:
+                heap[:] = [entry for entry in heap if entry[1] == entry[2].ticket]
+                heapq.heapify(heap)
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
         """Remember that the sequence whose turn it was found no room among so many free blocks."""
@@ -101,18 +95,13 @@ class WaitingQueue:
         oldest = _top(self._by_age)
         if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
+            # its entry with the key it had stands far behind this one, and is stale when this one is
             heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
-        while not _is_current(*self._by_key[0]):
-            heapq.heappop(self._by_key)
-        return self._by_key[0][2]
+        return _top(self._by_key)
 
 
-def _top(heap: list[tuple[int, int, Sequence]]) -> Sequence:
+def _top(heap: Heap) -> Sequence:
     """The sequence at the top of a heap that holds one; stale entries above it are dropped."""
     while heap[0][1] != heap[0][2].ticket:
         heapq.heappop(heap)
     return heap[0][2]
-
-
-def _is_current(key: tuple[float, int], ticket: int, seq: Sequence) -> bool:
-    return ticket == seq.ticket and key == seq.sort_key
