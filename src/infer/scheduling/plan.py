@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -48,22 +49,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 class Chunks(Sequence[Chunk]):
     """The chunks of a plan as columns, in the order in which the runner lays them out."""
 
-    __slots__ = (
-        "_made",
-        "draws",
-        "ends",
-        "is_repeated",
-        "num_drafts",
-        "num_samples",
-        "places",
-        "rows",
-        "seq_ids",
-        "sequences",
-        "starts",
-        "stops",
-        "version",
-    )
-
     def __init__(
         self,
         seq_ids: np.ndarray,
@@ -81,28 +66,16 @@ class Chunks(Sequence[Chunk]):
         self.rows = rows  # of the block tables
         self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
-        self.draws = num_samples > 0
+        self.draws: np.ndarray = num_samples > 0
         self.is_repeated = False  # True: those of an earlier plan, which decodes a token of each column
         self.num_drafts = 0  # tokens of all chunks that were proposed and may be refused
         self._made: tuple[Chunk, ...] | None = None
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
-        """A copy of these chunks at other positions."""
-        moved = Chunks.__new__(Chunks)
-        moved.seq_ids, moved.starts, moved.stops, moved.num_samples = (
-            self.seq_ids,
-            starts,
-            stops,
-            self.num_samples,
-        )
-        moved.rows, moved.sequences, moved.places, moved.version = (
-            self.rows,
-            self.sequences,
-            self.places,
-            self.version,
-        )
-        moved.ends = stops
-        moved.draws, moved.is_repeated, moved.num_drafts, moved._made = self.draws, is_repeated, 0, None
+        """A copy of these chunks at other positions, of which nothing has been refused yet."""
+        moved = copy(self)
+        moved.starts, moved.stops, moved.ends = starts, stops, stops
+        moved.is_repeated, moved.num_drafts, moved._made = is_repeated, 0, None
         return moved
 
     @classmethod
@@ -184,16 +157,6 @@ class StepPlan:
 
 class PlanDraft:
     """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
-
-    __slots__ = (
-        "budget",
-        "num_prompts",
-        "num_tokens",
-        "num_turns",
-        "preempted",
-        "table_changes",
-        "transfers",
-    )
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added

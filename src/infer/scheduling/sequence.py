@@ -55,38 +55,6 @@ def cells_of(columns: np.ndarray) -> tuple[memoryview, ...]:
 class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
-    __slots__ = (
-        "arrival",
-        "bare_until",
-        "cells",
-        "column",
-        "cumulative_logprob",
-        "deadline",
-        "drafts",
-        "finish_reason",
-        "group",
-        "index",
-        "is_beam",
-        "is_running",
-        "is_swapped",
-        "max_total",
-        "num_cached",
-        "num_prompt",
-        "num_slots",
-        "num_tokens_then",
-        "place",
-        "priority",
-        "request_id",
-        "seq_id",
-        "sort_key",
-        "stop_ids",
-        "stop_reason",
-        "ticket",
-        "tokens",
-        "waiting_since",
-        "was_admitted",
-    )
-
     def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: Iterable[int]) -> None:
         request = group.request
         self.seq_id = seq_id
@@ -190,20 +158,6 @@ class Sequence:
 
 class SequenceGroup:
     """The sequences of one request: one, or n that share their prompt, or the beams of a beam search."""
-
-    __slots__ = (
-        "added_at",
-        "finished_beams",
-        "max_total",
-        "num_made",
-        "pooled_D",
-        "prompt_logprobs",
-        "queue_s",
-        "request",
-        "seed",
-        "sequences",
-        "stop_ids",
-    )
 
     def __init__(self, request: Request, *, max_total: int, stop_ids: tuple[int, ...], seed: int) -> None:
         self.request = request
