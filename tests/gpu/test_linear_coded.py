@@ -130,6 +130,21 @@ def test_what_a_model_prepares(name: str) -> None:
     check_products(filled, random(150, 1024, scale=0.1), random(2048), tolerance=2**-4)
 
 
+@pytest.mark.parametrize("num_tokens", [65, 600, 4097])
+def test_many_tokens_of_w8a8_are_rounded(num_tokens: int) -> None:
+    """On the matrix units for int8: exactly the product of what is rounded; without the scheme it is not."""
+    filled = Filled("int8", 2048, 1024, "cuda")
+    x = random(num_tokens, 1024, scale=0.1)
+    scales = x.float().abs().amax(1, keepdim=True) / 127
+    expected = F.linear((x.float() / scales).round() * scales, filled.numbers.cuda())
+    y = coded_linear(x, filled.weights, int8_tokens=True).float()
+    assert (y - expected).abs().max() < 2**-7 * expected.abs().max()
+    plain = coded_linear(x, filled.weights).float()
+    assert (y - expected).norm() < 0.5 * (plain - expected).norm()
+    gated = coded_linear(x, filled.weights, activation="silu", int8_tokens=True).float()
+    assert (gated - gate(expected.double(), "silu").float()).abs().max() <= 0.02 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_rows_that_are_no_whole_boxes_have_another_kernel(name: str) -> None:
     filled = Filled(name, 288, 288, "cuda")

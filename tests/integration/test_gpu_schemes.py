@@ -32,6 +32,7 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.loader import quantization
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.quantized import short_bytes
+from infer.loader.formats.stored_module import Settings
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import kept_bytes
 from infer.loader.random_weights import load_random
@@ -112,6 +113,36 @@ def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 
 # -- published formats --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "quantization", "expected"),
+    [
+        ("ct-int8", "auto", True),
+        ("ct-int8", "int8", True),
+        ("ct-w8a16", "auto", False),
+        ("gptq-8", "auto", False),
+    ],
+)
+def test_tokens_are_rounded_where_the_scheme_of_a_file_says_so(
+    recipe: str, quantization: str, expected: bool, root: Path
+) -> None:
+    """W8A8 alone; never for a matrix that was rounded here, such as the head."""
+    loaded = load(quantized(root, "llama", recipe), quantization)
+    layers = {name: m.stored for name, m in loaded.model.named_modules() if isinstance(m, Projected)}
+    assert not layers.pop("head").spec.int8_tokens
+    assert {stored.spec.int8_tokens for stored in layers.values()} == {expected}
+
+
+@pytest.mark.parametrize("change", [{"symmetric": False}, {"type": "float"}, {"num_bits": 4}, None])
+def test_other_activations_than_int8_are_not_rounded(change: dict[str, Any] | None) -> None:
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True}
+    groups = {"a": {"weights": dict(inputs), "input_activations": change and inputs | change}}
+    assert not Settings({"config_groups": groups}).has_int8_tokens
+    groups["a"]["input_activations"] = inputs
+    assert Settings({"config_groups": groups}).has_int8_tokens
+    groups["b"] = {"weights": dict(inputs), "input_activations": None}  # which matrix is whose is not asked
+    assert not Settings({"config_groups": groups}).has_int8_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

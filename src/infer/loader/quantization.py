@@ -383,7 +383,7 @@ def make_projections(
             continue
         is_tied = layer is model.head and model.config.tie_embeddings
         held = matrices.get(name)
-        coded = None
+        coded, held_int8 = None, False
         if held is not None and held.scheme != DENSE:
             scheme = SCHEMES[held.scheme]
         elif on_gpu:
@@ -391,6 +391,7 @@ def make_projections(
             stored_weights = [part["weight"] for part in parts if "weight" in part]
             coded = coded_form(layer, form, layer is model.head, stored_weights, settings or {})
             scheme = SCHEMES[DENSE if coded is None else coded.codes]
+            held_int8 = all(tensor.coded_form == coded for tensor in stored_weights)
         else:
             scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
         if is_tied and scheme.name == DENSE:
@@ -401,6 +402,7 @@ def make_projections(
             dtype=dtype,
             memory=memory,
             form=coded,
+            int8_tokens=coded == CodedForm("int8") and held_int8 and Settings(settings or {}).has_int8_tokens,
             settings=settings or {},
             stored=next(iter(leaves.get(name, {}).values()), {}),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.coded_linear import FEW_TOKENS, coded_linear, expand, look_up, plan_of
+from infer.kernels.linear.coded_linear import FEW_TOKENS, INT8_TOKENS, coded_linear, expand, look_up, plan_of
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
@@ -54,10 +54,12 @@ class Coded(Projection):
         return self.matrices[0]
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """All of W in the dtype, once it is unpacked; experts never are."""
+        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits; experts never are."""
         spec = self.spec
-        is_unpacked = num_tokens > FEW_TOKENS and spec.num_experts is None
-        return spec.num_weights * spec.dtype.itemsize if is_unpacked else 0
+        if num_tokens <= FEW_TOKENS or spec.num_experts is not None:
+            return 0
+        sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0
+        return max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Ask for the kernels in CUDA C++, and fuse where there are kernels to do it."""
@@ -79,7 +81,10 @@ class Coded(Projection):
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """Multiply, with the gate in the same launch where one kernel does both."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y = coded_linear(rows, self.weights, self.bias, activation=activation, compiled=self.compiled)
+        y = coded_linear(
+            rows, self.weights, self.bias, activation=activation, compiled=self.compiled,
+            int8_tokens=self.spec.int8_tokens,
+        )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:

@@ -135,6 +135,7 @@ class WeightSpec:
     stored: Mapping[str, Source] = field(default_factory=dict)  # leaves of the first part on disk, if any
     memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
     form: CodedForm | None = None  # of codes on a GPU
+    int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
 
     @property
     def row_counts(self) -> list[int]:

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import gated_activation_reference
+from infer.kernels.linear import coded_linear as coded_linear_module
 from infer.kernels.linear.coded_linear import (
     coded_linear,
     expand,
     look_up,
+    multiply_in_int8,
     quantize_blocks,
     quantize_rows,
 )
@@ -41,6 +43,25 @@ class CodedContract:
             for num_tokens in self.tokens:
                 x = torch.randn(num_tokens, 2 * size, device=self.device).bfloat16()[:, :size] * 0.1
                 check_products(filled, x, torch.randn(num_rows, device=self.device).bfloat16())
+
+    @pytest.mark.parametrize(("has_bias", "is_split"), [(True, True), (False, False)])
+    def test_products_of_tokens_in_int8(
+        self, has_bias: bool, is_split: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Integers are multiplied exactly: what is left is the rounding of tokens, the same as here."""
+        monkeypatch.setattr(coded_linear_module, "INT8_TOKENS", 20 if is_split else 2048)
+        filled = Filled("int8", 80, 208, device=self.device)
+        x = torch.randn(36, 400, device=self.device).bfloat16()[:, :208]
+        x[3] *= 100
+        bias = torch.randn(80, device=self.device).bfloat16() if has_bias else None
+        scales = x.float().abs().amax(1, keepdim=True) / 127
+        rounded = (x.float() / scales).round() * scales
+        expected = rounded @ filled.numbers.to(self.device).T + (0 if bias is None else bias.float())
+        found = multiply_in_int8(x, filled.weights, bias)
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
+        x[5, 7] = torch.nan
+        lost = multiply_in_int8(x, filled.weights, bias).isnan().all(1)
+        assert lost.nonzero().flatten().tolist() == [5]
 
     def test_tokens_in_fp8(self) -> None:
         """The largest number has the largest code; a NaN is in the scale that multiplies its product."""

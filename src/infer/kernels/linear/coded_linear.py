@@ -6,6 +6,7 @@
     up to 64 tokens               unpacked tile by tile                                        coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
+    above, W8A8, Ampere to Hopper the same with int8, where the file's scheme rounds tokens to 8 bits
     above                         W is unpacked to the type of x, and the library multiplies
     CPU                           the specification, in float32
 
@@ -22,13 +23,14 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
-from infer.kernels.linear.coded import CodedWeights
+from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import (
     coded_skinny_kernel,
     expand_kernel,
     lookup_kernel,
     quantize_blocks_kernel,
     quantize_rows_kernel,
+    scale_sums_kernel,
 )
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.pdl import PdlConfig
@@ -38,7 +40,10 @@ from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_t
 from infer.kernels.runtime.launch import launch_triton
 
 FEW_TOKENS = 64  # more of them are worth unpacking W for
+_CODE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
+_INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # that are as fast as those for FP8: from, and before
+INT8_TOKENS = 2048  # at a time: their sums have 32 bits each
 
 
 def coded_linear_reference(
@@ -66,8 +71,12 @@ def coded_linear(
     *,
     activation: str = "",
     compiled: CompiledLinears | None = None,
+    int8_tokens: bool = False,
 ) -> torch.Tensor:
-    """The product of every row of `x_MK` with every row of W; with an activation, of gate and up, gated."""
+    """The product of every row of `x_MK` with every row of W; with an activation, of gate and up, gated.
+
+    With `int8_tokens` many tokens are rounded to 8 bits, each with a scale of its own.
+    """
     if activation:
         find_activation(activation)
     gated = bool(activation) and bias_N is None
@@ -80,6 +89,8 @@ def coded_linear(
         y_MN = _multiply_few(x_MK, w, bias_N)
     elif _has_fp8_units(x_MK, w):
         y_MN = _multiply_in_fp8(x_MK, w, bias_N)
+    elif int8_tokens and _has_int8_units(x_MK, w):
+        y_MN = multiply_in_int8(x_MK, w, bias_N)
     else:
         y_MN = F.linear(x_MK, expand(w, x_MK.dtype), bias_N)
     return gated_activation(y_MN, activation=activation) if activation else y_MN
@@ -87,7 +98,7 @@ def coded_linear(
 
 def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     """W as plain rows, [N, K]; in the type of its codes, these alone."""
-    raw = w.form.codes == "fp8" and dtype is torch.float8_e4m3fn
+    raw = dtype is _CODE_TYPES.get(w.form.codes)
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     launch_triton(
         expand_kernel,
@@ -169,15 +180,25 @@ def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
     return is_blocks and capability == (9, 0)
 
 
-def quantize_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in FP8, and a scale for each of them, [M, 1]."""
-    codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
+def _has_int8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
+    """Whether the library multiplies these integers as they are, and fast."""
+    has_units = _INT8_UNITS <= nvidia_capability(x_MK.device) < _NO_INT8_UNITS
+    is_even = not (w.num_rows % 16 or w.size % 16)
+    return has_units and is_even and w.form == CodedForm("int8") and x_MK.element_size() == 2
+
+
+def quantize_rows(
+    x_MK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in FP8 or int8, and a scale for each of them, [M, 1]."""
+    codes_MK = torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
     scales_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32, device=x_MK.device)
     launch_triton(
         quantize_rows_kernel,
         (len(x_MK),),
         (x_MK, codes_MK, scales_M1),
         (x_MK.stride(0), x_MK.shape[1]),
+        TOP=127 if dtype is torch.int8 else 448,
         BLOCK=2048,
         num_warps=8,
     )
@@ -213,3 +234,22 @@ def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
         out_dtype=x_MK.dtype, use_fast_accum=not w.form.group,
     )[: len(x_MK)]  # fmt: skip
     return y_MN if bias_N is None else y_MN + bias_N
+
+
+def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """The product of tokens rounded to 8 bits; more than 16 of them, which the library wants."""
+    N, weight = w.num_rows, expand(w, torch.int8)
+    y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
+    count = -(-len(x_MK) // INT8_TOKENS)
+    for x, y in zip(x_MK.chunk(count), y_MN.chunk(count), strict=True):
+        codes, scales = quantize_rows(x, torch.int8)
+        sums = torch._int_mm(codes, weight.t())
+        launch_triton(
+            scale_sums_kernel,
+            (len(x), -(-N // 1024)),
+            (sums, scales, w.scales, x if bias_N is None else bias_N, y),
+            (N,),
+            BIAS=bias_N is not None,
+            BLOCK=1024,
+        )
+    return y_MN

@@ -201,8 +201,12 @@ def coded_skinny_kernel(
 
 
 @jit
-def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: tl.constexpr):
-    """Rows as e4m3 with a scale for each of them; with a NaN in a row, its scale is NaN."""
+def quantize_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, x_row_stride, K,
+    TOP: tl.constexpr,  # the largest code: 448 of e4m3, 127 of int8
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows as codes with a scale for each of them; with a NaN in a row, its scale is NaN."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros([BLOCK], tl.float32)
     num_lost = tl.zeros([BLOCK], tl.int32)  # NaN, which a maximum leaves out
@@ -211,13 +215,28 @@ def quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_row_stride, K, BLOCK: t
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
         num_lost += (x != x).to(tl.int32)
-    scale = tl.maximum(tl.max(most), 1e-12) / 448.0
+    scale = tl.maximum(tl.max(most), 1e-12) / (TOP * 1.0)
     tl.store(scales_ptr + row, tl.where(tl.max(num_lost) > 0, float("nan"), scale))
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-        code = tl.minimum(tl.maximum(x / scale, -448.0), 448.0).to(codes_ptr.dtype.element_ty)
-        tl.store(codes_ptr + row * K + columns, code, mask=columns < K)
+        code = tl.minimum(tl.maximum(x / scale, TOP * -1.0), TOP * 1.0)
+        if TOP == 127:
+            code = tl.where(x == x, (code + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: to an integer
+        tl.store(codes_ptr + row * K + columns, code.to(codes_ptr.dtype.element_ty), mask=columns < K)
+
+
+@jit
+def scale_sums_kernel(
+    sums_ptr, token_scales_ptr, row_scales_ptr, bias_ptr, y_ptr, N, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sums of products of integers, [M, N], times the scales of their token and of their row of W."""
+    token, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(sums_ptr + token * N + rows, mask=rows < N, other=0).to(tl.float32)
+    y = y * tl.load(token_scales_ptr + token) * tl.load(row_scales_ptr + rows, mask=rows < N, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), mask=rows < N)
 
 
 @jit_for_any("M")

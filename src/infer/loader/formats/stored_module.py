@@ -68,6 +68,18 @@ class Settings:
             return "gptq" not in packing or "gptqmodel" in packing
         return self.raw.get("checkpoint_format") not in (None, "gptq")
 
+    @property
+    def has_int8_tokens(self) -> bool:
+        """Whether all matrices in integers of 8 bits are meant for tokens in such: W8A8, symmetric."""
+        groups = self.raw.get("config_groups")
+        found = groups.values() if isinstance(groups, Mapping) else []
+        wanted = [
+            group.get("input_activations")
+            for group in found
+            if isinstance(group, Mapping) and _is_int8(group.get("weights"))
+        ]
+        return bool(wanted) and all(_is_int8(each) and each.get("symmetric", True) for each in wanted)
+
     def hints(self, *keys: str) -> list[int]:
         """Every integer under one of these keys, of the config itself and of its groups."""
         found = self._said(*keys)
@@ -81,6 +93,10 @@ class Settings:
             weights = group.get("weights") if isinstance(group, Mapping) else None
             places += [weights] if isinstance(weights, Mapping) else []
         return [place[key] for place in places for key in keys if key in place]
+
+
+def _is_int8(scheme: Any) -> bool:
+    return isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "int")
 
 
 @dataclass(frozen=True, slots=True)
