@@ -117,17 +117,17 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
     """Report where this model's memory goes, and what the layout of the cache is worth."""
     loaded, config = target.loaded, target.loaded.config
     engine = target.engine()
-    stats = engine.stats()
+    stats, resolved = engine.stats(), resolve_for(target.config, loaded)
     per_token = kv_bytes_per_token(
         config.num_layers,
         config.num_kv_heads,
         config.head_dim,
-        kept_as(target.config.cache, loaded.dtype).itemsize,
+        kept_as(resolved.settings.cache, loaded.dtype).itemsize,
     )
     split = {
         "weights_bytes": float(target.weight_bytes),
         "kv_bytes": float(stats.num_blocks * stats.block_size * per_token),
-        "activation_bytes": float(compute_step(resolve_for(target.config, loaded), loaded).activations),
+        "activation_bytes": float(compute_step(resolved, loaded).activations),
         "graph_bytes": 0.0,
         "process_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }

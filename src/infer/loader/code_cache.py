@@ -175,7 +175,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _check_private(folder: Path) -> None:
-    """Refuse a folder that another user could write to: who changes weights chooses what a model says."""
+    """Refuse a folder that another user could write to: weights decide what a model says."""
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"{folder} must be writable by its owner alone")
