@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.kernels.attention.reference import attend_naive
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.model import Model
 
 
@@ -49,23 +49,15 @@ class ListStep(StepContext):
         )
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Each sequence attends to itself alone."""
         parts = zip(*(torch.split(tensor, self.lengths) for tensor in (q_TNH, k_TGH, v_TGH)), strict=True)
         outputs = []
         for cache, (q, k, v) in zip(self.caches, parts, strict=True):
-            cache.extend(layer, k, v)
-            outputs.append(
-                attend_naive(q, cache.keys[layer], cache.values[layer], scale=scale, window=window)
-            )
+            cache.extend(layer.number, k, v)
+            seen = cache.keys[layer.number], cache.values[layer.number]
+            outputs.append(attend_naive(q, *seen, scale=layer.scale, window=layer.window))
         return torch.cat(outputs)
 
 

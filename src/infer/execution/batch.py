@@ -32,7 +32,7 @@ from infer.kernels.attention.paged import attend_paged
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
@@ -186,31 +186,24 @@ class PagedStep(StepContext):
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        store, table = self._store, self._store.tables[layer]
-        scales = store.scales[layer]
+        store, (number, scale, window) = self._store, layer
+        table, scales = store.tables[number], store.scales[number]
         slots_T = self._batch.slots_KT[table]
-        fixed = store.fixed[layer]
-        cache = CacheSlots(store.keys[layer], store.values[layer], slots_T, scales=scales, fixed=fixed)
+        fixed = store.fixed[number]
+        cache = CacheSlots(store.keys[number], store.values[number], slots_T, scales=scales, fixed=fixed)
         write_slots_reference(k_TGH, v_TGH, cache)
         read: _ReadSlots = partial(read_both, cache.keys_PGH, cache.values_PGH, scales, dtype=q_TNH.dtype)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for number, chunk in enumerate(self._batch.long_chunks):
-            slots_L = self._chunk_slots(number, chunk, window, table)
+        for place, chunk in enumerate(self._batch.long_chunks):
+            slots_L = self._chunk_slots(place, chunk, window, table)
             out_TNH[chunk.first : chunk.last] = self._attend_one(
                 q_TNH[chunk.first : chunk.last], *read(slots_L), scale=scale, window=window
             )
-        for number, group in enumerate(self._batch.decode_groups):
-            slots_SL, is_seen_SL = self._group_slots(number, group, window, table)
+        for place, group in enumerate(self._batch.decode_groups):
+            slots_SL, is_seen_SL = self._group_slots(place, group, window, table)
             q_SNH = q_TNH[group.rows_S]
             if self._use_reference:
                 out_TNH[group.rows_S] = self._attend_each(q_SNH, read, slots_SL, is_seen_SL, scale)

@@ -35,7 +35,7 @@ from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, ProgramRecorder
 from infer.kernels.runtime.dispatch import device_kind
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
@@ -124,18 +124,12 @@ class CpuStep(StepContext):
         self._tables_KRB = torch.from_numpy(state.tables)
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
-        scales, fixed = self._store.scales[layer], self._store.fixed[layer]
+        store, (number, scale, window) = self._store, layer
+        keys, values, table = store.keys[number], store.values[number], store.tables[number]
+        scales, fixed = store.scales[number], store.fixed[number]
         operations.write_cache(
             self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table], scales, fixed
         )

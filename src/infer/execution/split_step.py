@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
@@ -26,12 +25,12 @@ class SplitStep(StepContext):
         self.positions, self._parts = positions_T, parts
 
     def attend(
-        self, layer: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, **options: Any
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Let each context cache and attend to its own tokens; see layers/attention.py."""
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for context, places in self._parts:
-            out_TNH[places] = context.attend(layer, q_TNH[places], k_TGH[places], v_TGH[places], **options)
+            out_TNH[places] = context.attend(layer, q_TNH[places], k_TGH[places], v_TGH[places])
         return out_TNH
 
 

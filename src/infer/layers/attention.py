@@ -19,12 +19,20 @@ H head size, X = (N + 2 G) H.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.quant.residual import ResidualStream
+
+
+class AttentionLayer(NamedTuple):
+    """What attention needs to know of the layer that it is in."""
+
+    number: int  # whose keys and values it reads
+    scale: float  # scores are multiplied by it
+    window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
 
 
 class StepContext(Protocol):
@@ -38,25 +46,15 @@ class StepContext(Protocol):
         return None
 
     def attend_projected(
-        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+        self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
     ) -> torch.Tensor | None:
         """Norm and rotate the heads of the projection, then do as `attend` does; None: ask `attend`."""
         return None
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Cache these keys and values, then let each token attend to its sequence up to itself.
-
-        With a `window` w a token at position p sees positions p - w + 1 .. p. Returns [T, N, H].
-        """
+        """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H]."""
         ...
 
 
@@ -72,16 +70,20 @@ class LastLayerStep(StepContext):
         """The cache slots of all the step's tokens; None: `attend` itself caches keys and values."""
         return self._step.slots(layer)
 
-    def attend_projected(self, *projected: Any, **options: Any) -> torch.Tensor | None:
+    def attend_projected(
+        self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
+    ) -> torch.Tensor | None:
         """Attend as the step does, and return [S, N, H]."""
         self._select_stream()
-        seen_TNH = self._step.attend_projected(*projected, **options)
+        seen_TNH = self._step.attend_projected(layer, qkv_TX, transform)
         return None if seen_TNH is None else seen_TNH.index_select(0, self._indices_S)
 
-    def attend(self, *heads: Any, **options: Any) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
+    ) -> torch.Tensor:
         """Attend as the step does, and return [S, N, H]."""
         self._select_stream()
-        return self._step.attend(*heads, **options).index_select(0, self._indices_S)
+        return self._step.attend(layer, q_TNH, k_TGH, v_TGH).index_select(0, self._indices_S)
 
     def _select_stream(self) -> None:
         """Take the other rows out of the stream, once: the layer has read it by now."""

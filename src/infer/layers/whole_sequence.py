@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 
 
 class WholeSequence(StepContext):
@@ -32,18 +32,11 @@ class WholeSequence(StepContext):
         self.positions = torch.arange(first, first + num_tokens, device=self.positions.device)
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Attend over the chunks before and this one."""
-        if layer in self._kept:
-            k_TGH = torch.cat([self._kept[layer][0], k_TGH])
-            v_TGH = torch.cat([self._kept[layer][1], v_TGH])
-        self._kept[layer] = k_TGH, v_TGH
-        return self._attend(q_TNH, k_TGH, v_TGH, scale=scale, window=window)
+        if layer.number in self._kept:
+            keys_KGH, values_KGH = self._kept[layer.number]
+            k_TGH, v_TGH = torch.cat([keys_KGH, k_TGH]), torch.cat([values_KGH, v_TGH])
+        self._kept[layer.number] = k_TGH, v_TGH
+        return self._attend(q_TNH, k_TGH, v_TGH, scale=layer.scale, window=layer.window)

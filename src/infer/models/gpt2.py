@@ -24,7 +24,7 @@ from torch import nn
 
 from infer.errors import CheckpointError
 from infer.kernels.elementwise.heads import write_slots
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.layers.mlp import MLP
@@ -76,9 +76,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = AttentionLayer(layer, config.scale)
         self.head_dim = config.head_dim
-        self.scale = config.scale
         size = config.hidden_size
         self.qkv = Linear(size, 3 * size, bias=True, parts={"q": size, "k": size, "v": size})
         self.out = Linear(size, size, bias=True)
@@ -88,10 +87,10 @@ class Attention(nn.Module):
         q_TNH, k_TNH, v_TNH = (
             part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
         )
-        cache = step.slots(self.layer)
+        cache = step.slots(self.layer.number)
         if cache is not None:
             write_slots(k_TNH, v_TNH, cache)
-        seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
+        seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH)
         y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
         return y_TD
 

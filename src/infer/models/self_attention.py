@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
@@ -31,10 +31,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float = 0.0) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = AttentionLayer(layer, config.scale, config.window(layer))
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.scale = config.scale
-        self.window = config.window(layer)
         self.eps, self.norm_offset = config.norm_eps, norm_offset
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear(
@@ -63,10 +61,10 @@ class SelfAttention(nn.Module):
             eps=self.eps,
             offset=self.norm_offset,
         )
-        seen_TNH = step.attend_projected(self.layer, qkv_TX, transform, scale=self.scale, window=self.window)
+        seen_TNH = step.attend_projected(self.layer, qkv_TX, transform)
         if seen_TNH is None:
-            cache = step.slots(self.layer)
+            cache = step.slots(self.layer.number)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
-            seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
+            seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH)
         y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
         return y_TD

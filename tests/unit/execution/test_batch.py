@@ -12,6 +12,7 @@ from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.batch import PagedStep, StepBatch
 from infer.kernels.attention.reference import attend_naive
+from infer.layers.attention import AttentionLayer
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
@@ -73,9 +74,8 @@ class World:
         num_tokens = sum(lengths.values())
         q = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM)
         k, v = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM)
-        ours = PagedStep(batch, self.store, use_reference=use_reference).attend(
-            0, q, k, v, scale=0.3, window=window
-        )
+        step = PagedStep(batch, self.store, use_reference=use_reference)
+        ours = step.attend(AttentionLayer(0, 0.3, window), q, k, v)
         expected, first = [], 0
         for seq_id, length in lengths.items():
             last = first + length

@@ -28,6 +28,7 @@ from infer.kernels.attention.prefill import (
 )
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, write_codes_reference
 from infer.kernels.runtime.dispatch import use_triton
+from infer.layers.attention import AttentionLayer
 
 codes = pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -382,7 +383,7 @@ class PrefillContract(OnDevice):
                 chunks=PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks),
                 backend="invariant",
             )  # fmt: skip
-            return step.attend(0, q, q, q, scale=0.3, window=None)
+            return step.attend(AttentionLayer(0, 0.3), q, q, q)
 
         decoded = attend([9, 40, 0], [PrefillChunk(first=3, num=2, row=2, start=1)])
         prompts = attend([], [PrefillChunk(0, 1, 0, 8), PrefillChunk(1, 1, 1, 39), PrefillChunk(3, 2, 2, 1)])

@@ -25,6 +25,7 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
 from infer.kernels.elementwise.kv_codes import KVScales, read_slots
+from infer.layers.attention import AttentionLayer
 from tests.unit.kernels.attention_contract import (
     TOLERANCE,
     Heads,
@@ -283,10 +284,10 @@ class ProjectedContract(OnDevice):
 
         step, expected_store = make_step()
         q, k, v = norm_rope_write(qkv, transform, step.positions, step.slots(1))
-        expected = step.attend(1, q, k, v, scale=0.3, window=window)
+        expected = step.attend(AttentionLayer(1, 0.3, window), q, k, v)
         for backend in ("triton", "flash"):
             step, store = make_step(backend)
-            actual = step.attend_projected(1, qkv, transform, scale=0.3, window=window)
+            actual = step.attend_projected(AttentionLayer(1, 0.3, window), qkv, transform)
             assert actual is not None
             assert_close(actual, expected)
             assert_close(store.keys[1][slots[::2]], expected_store.keys[1][slots[::2]])
@@ -295,5 +296,5 @@ class ProjectedContract(OnDevice):
         tiles = build_prefill_chunks([PrefillChunk(3, 1, 2, 0)], tokens_per_tile=tokens_per_tile(4, 2))
         chunks = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(device), [PrefillChunk(3, 1, 2, 0)])
         for step, store in (make_step("invariant"), make_step(chunks=chunks)):
-            assert step.attend_projected(1, qkv, transform, scale=0.3, window=window) is None
+            assert step.attend_projected(AttentionLayer(1, 0.3, window), qkv, transform) is None
             torch.testing.assert_close(store.values[1], paged.values, rtol=0, atol=0, equal_nan=True)

@@ -14,6 +14,7 @@ from infer.kernels.attention.decode import attend_decode, attend_projected
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.heads import norm_rope_write
+from infer.layers.attention import AttentionLayer
 from tests.unit.kernels.attention_contract import Heads, make_paged
 from tests.unit.kernels.projected_contract import make_transform
 
@@ -85,7 +86,7 @@ def test_a_step_without_triton_leaves_the_projection_to_the_model() -> None:
     transform = make_transform(
         HEADS, dtype=torch.float32, device="cpu", has_norm=True, offset=0.0, num_positions=8
     )
-    assert step.attend_projected(0, torch.randn(1, 10 * 8), transform, scale=0.3, window=None) is None
+    assert step.attend_projected(AttentionLayer(0, 0.3), torch.randn(1, 10 * 8), transform) is None
 
 
 def test_few_rows_are_cut_into_enough_items_to_fill_a_large_gpu() -> None:

@@ -73,6 +73,6 @@ def test_local_gemma_layers_turn_with_the_local_base() -> None:
     model = build("gemma3", num_hidden_layers=4)  # every second layer is global
 
     for layer in model.layers:
-        is_local = layer.attention.window is not None
+        is_local = layer.attention.layer.window is not None
         assert layer.attention.rotary is (model.local_rotary if is_local else model.global_rotary)
-    assert [layer.attention.window for layer in model.layers] == [16, None, 16, None]
+    assert [layer.attention.layer.window for layer in model.layers] == [16, None, 16, None]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
+from infer.layers.attention import AttentionLayer
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
 from tests.support.step import ListCache, ListStep, run_step
@@ -21,11 +22,11 @@ class ProjectedStep(ListStep):
         self.layers: list[int] = []
 
     def attend_projected(
-        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+        self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
     ) -> torch.Tensor:
-        self.layers.append(layer)
+        self.layers.append(layer.number)
         q, k, v = norm_rope_write(qkv_TX, transform, self.positions)
-        return self.attend(layer, q, k, v, scale=scale, window=window)
+        return self.attend(layer, q, k, v)
 
 
 def build(name: str) -> Any:

@@ -48,7 +48,7 @@ from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
-from infer.layers.attention import StepContext
+from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -101,47 +101,41 @@ class DeviceStep(StepContext):
         )
 
     def attend_projected(
-        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+        self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
     ) -> torch.Tensor | None:
         """One kernel from the projection to the output, where every token is a row that decodes."""
-        num_rows = self._num_rows
+        num_rows, store, number = self._num_rows, self._store, layer.number
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
-        if self._work.backend == REFERENCE or self._store.fixed[layer] is not None:
+        if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
         return attend_projected(
             qkv_TX,
             transform,
-            self._store.keys[layer],
-            self._store.values[layer],
-            self._tables[self._store.tables[layer]],
+            store.keys[number],
+            store.values[number],
+            self._tables[store.tables[number]],
             self._rows_S,
             self._lens_S,
             self._work,
             block_size=self._block_size,
-            scale=scale,
-            window=window,
-            scales=self._store.scales[layer],
+            scale=layer.scale,
+            window=layer.window,
+            scales=store.scales[number],
         )
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
-        keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
-        tables_RB, num_rows, scales = self._tables[table], self._num_rows, self._store.scales[layer]
+        store, (number, scale, window), num_rows = self._store, layer, self._num_rows
+        keys, values, scales = store.keys[number], store.values[number], store.scales[number]
+        table, tables_RB = store.tables[number], self._tables[store.tables[number]]
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         branch = self._branch(q_TNH)
         if branch is not None:
