@@ -46,23 +46,33 @@ def without_weights() -> Iterator[None]:
         _WITHOUT_WEIGHTS.reset(token)
 
 
-def _device() -> torch.device:
-    return torch.device("meta") if _WITHOUT_WEIGHTS.get() else torch.get_default_device()
-
-
 class Projected(nn.Module):
-    """A layer with a projection, whose tensors are the layer's parameters."""
+    """A layer with a projection of one matrix, or of one per expert; its tensors are its parameters."""
 
-    always_dense = False  # its weights are too few to pack, and their errors too dear
-
+    weight: nn.Parameter  # of a dense one
     bias: nn.Parameter | None
 
-    def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parts: Mapping[str, int] | None,
+        *,
+        num_experts: int | None = None,
+        tied_weight: nn.Parameter | None = None,
+        always_dense: bool = False,
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        parts = dict(parts or {})
+        assert not parts or sum(parts.values()) == out_features, (parts, out_features)
+        device = torch.device("meta") if _WITHOUT_WEIGHTS.get() else torch.get_default_device()
+        dtype = torch.get_default_dtype()
+        self.spec = WeightSpec(out_features, in_features, dtype, device, parts, num_experts)
+        self.always_dense = always_dense  # its weights are too few to pack, and their errors too dear
         self.bias = None
         self._leaves: tuple[str, ...] = ()
-        self.use(Dense(spec, tensors))
+        assert tied_weight is None or tied_weight.shape == (out_features, in_features), tied_weight
+        self.use(Dense(self.spec, None if tied_weight is None else {"weight": tied_weight}))
 
     def use(self, projection: Projection) -> None:
         """Take a projection in the place of the one before, and its tensors for parameters."""
@@ -85,15 +95,17 @@ class Projected(nn.Module):
         """The rows of the weight (and of the bias) that part `name` fills."""
         return rows_of_part(self.spec.parts, name)
 
-    def _details(self) -> str:
-        parts = f", parts={dict(self.parts)}" if self.parts else ""
-        return parts + ("" if self.projection.scheme == "none" else f", {self.projection.scheme}")
+    def extra_repr(self) -> str:
+        """Shape, parts and scheme, for print(model)."""
+        spec, scheme = self.spec, self.projection.scheme
+        experts = "" if spec.num_experts is None else f"{spec.num_experts} experts, "
+        parts = f", parts={dict(spec.parts)}" if spec.parts else ""
+        shape = f"{experts}{spec.size} -> {spec.num_rows}, bias={self.bias is not None}"
+        return shape + parts + ("" if scheme == "none" else f", {scheme}")
 
 
 class Linear(Projected):
     """y = x Wᵀ + b, with W stored [out, in] as checkpoints do; a `tied_weight` is shared, not copied."""
-
-    weight: nn.Parameter  # of a dense one
 
     def __init__(
         self,
@@ -103,12 +115,9 @@ class Linear(Projected):
         bias: bool,
         parts: Mapping[str, int] | None = None,
         tied_weight: nn.Parameter | None = None,
+        always_dense: bool = False,
     ) -> None:
-        parts = dict(parts or {})
-        assert not parts or sum(parts.values()) == out_features, (parts, out_features)
-        spec = WeightSpec(out_features, in_features, torch.get_default_dtype(), _device(), parts)
-        assert tied_weight is None or tied_weight.shape == (out_features, in_features), tied_weight
-        super().__init__(spec, None if tied_weight is None else {"weight": tied_weight})
+        super().__init__(in_features, out_features, parts, tied_weight=tied_weight, always_dense=always_dense)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.projection.bias = self.bias
 
@@ -129,31 +138,12 @@ class Linear(Projected):
         """Cut an output of this layer into its parts: views, no copy."""
         return torch.split(y, list(self.parts.values()), dim=-1)
 
-    def extra_repr(self) -> str:
-        """Shape and parts, for print(model)."""
-        bias = self.bias is not None
-        return f"{self.spec.size} -> {self.spec.num_rows}, bias={bias}{self._details()}"
-
 
 class ExpertLinear(Projected):
     """A stack of matrices of one shape, one per expert; each may hold parts as a `Linear` does."""
 
-    weight: nn.Parameter  # of a dense one, [E, N, K]
-
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, parts: Mapping[str, int] | None = None
     ) -> None:
-        parts = dict(parts or {})
-        assert not parts or sum(parts.values()) == out_features, (parts, out_features)
-        dtype = torch.get_default_dtype()
-        super().__init__(WeightSpec(out_features, in_features, dtype, _device(), parts, num_experts))
-
-    @property
-    def num_experts(self) -> int:
-        """How many matrices there are."""
-        assert self.spec.num_experts is not None
-        return self.spec.num_experts
-
-    def extra_repr(self) -> str:
-        """Shape and parts, for print(model)."""
-        return f"{self.num_experts} x ({self.spec.size} -> {self.spec.num_rows}){self._details()}"
+        super().__init__(in_features, out_features, parts, num_experts=num_experts)
+        self.num_experts = num_experts  # how many matrices there are

@@ -28,19 +28,6 @@ from infer.quant.projection import Choices
 from infer.quant.residual import NormedInput, as_tensor
 
 
-class ExpertRouter(Linear):
-    """One logit per expert."""
-
-    always_dense = True
-
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__(hidden_size, num_experts, bias=False)
-
-    def extra_repr(self) -> str:
-        """Sizes, for print(model)."""
-        return f"{self.spec.size} -> {self.spec.num_rows} experts"
-
-
 class MixtureOfExperts(nn.Module):
     """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
 
@@ -59,7 +46,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
-        self.router = ExpertRouter(hidden_size, num_experts)
+        self.router = Linear(hidden_size, num_experts, bias=False, always_dense=True)
         halves = {"gate": expert_size, "up": expert_size}
         self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves)
         self.down = ExpertLinear(num_experts, expert_size, hidden_size)

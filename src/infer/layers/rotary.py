@@ -34,9 +34,7 @@ from infer.kernels.runtime.dispatch import device_kind
 def frequencies(head_dim: int, theta: float) -> torch.Tensor:
     """The angle in radians by which each of the R pairs turns from one position to the next."""
     device = torch.get_default_device()
-    if (
-        device_kind(device) == "meta"
-    ):  # they are few, so they have numbers even where the model has only shapes
+    if device_kind(device) == "meta":  # they are few: they have numbers even where a model has only shapes
         device = torch.device("cpu")
     # float32 spelt out: the default dtype is the model's while it is being built
     exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim

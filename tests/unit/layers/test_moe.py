@@ -55,6 +55,6 @@ def test_a_mixture_reads_the_norm_of_the_stream() -> None:
     torch.testing.assert_close(y, mixture(norm(x + residual)))
 
 
-def test_the_router_is_printed_with_its_experts() -> None:
+def test_a_mixture_is_printed_with_its_experts() -> None:
     text = str(make_mixture(num_choices=2, normalized=True))
-    assert "8 -> 4 experts" in text and "4 x (8 -> 12)" in text
+    assert "(router): Linear(8 -> 4, bias=False)" in text and "4 experts, 8 -> 12" in text
