@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from infer.bench.offline import batch, run_once, warm_up
-from infer.bench.repeats import EngineBench, measure_row
-from infer.bench.report import Report, Row
+from infer.bench.repeats import EngineBench, RowJob
+from infer.bench.report import Report
 from infer.bench.workloads import Workload, fit
 from infer.config.backends import OPERATIONS, REFERENCE
 from infer.engine.engine import Engine
@@ -59,7 +59,7 @@ def bench_backends(
     workload = fit(workload, context_len=target.loaded.max_seq_len, vocab_size=target.vocab_size)
     expected = answer(target.engine(**COMBINATIONS[ALL]), workload)
 
-    def row(name: str) -> Row:
+    def job(name: str) -> RowJob:
         knobs: dict[str, Any] = COMBINATIONS[name]
         engine = warm_up(target.engine(**knobs), target)
         difference, num_same = compare(answer(engine, workload), expected)
@@ -69,7 +69,7 @@ def bench_backends(
             bench.tell(f"{name} {repeat + 1}/{bench.repeats}: {figures['output_tokens_per_s']:.1f} tok/s")
             return figures | {"largest_difference": difference, "same_tokens": num_same}
 
-        return measure_row(name, workload.name, bench.repeats, run, settings=knobs)
+        return RowJob(workload.name, run, knobs)
 
     names = [name for name in COMBINATIONS if not only or name in only]
     note = (
@@ -78,7 +78,7 @@ def bench_backends(
     )
     return bench.report(
         "backends",
-        {name: partial(row, name) for name in names},
+        {name: partial(job, name) for name in names},
         warmup=1,
         config={f"{operation}_backend": target.knobs()[f"{operation}_backend"] for operation in OPERATIONS},
         notes=lambda rows: [note],

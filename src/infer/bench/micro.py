@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from infer.bench.repeats import EngineBench, Tell, beyond_roofline, measure_row, run_rows
+from infer.bench.repeats import EngineBench, RowJob, Tell, beyond_roofline, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
@@ -52,7 +52,7 @@ def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Seq
     loaded, config = target.loaded, target.loaded.config
     ceilings = measure_ceilings(loaded.device, loaded.dtype)
 
-    def row(name: str, batch: int, context: int) -> Row:
+    def job(name: str, batch: int, context: int) -> RowJob:
         work, num_bytes = _attention(target, batch, context, bench.seed)
 
         def run(repeat: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Seq
 
         kernel = "C kernel" if _c_kernel(target) else "PyTorch"
         about = f"{kernel}, one layer, one query per sequence, scattered blocks"
-        return measure_row(name, about, bench.repeats, run)
+        return RowJob(about, run)
 
     cases = {
         f"batch {batch}, context {context}": (batch, context) for batch in batches for context in contexts
@@ -74,7 +74,7 @@ def bench_attention(bench: EngineBench, *, batches: Sequence[int], contexts: Seq
     sizes = ("num_heads", "num_kv_heads", "head_dim")
     return bench.report(
         "attention",
-        {name: partial(row, name, *case) for name, case in cases.items()},
+        {name: partial(job, name, *case) for name, case in cases.items()},
         warmup=1,
         config={name: getattr(config, name) for name in sizes} | {"block_size": BLOCK_SIZE},
         notes=lambda rows: [
@@ -205,16 +205,16 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
         ),
     }
 
-    def row(name: str, about: str, command: list[str]) -> Row:
+    def job(name: str, about: str, command: list[str]) -> RowJob:
         def run(repeat: int) -> dict[str, float]:
             seconds = first_byte_s(command)
             tell(f"{name}: {seconds:.2f} s")
             return {"seconds": seconds}
 
         first_byte_s(command)  # so that its files are in memory
-        return measure_row(name, about, repeats, run)
+        return RowJob(about, run)
 
-    rows, is_partial = run_rows({name: partial(row, name, *job) for name, job in commands.items()})
+    rows, is_partial = run_rows({name: partial(job, name, *what) for name, what in commands.items()}, repeats)
     return make_report(
         "startup",
         rows,

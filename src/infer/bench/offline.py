@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from infer.bench.metrics import percentile
-from infer.bench.repeats import EngineBench, beyond_roofline, measure_row
+from infer.bench.repeats import EngineBench, RowJob, beyond_roofline
 from infer.bench.report import Report, Row, skip_row
 from infer.bench.roofline import (
     Ceilings,
@@ -73,7 +73,7 @@ def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine = warm_up(target.engine(), target)
 
-    def row(workload: Workload) -> Row:
+    def job(workload: Workload) -> RowJob:
         def run(repeat: int) -> dict[str, float]:
             result = run_once(engine, workload, repeat, target.vocab_size)
             figures = result.figures() | _rooflines(target, ceilings, result)
@@ -83,11 +83,10 @@ def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
             )
             return figures
 
-        settings = {"arrival": workload.arrival.describe()}
-        return measure_row(workload.name, workload.about, bench.repeats, run, settings=settings)
+        return RowJob(workload.about, run, {"arrival": workload.arrival.describe()})
 
     fitted = [fit(whole, context_len=engine.context_len, vocab_size=target.vocab_size) for whole in made]
-    jobs = {workload.name: partial(row, workload) for workload in fitted}
+    jobs = {workload.name: partial(job, workload) for workload in fitted}
     return bench.report("offline", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 
@@ -102,8 +101,7 @@ def bench_latency(bench: EngineBench) -> Report:
     target = bench.target
     engine = warm_up(target.engine(), target)
 
-    def row(prompt_len: int, output_len: int) -> Row:
-        name = f"{prompt_len}/{output_len}"
+    def job(name: str, prompt_len: int, output_len: int) -> RowJob | Row:
         about = f"3 requests one after the other, {prompt_len} tokens in, {output_len} out"
         if prompt_len + output_len > engine.context_len:
             return skip_row(name, about, f"the context is {engine.context_len}")
@@ -114,10 +112,11 @@ def bench_latency(bench: EngineBench) -> Report:
             bench.tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
             return figures
 
-        return measure_row(name, about, bench.repeats, run)
+        return RowJob(about, run)
 
     sizes = ((32, 32), (128, 128), (1024, 64))
-    jobs = {f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes}
+    names = {f"{prompt}/{output}": (prompt, output) for prompt, output in sizes}
+    jobs = {name: partial(job, name, *size) for name, size in names.items()}
     return bench.report("latency", jobs, warmup=WARM_UP)
 
 
@@ -127,7 +126,7 @@ def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine, shape = warm_up(target.engine(), target), target.shape()
 
-    def row(length: int) -> Row:
+    def job(length: int) -> RowJob | Row:
         about = f"one prompt of {length} tokens, one token out"
         if length + 1 > engine.context_len:
             return skip_row(str(length), about, f"the context is {engine.context_len}")
@@ -144,9 +143,9 @@ def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
             }
 
-        return measure_row(str(length), about, bench.repeats, run)
+        return RowJob(about, run)
 
-    jobs = {str(length): partial(row, length) for length in lengths}
+    jobs = {str(length): partial(job, length) for length in lengths}
     return bench.report("prefill", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 
@@ -155,7 +154,7 @@ def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, nu
     target = bench.target
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
 
-    def row(size: int) -> Row:
+    def job(size: int) -> RowJob:
         engine = warm_up(target.engine(max_batch_size=size), target)
         pool = engine.scheduler.pool
         room = min(engine.context_len, pool.num_blocks * pool.block_size + 1)
@@ -181,10 +180,9 @@ def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, nu
                 **ceilings.figures(roofline, step),
             }
 
-        about = f"{size} sequences of about {middle:.0f} tokens"
-        return measure_row(f"batch {size}", about, bench.repeats, run)
+        return RowJob(f"{size} sequences of about {middle:.0f} tokens", run)
 
-    jobs = {f"batch {size}": partial(row, size) for size in batches}
+    jobs = {f"batch {size}": partial(job, size) for size in batches}
     return bench.report("decode", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 
 

@@ -1,7 +1,7 @@
 """Rows measured one after the other, so that Ctrl-C costs the repeat under way and nothing before it.
 
-    run_rows      row ──► row ──► row ✗ Ctrl-C          the rest is skipped, and says why
-    measure_row   repeat ──► repeat ──► repeat ✗        what is complete is kept, and the row says how much
+    rows       row ──► row ──► row ✗ Ctrl-C             the rest is skipped, and says why
+    repeats    repeat ──► repeat ──► repeat ✗           what is complete is kept, and the row says how much
 
 A repeat that was cut short is dropped: half a workload has another load, and its figures would be of that.
 A row that cannot be measured is skipped with its reason and the others go on; it is an error if all fail.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.errors import InferError
@@ -25,12 +25,15 @@ SHARE = "roofline_share"
 Tell = Callable[[str], None]  # gets a line for each repeat as it ends
 
 
-class RowInterrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of a row; carries as much of the row as there is."""
+class RowJob(NamedTuple):
+    """A row that is to be measured: what it is, in words, and what returns the figures of each repeat."""
 
-    def __init__(self, row: Row) -> None:
-        super().__init__()
-        self.row = row
+    about: str
+    measure: Callable[[int], Mapping[str, float]]
+    settings: Mapping[str, Any] | None = None
+
+
+Jobs = Mapping[str, Callable[[], RowJob | Row]]  # by the name of the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +48,14 @@ class EngineBench:
     def report(
         self,
         kind: str,
-        jobs: Mapping[str, Callable[[], Row]],
+        jobs: Jobs,
         *,
         warmup: int,
         config: Mapping[str, Any] | None = None,
         notes: Callable[[Sequence[Row]], list[str]] = lambda rows: [],
     ) -> Report:
         """Measure all rows and report them with the knobs of the engine, or with this config."""
-        rows, is_partial = run_rows(jobs)
+        rows, is_partial = run_rows(jobs, self.repeats)
         return make_report(
             kind,
             rows,
@@ -66,45 +69,31 @@ class EngineBench:
         )
 
 
-def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:
-    """Return the row of every job, and whether some are missing because of Ctrl-C."""
+def run_rows(jobs: Jobs, repeats: int = 1) -> tuple[list[Row], bool]:
+    """Return the row of every job, and whether repeats or rows are missing because of Ctrl-C."""
     rows: list[Row] = []
     errors: list[InferError] = []
-    try:
-        for name, measure in jobs.items():
-            try:
-                rows.append(measure())
-            except InferError as error:
-                errors.append(error)
-                rows.append(skip_row(name, "", f"failed: {error}"))
-    except KeyboardInterrupt as stop:
-        rows += [stop.row] if isinstance(stop, RowInterrupted) else []
-        rows += [skip_row(name, "", INTERRUPTED) for name in list(jobs)[len(rows) :]]
-        return rows, True
+    for name, prepare in jobs.items():
+        job, runs = RowJob("", lambda repeat: {}), list[Mapping[str, float]]()
+        try:
+            made = prepare()
+            if isinstance(made, RowJob):
+                job = made
+                for repeat in range(repeats):
+                    runs.append(job.measure(repeat))
+                made = make_row(name, job.about, runs, settings=job.settings)
+            rows.append(made)
+        except InferError as error:
+            errors.append(error)
+            rows.append(skip_row(name, "", f"failed: {error}"))
+        except KeyboardInterrupt:
+            note = f"interrupted after {len(runs)} of {repeats} repeats"
+            cut = make_row(name, job.about, runs, settings=job.settings, note=note) if runs else None
+            rows.append(cut or skip_row(name, job.about, INTERRUPTED, job.settings))
+            return rows + [skip_row(rest, "", INTERRUPTED) for rest in list(jobs)[len(rows) :]], True
     if errors and not any(row.figures for row in rows):
         raise errors[0]
     return rows, False
-
-
-def measure_row(
-    name: str,
-    about: str,
-    repeats: int,
-    measure: Callable[[int], Mapping[str, float]],
-    *,
-    settings: Mapping[str, Any] | None = None,
-) -> Row:
-    """Return a row of the figures of `measure(0)`, `measure(1)` ...; raises RowInterrupted with a part."""
-    runs: list[Mapping[str, float]] = []
-    try:
-        for repeat in range(repeats):
-            runs.append(measure(repeat))
-    except KeyboardInterrupt:
-        if not runs:
-            raise RowInterrupted(skip_row(name, about, INTERRUPTED, settings)) from None
-        note = f"interrupted after {len(runs)} of {repeats} repeats"
-        raise RowInterrupted(make_row(name, about, runs, settings=settings, note=note)) from None
-    return make_row(name, about, runs, settings=settings)
 
 
 def beyond_roofline(rows: Sequence[Row]) -> list[str]:

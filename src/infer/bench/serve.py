@@ -17,8 +17,8 @@ from typing import Any
 from infer.bench import scrape
 from infer.bench.load import LoadResult, run_load
 from infer.bench.metrics import Slo, cached_share, summarise
-from infer.bench.repeats import measure_row, run_rows
-from infer.bench.report import Report, Row, make_report
+from infer.bench.repeats import RowJob, run_rows
+from infer.bench.report import Report, make_report
 from infer.bench.sse_client import Endpoint, NotReady, fetch
 from infer.bench.workloads import DEFAULT_VOCAB, WORDS, Turn, Workload, fit, make_workload, vary
 from infer.errors import ConfigError
@@ -108,7 +108,7 @@ def bench_server(
     workloads = [_prepare(name, plan, served) for name in plan.workloads]
     _warm_up(endpoint, plan)
     jobs = {workload.name: partial(_bench, endpoint, workload, plan, tell, notes) for workload in workloads}
-    rows, is_partial = run_rows(jobs)
+    rows, is_partial = run_rows(jobs, plan.repeats)
     return make_report(
         "serve",
         rows,
@@ -200,8 +200,8 @@ def _no_answer(error: str) -> str:
 
 def _bench(
     endpoint: Endpoint, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
-) -> Row:
-    """Return the row of one workload; what a reader must know goes into the notes."""
+) -> RowJob:
+    """Return how one workload is measured; what a reader must know goes into the notes."""
 
     def run(repeat: int) -> dict[str, float]:
         before = scrape.read_counters(_page(endpoint, "/metrics"))
@@ -226,7 +226,7 @@ def _bench(
         "num_requests": workload.num_requests,
         "endpoint": "chat" if workload.is_chat else "completions",
     }
-    return measure_row(workload.name, workload.about, plan.repeats, run, settings=settings)
+    return RowJob(workload.about, run, settings)
 
 
 def _notes(name: str, result: LoadResult) -> list[str]:
