@@ -1,4 +1,4 @@
-"""The paged decode attention against its specification, which reads one sequence and one head at a time."""
+"""The paged decode attention against its specification, which reads one sequence at a time."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.kv_codes import KVScales, read_both
 
 
@@ -25,16 +26,12 @@ def attend_paged_reference(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
     is_seen_SL: torch.Tensor, *, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The specification: one sequence and one head at a time, float32 softmax over the seen slots only."""
+    """The specification: one sequence at a time over the slots that it sees."""
     out_SNH = torch.empty_like(q_SNH)
-    heads_per_group = q_SNH.shape[1] // keys_PGH.shape[1]
     for row in range(q_SNH.shape[0]):
         slots = slots_SL[row][is_seen_SL[row]]
-        for head in range(q_SNH.shape[1]):
-            keys = keys_PGH[slots, head // heads_per_group].float()
-            values = values_PGH[slots, head // heads_per_group].float()
-            weights = torch.softmax(scale * (keys @ q_SNH[row, head].float()), dim=0)
-            out_SNH[row, head] = (weights @ values).to(q_SNH.dtype)
+        own = q_SNH[row : row + 1]
+        out_SNH[row] = attend_naive(own, keys_PGH[slots], values_PGH[slots], scale=scale, window=None)[0]
     return out_SNH
 
 
