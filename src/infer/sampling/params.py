@@ -151,28 +151,22 @@ class SamplingParams(metaclass=_CheckedNames):
             )
 
     def _check_collections(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
-            )
+        limits = {
+            "stop": (MAX_STOP_STRINGS, "strings"),
+            "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+            "logit_bias": (MAX_LOGIT_BIAS, "entries"),
+        }
+        for name, (limit, what) in limits.items():
+            if (count := len(getattr(self, name))) > limit:
+                raise RequestError(f"{name} has {count} {what}, at most {limit} are allowed", param=name)
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
                 raise RequestError(
                     f"stop must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}",
                     param="stop",
                 )
-        if (num_ids := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids has {num_ids} ids, at most {MAX_STOP_TOKEN_IDS} are allowed",
-                param="stop_token_ids",
-            )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed",
-                param="logit_bias",
-            )
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias", token_id, 0)
             _check_range("logit_bias", bias, -100.0, 100.0)
