@@ -8,75 +8,65 @@ as a flag, in a file, and as a keyword.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from infer.errors import ConfigError, nearest
 
 
-class Foreign(NamedTuple):
-    """A setting of another engine."""
-
-    nothing: object  # the value that asks for nothing
-    what: str  # it would ask for, "is not built yet"; or all of what to do
-    is_built: bool = False
+def _unbuilt(what: str) -> str:
+    return f"{what} is not built yet; leave it out"
 
 
-_SPECULATION, _LORA, _GPUS = "speculative decoding", "LoRA", "an engine on several GPUs"
+_SPECULATION, _LORA = _unbuilt("speculative decoding"), _unbuilt("LoRA")
+_GPUS, _IMAGES = _unbuilt("an engine on several GPUs"), _unbuilt("input of images")
+_OVERRIDES = _unbuilt("overriding the config of a checkpoint")
 
-
-def _instead(nothing: object, what: str) -> Foreign:
-    return Foreign(nothing, what, is_built=True)
-
-
-FOREIGN: Mapping[str, Foreign] = {
-    "speculative_decoding": Foreign(False, _SPECULATION),
-    "draft_model": Foreign(None, _SPECULATION),
-    "model_draft": Foreign(None, _SPECULATION),
-    "spec_length": Foreign(0, _SPECULATION),
-    "speculative_config": Foreign(None, _SPECULATION),
-    "speculative_model": Foreign(None, _SPECULATION),
-    "num_speculative_tokens": Foreign(0, _SPECULATION),
-    "tensor_parallel_size": Foreign(1, _GPUS),
-    "tp": Foreign(1, _GPUS),
-    "tp_size": Foreign(1, _GPUS),
-    "pipeline_parallel_size": Foreign(1, _GPUS),
-    "enable_expert_parallel": Foreign(False, _GPUS),
-    "distributed_executor_backend": Foreign(None, _GPUS),
-    "tensor_split": Foreign(None, _GPUS),
-    "enable_lora": Foreign(False, _LORA),
-    "max_loras": Foreign(1, _LORA),
-    "max_lora_rank": Foreign(16, _LORA),
-    "lora_modules": Foreign(None, _LORA),
-    "lora": Foreign(None, _LORA),
-    "cpu_offload_gb": Foreign(0, "a model that is partly on the CPU"),
-    "limit_mm_per_prompt": Foreign(None, "input of images"),
-    "mmproj": Foreign(None, "input of images"),
-    "hf_overrides": Foreign(None, "overriding the config of a checkpoint"),
-    "rope_scaling": Foreign(None, "overriding the config of a checkpoint"),
-    "cache_type_k": _instead("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
-    "cache_type_v": _instead("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
-    "n_gpu_layers": _instead(None, "a model is on one device as a whole; use device=cpu or device=cuda"),
-    "parallel": _instead(None, "requests share the whole cache, there are no slots; use max_batch_size"),
-    "swap_space": _instead(0, "host memory for preempted sequences is counted in blocks; use swap_blocks"),
-    "trust_remote_code": _instead(False, "code of a checkpoint is never run; leave it out"),
-    "load_format": _instead("auto", "the format is found from the files; leave it out"),
-    "tokenizer_mode": _instead("auto", "there is one tokenizer per model; leave it out"),
-    "flash_attn": _instead(False, "use attention_backend=flash"),
-    "batch_size": _instead(
-        None, "use max_num_batched_tokens for tokens of a step, max_batch_size for sequences"
+# setting: the value that asks for nothing, and what to do about any other
+FOREIGN: Mapping[str, tuple[object, str]] = {
+    "speculative_decoding": (False, _SPECULATION),
+    "draft_model": (None, _SPECULATION),
+    "model_draft": (None, _SPECULATION),
+    "spec_length": (0, _SPECULATION),
+    "speculative_config": (None, _SPECULATION),
+    "speculative_model": (None, _SPECULATION),
+    "num_speculative_tokens": (0, _SPECULATION),
+    "tensor_parallel_size": (1, _GPUS),
+    "tp": (1, _GPUS),
+    "tp_size": (1, _GPUS),
+    "pipeline_parallel_size": (1, _GPUS),
+    "enable_expert_parallel": (False, _GPUS),
+    "distributed_executor_backend": (None, _GPUS),
+    "tensor_split": (None, _GPUS),
+    "enable_lora": (False, _LORA),
+    "max_loras": (1, _LORA),
+    "max_lora_rank": (16, _LORA),
+    "lora_modules": (None, _LORA),
+    "lora": (None, _LORA),
+    "cpu_offload_gb": (0, _unbuilt("a model that is partly on the CPU")),
+    "limit_mm_per_prompt": (None, _IMAGES),
+    "mmproj": (None, _IMAGES),
+    "hf_overrides": (None, _OVERRIDES),
+    "rope_scaling": (None, _OVERRIDES),
+    "cache_type_k": ("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
+    "cache_type_v": ("auto", "keys and values are of one type; use kv_cache_dtype=int8 or fp8"),
+    "n_gpu_layers": (None, "a model is on one device as a whole; use device=cpu or device=cuda"),
+    "parallel": (None, "requests share the whole cache, there are no slots; use max_batch_size"),
+    "swap_space": (0, "host memory for preempted sequences is counted in blocks; use swap_blocks"),
+    "trust_remote_code": (False, "code of a checkpoint is never run; leave it out"),
+    "load_format": ("auto", "the format is found from the files; leave it out"),
+    "tokenizer_mode": ("auto", "there is one tokenizer per model; leave it out"),
+    "flash_attn": (False, "use attention_backend=flash"),
+    "batch_size": (None, "use max_num_batched_tokens for tokens of a step, max_batch_size for sequences"),
+    "ubatch_size": (None, "use max_num_batched_tokens"),
+    "n_predict": (None, "how much is generated is for each request to say; use max_tokens"),
+    "hf_repo": (None, "use model, which takes a hub id (org/name)"),
+    "mlock": (False, "weights are read into memory when the model is loaded; leave it out"),
+    "compilation_config": (None, "kernels are compiled ahead of time; leave it out, or use_cuda_graphs"),
+    "enable_auto_tool_choice": (
+        True,
+        "tool calls are always looked for; clients that want none send tool_choice 'none'",
     ),
-    "ubatch_size": _instead(None, "use max_num_batched_tokens"),
-    "n_predict": _instead(None, "how much is generated is for each request to say; use max_tokens"),
-    "hf_repo": _instead(None, "use model, which takes a hub id (org/name)"),
-    "mlock": _instead(False, "weights are read into memory when the model is loaded; leave it out"),
-    "compilation_config": _instead(
-        None, "kernels are compiled ahead of time; leave it out, or use_cuda_graphs"
-    ),
-    "enable_auto_tool_choice": _instead(
-        True, "tool calls are always looked for; clients that want none send tool_choice 'none'"
-    ),
-    "enable_reasoning": _instead(True, "reasoning is always told apart; use reasoning_parser=none"),
-    "enable_sleep_mode": _instead(False, "the server's admin routes load and unload models; leave it out"),
+    "enable_reasoning": (True, "reasoning is always told apart; use reasoning_parser=none"),
+    "enable_sleep_mode": (False, "the server's admin routes load and unload models; leave it out"),
 }
 
 SHORT_FLAGS: Mapping[str, str] = {
@@ -124,10 +114,9 @@ def hint_of_quantization(value: str) -> str:
 
 def check_foreign(name: str, value: object) -> None:
     """Refuse a setting of another engine unless its value asks for nothing."""
-    nothing, what, is_built = FOREIGN[name]
+    nothing, advice = FOREIGN[name]
     # where the default is 0, "none" means the same; where there is none, 0 asks for something
     no_number = ("none", "0", "false") if nothing is not None and not nothing else ()
     if str(value).lower() in {str(nothing).lower(), *no_number}:
         return
-    advice = what if is_built else f"{what} is not built yet; leave it out"
     raise ConfigError(f"{name} must be {nothing}, got {value!r}: {advice}")
