@@ -17,7 +17,7 @@ from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.gguf import GGMLType, GGUFFile
-from infer.models.raw_config import MAX_LAYERS, MAX_SIZE
+from infer.models.raw_config import MAX_LAYERS, RawConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -27,8 +27,8 @@ _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA3_27B_LAYERS = 62  # the one Gemma 3 whose attention scale is not its head size; no key says so
 
 
-class Keys:
-    """Checked access to the metadata keys of the file's architecture."""
+class Keys(RawConfig):
+    """Checked access to the metadata of the file's architecture, whose keys are named without its prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
         name = file.metadata.get("general.architecture")
@@ -37,47 +37,22 @@ class Keys:
             raise ConfigError(
                 f"{file.path} holds a model of architecture {name!r}; supported in GGUF: {known}"
             )
-        self.file = file
-        self.architecture = name
+        raw = {
+            key.removeprefix(f"{name}."): value[0] if _is_one_number(value) else value
+            for key, value in file.metadata.items()
+            if key.startswith(f"{name}.")
+        }
+        super().__init__(raw, f"the {name} metadata of {file.path}")
+        self.file, self.architecture = file, name
 
-    def size(self, name: str, default: int | None = None, at_most: int = MAX_SIZE) -> int:
-        """A positive integer; 0 only where that is the default and means none."""
-        value = self._get(name, default)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # one number per layer, all the same
-        least = 0 if default == 0 else 1
-        if type(value) is not int or not least <= value <= at_most:
-            raise CheckpointError(
-                f"{self.file.path}: {self._key(name)} must be an integer in {least}..{at_most}, got {value!r}"
-            )
-        return value
+    def optional_size(self, name: str) -> int:
+        """A positive integer; 0: there is none."""
+        return self.size(name) if self.get(name) else 0
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        value = self._get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{self.file.path}: {self._key(name)} must be positive, got {value!r}")
-        return float(value)
 
-    def text(self, name: str, default: str) -> str:
-        """The text of a key, or the default where it is absent."""
-        return str(self.file.metadata.get(self._key(name), default))
-
-    def flags(self, name: str) -> list[bool] | None:
-        """A list of booleans, or None where the key is absent or something else."""
-        value = self.file.metadata.get(self._key(name))
-        is_list = isinstance(value, list) and all(isinstance(item, bool) for item in value)
-        return value if is_list else None
-
-    def _key(self, name: str) -> str:
-        return f"{self.architecture}.{name}"
-
-    def _get(self, name: str, default: float | None) -> Any:
-        value = self.file.metadata.get(self._key(name), default)
-        if value is None:
-            raise CheckpointError(f"{self.file.path} has no metadata key {self._key(name)}")
-        return value
+def _is_one_number(value: Any) -> bool:
+    """Whether a list has an integer for each layer, and all are the same."""
+    return isinstance(value, list) and len(set(map(repr, value))) == 1 and type(value[0]) is int
 
 
 def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -96,8 +71,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if architecture == "gpt2":
         return shared | _gpt2_config(keys)
     hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    head_dim = keys.size("attention.key_length", hidden_size // num_heads)
-    if (rotated := keys.size("rope.dimension_count", head_dim)) != head_dim:
+    head_dim = keys.size("attention.key_length", default=hidden_size // num_heads)
+    if (rotated := keys.size("rope.dimension_count", default=head_dim)) != head_dim:
         raise ConfigError(
             f"{file.path} turns {rotated} of {head_dim} channels, partial rotation is not supported"
         )
@@ -106,19 +81,19 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": keys.size("block_count", at_most=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", num_heads),
+        "num_key_value_heads": keys.size("attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 1_000_000.0 if architecture == "gemma3" else 10_000.0),
+        "rope_theta": keys.number("rope.freq_base", default=1e6 if architecture == "gemma3" else 1e4),
         "rope_scaling": _rope_scaling(keys, head_dim),
     }
     return config | _family_config(keys, config)
 
 
 def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    tensors, window = keys.file.tensors, keys.size("attention.sliding_window", 0)
-    if keys.size("expert_count", 0):
+    tensors, window = keys.file.tensors, keys.optional_size("attention.sliding_window")
+    if keys.optional_size("expert_count"):
         return _experts_config(keys, window)
     if keys.architecture == "llama" and window:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
@@ -138,7 +113,7 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
             "query_pre_attn_scalar": head_share if is_27b else config["head_dim"],
             "sliding_window": keys.size("attention.sliding_window"),
             "layer_types": _layer_types(keys, config["num_hidden_layers"]),
-            "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+            "rope_local_base_freq": keys.number("rope.freq_base_swa", default=1e4),
         }
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
 
@@ -164,9 +139,9 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
 
 def _layer_types(keys: Keys, num_layers: int) -> list[str]:
     """Which layers see a window: told layer by layer, or one full layer after every so many."""
-    pattern = keys.flags("attention.sliding_window_pattern")
-    if pattern is None:
-        every = keys.size("attention.sliding_window_pattern", 6)
+    pattern = keys.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or not all(isinstance(is_local, bool) for is_local in pattern):
+        every = keys.size("attention.sliding_window_pattern", default=6)
         pattern = [(layer + 1) % every != 0 for layer in range(num_layers)]
     return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
 
@@ -187,10 +162,10 @@ def _gpt2_config(keys: Keys) -> dict[str, Any]:
 def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     if ROPE_FACTORS in keys.file.tensors:
         return _llama3_scaling(keys, head_dim)
-    kind = keys.text("rope.scaling.type", "none")
+    kind = str(keys.get("rope.scaling.type") or "none")
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", 1.0)}
+    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
 
 
 def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
@@ -203,7 +178,7 @@ def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
         return None
     factor = max(divisors)  # the slowest pairs are divided by all of it
     low, high, original = _LLAMA3
-    theta = keys.number("rope.freq_base", 10_000.0)
+    theta = keys.number("rope.freq_base", default=1e4)
     is_llama3 = math.isfinite(factor) and factor > 1
     for pair, divisor in enumerate(divisors if is_llama3 else []):
         turns = original * theta ** (-2 * pair / head_dim) / (2 * math.pi)

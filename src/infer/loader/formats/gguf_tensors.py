@@ -196,7 +196,7 @@ def _undone(keys: Keys, stored: GGUFTensor, key: str) -> PackedTensor:
     if architecture == "llama" and key in ("blk.{}.attn_q", "blk.{}.attn_k"):
         heads = keys.size("attention.head_count")
         if key == "blk.{}.attn_k":
-            heads = keys.size("attention.head_count_kv", heads)
+            heads = keys.size("attention.head_count_kv", default=heads)
         if stored.shape[0] % (2 * heads):
             raise CheckpointError(
                 f"{file.path}: {stored.name!r} has {stored.shape[0]} rows, which {heads} heads cannot share"
