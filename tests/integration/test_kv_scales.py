@@ -23,6 +23,7 @@ from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.execution.gpu.runner import DeviceRunner
 from infer.kernels.attention.reference import attend_naive
+from infer.layers.attention import AttentionLayer
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
@@ -77,18 +78,11 @@ class Static(WholeSequence):
         self._scales = scales[..., None]  # [layers, 2, G, 1]
 
     def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        sides = zip((k_TGH, v_TGH), self._scales[layer], strict=True)
+        sides = zip((k_TGH, v_TGH), self._scales[layer.number], strict=True)
         rounded = [((x / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s) for x, s in sides]
-        return super().attend(layer, q_TNH, *rounded, scale=scale, window=window)
+        return super().attend(layer, q_TNH, *rounded)
 
 
 def assert_follows(loaded: LoadedModel, outputs: list[list[list[int]]], scales: torch.Tensor) -> None:
