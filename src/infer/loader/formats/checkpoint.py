@@ -303,7 +303,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

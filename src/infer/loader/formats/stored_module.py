@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 
@@ -95,7 +95,7 @@ class Settings:
         return [place[key] for place in places for key in keys if key in place]
 
 
-def _is_int8(scheme: Any) -> bool:
+def _is_int8(scheme: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "int")
 
 
