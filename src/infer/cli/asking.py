@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.cli.readers import natural
-from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
+from infer.cli.remote import RemoteModel, is_remote, open_server
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.sampling.params import SamplingParams
@@ -32,30 +33,34 @@ if TYPE_CHECKING:
     from infer.frontend.prompts import ChatOptions
 
 
+CONVERSATION: Mapping[str, flags.Row] = {
+    "--system TEXT": (str, "the system message to begin with"),
+    "--url URL": (str, "ask a model of the server there; --model picks which"),
+    "--api-key KEY": (str, "the key that server asks for"),
+    "--thinking": (bool, "let a model that can think first do so; default: as its template does", None),
+    "--max-reasoning-tokens N": (
+        natural,
+        "end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
+    ),
+    "--show-reasoning": (bool, "print what the model thinks before its answer; default: at a terminal", None),
+    "--stats": (bool, "print times and speed of each answer to standard error"),
+}
+FORMS: Mapping[str, flags.Row] = {
+    "--json-schema FILE|JSON": (str, "JSON that this schema allows"),
+    "--regex PATTERN": (str, "text that this regular expression matches as a whole"),
+    "--choice TEXT": (list, "this text, or that of another --choice"),
+    "--grammar FILE": (
+        Path,
+        "text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
+    ),
+}
+
+
 def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     """Give `parser` the flags of a question; those of a conversation go to `group`."""
-    group.add_argument("--system", metavar="TEXT", help="the system message to begin with")
-    add_url_flags(group)
-    group.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="let a model that can think first do so; default: as its template does",
-    )
-    group.add_argument(
-        "--max-reasoning-tokens",
-        metavar="N",
-        type=natural,
-        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
-    )
-    group.add_argument(
-        "--show-reasoning",
-        action=argparse.BooleanOptionalAction,
-        help="print what the model thinks before its answer; default: at a terminal",
-    )
-    group.add_argument(
-        "--stats", action="store_true", help="print times and speed of each answer to standard error"
-    )
-    _add_form_flags(parser)
+    flags.add_rows(group, CONVERSATION)
+    one = parser.add_argument_group("form of the answer, one of these").add_mutually_exclusive_group()
+    flags.add_rows(one, FORMS)
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
@@ -92,25 +97,6 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
         from infer.frontend.llm import LLM
 
     return LLM(**knobs, show_progress=True, observer=observer)
-
-
-def _add_form_flags(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flags; at most one may be given."""
-    group = parser.add_argument_group("form of the answer, one of these")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--json-schema", metavar="FILE|JSON", help="JSON that this schema allows")
-    one.add_argument(
-        "--regex", metavar="PATTERN", help="text that this regular expression matches as a whole"
-    )
-    one.add_argument(
-        "--choice", metavar="TEXT", action="append", help="this text, or that of another --choice"
-    )
-    one.add_argument(
-        "--grammar",
-        metavar="FILE",
-        type=Path,
-        help="text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
-    )
 
 
 def form_from(args: argparse.Namespace) -> Structured | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
@@ -50,48 +50,50 @@ and the lists other engines are timed on: nano256, b1_256_256, b8_256_256, b32_2
 prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six.
 """
 
-# flag: (metavar, type, default, help)
-Flags = dict[str, tuple[str, Callable[[str], Any], Any, str]]
-BATCHES: Flags = {"--batches": ("NUMBERS", numbers, "1,8,32", "")}
-LENGTHS: Flags = {"--lengths": ("NUMBERS", numbers, "128,512,2048", "")}
-OFFLINE: Flags = {"--workload": ("NAMES", str, "all", "names with commas")}
-DECODE: Flags = {"--context": ("N", positive, 512, ""), "--steps": ("N", positive, 64, "")}
+Flags = dict[str, flags.Row]
+BATCHES: Flags = {"--batches NUMBERS": (numbers, "", "1,8,32")}
+LENGTHS: Flags = {"--lengths NUMBERS": (numbers, "", "128,512,2048")}
+OFFLINE: Flags = {"--workload NAMES": (str, "names with commas", "all")}
+DECODE: Flags = {"--context N": (positive, "", 512), "--steps N": (positive, "", 64)}
 BACKENDS: Flags = {
-    "--batch": ("N", positive, 4, "prompts at once"),
-    "--prompt-len": ("N", positive, 64, "tokens of each prompt"),
-    "--steps": ("N", positive, 32, "tokens generated for each"),
-    "--only": ("NAMES", str, None, "combinations to run, with commas"),
+    "--batch N": (positive, "prompts at once", 4),
+    "--prompt-len N": (positive, "tokens of each prompt", 64),
+    "--steps N": (positive, "tokens generated for each", 32),
+    "--only NAMES": (str, "combinations to run, with commas"),
 }
 MATRIX: Flags = {
-    "--only": ("NAMES", str, None, "ablations to run, with commas"),
-    "--png": ("FILE", Path, None, "also draw a chart (needs matplotlib)"),
+    "--only NAMES": (str, "ablations to run, with commas"),
+    "--png FILE": (Path, "also draw a chart (needs matplotlib)"),
 }
 SERVE_WHAT: Flags = {
-    "--workload": ("NAMES", str, "all", "names with commas"),
-    "--model": ("NAME", str, "", "default: the first one it serves"),
-    "--api-key": ("KEY", str, None, "bearer token; reports do not hold it"),
-    "--note": ("TEXT", str, "", "for the report: how the server was started, and on what"),
+    "--workload NAMES": (str, "names with commas", "all"),
+    "--model NAME": (str, "default: the first one it serves", ""),
+    "--api-key KEY": (str, "bearer token; reports do not hold it"),
+    "--note TEXT": (str, "for the report: how the server was started, and on what", ""),
 }
 SERVE_HOW: Flags = {
-    "--wait": ("S", zero_or_more, 0.0, "seconds for the server to start"),
-    "--slo": ("LIMITS", str, "ttft=1,tpot=0.1", "what counts as good, in seconds"),
-    "--warmup": ("N", natural, 4, "requests before the first that counts"),
-    "--temperature": ("X", zero_or_more, 0.6, "of every request"),
-    "--vocab-size": ("N", positive, None, "token ids stay below; default: 10000 if it takes those"),
-    "--timeout": ("S", above_zero, 600.0, "seconds for one request"),
-    "--duration": ("S", above_zero, None, "a soak: ask for so long, judge errors, memory and p99 latency"),
-    "--concurrency": ("N", positive, 100, "clients of a soak"),
-    "--processes": ("N", positive, None, "client processes; default: one per 128 streams"),
+    "--wait S": (zero_or_more, "seconds for the server to start", 0.0),
+    "--slo LIMITS": (str, "what counts as good, in seconds", "ttft=1,tpot=0.1"),
+    "--warmup N": (natural, "requests before the first that counts", 4),
+    "--temperature X": (zero_or_more, "of every request", 0.6),
+    "--vocab-size N": (positive, "token ids stay below; default: 10000 if it takes those"),
+    "--timeout S": (above_zero, "seconds for one request", 600.0),
+    "--duration S": (above_zero, "a soak: ask for so long, judge errors, memory and p99 latency"),
+    "--concurrency N": (positive, "clients of a soak", 100),
+    "--processes N": (positive, "client processes; default: one per 128 streams"),
+    "--text": (bool, "send words; the default for servers that take no token ids"),
+    "--ignore-eos": (bool, "ask for outputs of full length; off for servers that refuse the field", True),
 }
 
 TRACE: Flags = {
-    "--model": ("NAME", str, "", "default: the first one it serves"),
-    "--api-key": ("KEY", str, None, "bearer token"),
-    "--wait": ("S", zero_or_more, 0.0, "seconds for the server to start"),
-    "--prompt-len": ("N", positive, 512, "token ids of each prompt"),
-    "--requests": ("N", positive, 9, "warm requests behind the cold one"),
-    "--seed": ("N", int, 42, "seed of the prompts"),
+    "--model NAME": (str, "default: the first one it serves", ""),
+    "--api-key KEY": (str, "bearer token"),
+    "--wait S": (zero_or_more, "seconds for the server to start", 0.0),
+    "--prompt-len N": (positive, "token ids of each prompt", 512),
+    "--requests N": (positive, "warm requests behind the cold one", 9),
+    "--seed N": (int, "seed of the prompts", 42),
 }
+SHAPE_HELP = "random weights of the shape in DIR/config.json instead of a model"
 TRACE_HELP = "what each stage of a request takes, from socket to socket, for a cold and for warm ones"
 
 # benchmarks of an engine here, without a server: (help, repeats, its own flags)
@@ -119,20 +121,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name in ENGINE:
         _add_engine(benches, name)
     startup = _new(benches, "startup", "fresh processes: imports, help, first token", _startup)
-    model: Flags = {"--model": ("MODEL", str, None, "default: the default model")}
+    model: Flags = {"--model MODEL": (str, "default: the default model")}
     _add_flags(startup.add_argument_group("what to run"), model, repeats=3, has_seed=False)
     trace = _new(benches, "trace", TRACE_HELP, _trace, usage="--url URL [options]")
     group = trace.add_argument_group("what to run")
     group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
-    _add_values(group, TRACE)
+    flags.add_rows(group, TRACE)
     policies = _new(benches, "policies", "every scheduling policy under three simulated loads", _policies)
-    count: Flags = {"--num-requests": ("N", positive, 200, "")}
+    count: Flags = {"--num-requests N": (positive, "", 200)}
     _add_flags(policies.add_argument_group("what to run"), count, repeats=None)
     compare = _new(benches, "compare", COMPARE, _compare, usage="BEFORE AFTER [options]")
     compare.add_argument("before", metavar="BEFORE", type=Path, help="a report, or another engine's results")
     compare.add_argument("after", metavar="AFTER", type=Path)
     compare.add_argument("--all", action="store_true", help="show what did not change as well")
-    _add_values(compare, {"--noise": ("SHARE", zero_or_more, 0.02, "least band of noise")})
+    flags.add_rows(compare, {"--noise SHARE": (zero_or_more, "least band of noise", 0.02)})
     for made in (startup, trace, policies, compare):
         flags.add_common_flags(made)
 
@@ -169,21 +171,14 @@ def _new(
     return parser
 
 
-def _add_values(group: argparse._ActionsContainer, rows: Flags) -> None:
-    for name, (metavar, kind, default, text) in rows.items():
-        shown = f"(default: {f'{default:g}' if isinstance(default, float) else default})"
-        text = text if default in (None, "") else f"{text} {shown}".strip()
-        group.add_argument(name, metavar=metavar, type=kind, default=default, help=text)
-
-
 def _add_flags(
     group: argparse._ArgumentGroup, rows: Flags, *, repeats: int | None, has_seed: bool = True
 ) -> None:
     """Add a benchmark's own flags, then those of a seed and of repeats, where it has such, and `--out`."""
-    seed: Flags = {"--seed": ("N", int, 42, "seed of the prompts")} if has_seed else {}
-    runs: Flags = {"--repeats": ("N", positive, repeats, "runs of each")} if repeats is not None else {}
-    out: Flags = {"--out": ("FILE", Path, None, "write the report: FILE.json and FILE.md")}
-    _add_values(group, rows | seed | runs | out)
+    seed: Flags = {"--seed N": (int, "seed of the prompts", 42)} if has_seed else {}
+    runs: Flags = {"--repeats N": (positive, "runs of each", repeats)} if repeats is not None else {}
+    out: Flags = {"--out FILE": (Path, "write the report: FILE.json and FILE.md")}
+    flags.add_rows(group, rows | seed | runs | out)
 
 
 # -- a server -----------------------------------------------------------------------------------------
@@ -196,16 +191,7 @@ def _add_serve(benches: Benches) -> None:
     group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
     _add_flags(group, SERVE_WHAT, repeats=1)
     group = parser.add_argument_group("how to ask")
-    _add_values(group, SERVE_HOW)
-    group.add_argument(
-        "--text", action="store_true", help="send words; the default for servers that take no token ids"
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ask for outputs of full length; off for servers that refuse the field",
-    )
+    flags.add_rows(group, SERVE_HOW)
     flags.add_common_flags(parser)
 
 
@@ -237,7 +223,7 @@ def _serve(args: argparse.Namespace) -> int:
         from infer.bench.metrics import Slo
         from infer.bench.soak import bench_soak
 
-        if args.slo == SERVE_HOW["--slo"][2]:  # no limit was asked for
+        if args.slo == SERVE_HOW["--slo LIMITS"][-1]:  # no limit was asked for
             plan = replace(plan, slo=Slo())
         load = {"concurrency": args.concurrency, "duration_s": args.duration}
         report = bench_soak(endpoint, plan, **load, tell=notice)
@@ -263,20 +249,10 @@ def _add_engine(benches: Benches, name: str) -> None:
     epilog = WORKLOADS if name == "offline" else ""
     parser = _new(benches, name, help_text, partial(_bench_engine, name), epilog=epilog)
     group = parser.add_argument_group("what to run")
-    group.add_argument(
-        "--model-config",
-        metavar="DIR",
-        type=Path,
-        help="random weights of the shape in DIR/config.json instead of a model",
-    )
-    is_default = name == "matrix"
-    group.add_argument(
-        "--tiny",
-        action=argparse.BooleanOptionalAction,
-        default=is_default,
-        help="random weights of a tiny model"
-        + ("; the default here, --no-tiny: the default model" if is_default else ""),
-    )
+    is_tiny = name == "matrix"
+    tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
+    model: Flags = {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
+    flags.add_rows(group, model)
     _add_flags(group, rows, repeats=repeats)
     if name == "backends":
         group.add_argument("--json", action="store_true", help="print JSON lines, a row each, and no table")

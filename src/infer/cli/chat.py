@@ -25,7 +25,7 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -75,25 +75,20 @@ examples:
 """
 
 
+TOOLS: Mapping[str, flags.Row] = {
+    "--tools FILE": (Path, "let the model call the functions of this Python file; asks before each call"),
+    "--tool-choice auto|required|NAME": (
+        str,
+        "whether the first answer to a message must call a tool, or this one (default: auto)",
+    ),
+    "--yes-to-tools": (bool, "call tools without asking; needed where input is no terminal"),
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     conversation = parser.add_argument_group("conversation")
-    conversation.add_argument(
-        "--tools",
-        metavar="FILE",
-        type=Path,
-        help="let the model call the functions of this Python file; asks before each call",
-    )
-    conversation.add_argument(
-        "--tool-choice",
-        metavar="auto|required|NAME",
-        help="whether the first answer to a message must call a tool, or this one (default: auto)",
-    )
-    conversation.add_argument(
-        "--yes-to-tools",
-        action="store_true",
-        help="call tools without asking; needed where input is no terminal",
-    )
+    flags.add_rows(conversation, TOOLS)
     asking.add_asking_flags(parser, conversation)
 
 

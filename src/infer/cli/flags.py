@@ -17,9 +17,9 @@ import argparse
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
 from infer.config.foreign import FOREIGN, SHORT_FLAGS, check_quantization
@@ -63,6 +63,31 @@ NUM_SEEDS = 2**31  # those that are drawn: short enough to read off --json and t
 
 HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], str, Any]
+
+
+def add_rows(group: argparse._ActionsContainer, rows: Mapping[str, Row]) -> None:
+    """Give `group` the flags of a table: "--name METAVAR": (reader, help), or (reader, help, default).
+
+    The help of a value with a default ends with it. A `bool` is a switch, which has a `--no-` form where it
+    has a default; a `list` holds what is given with each use of the flag.
+    """
+    for spelled, (reader, text, *rest) in rows.items():
+        name, _, metavar = spelled.partition(" ")
+        default = rest[0] if rest else None
+        if reader is bool and rest:
+            group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=text)
+        elif reader is bool:
+            group.add_argument(name, action="store_true", help=text)
+        elif reader is list:
+            group.add_argument(name, metavar=metavar, action="append", help=text)
+        else:
+            shown = f"{default:g}" if isinstance(default, float) else default
+            told = "" if default in (None, "") else f" (default: {shown})"
+            described = (text + told).strip()
+            group.add_argument(name, metavar=metavar, type=reader, default=default, help=described)
 
 
 def add_knob_flags(

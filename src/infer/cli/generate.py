@@ -27,7 +27,7 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,15 @@ examples:
 """
 
 
+FLAGS: Mapping[str, flags.Row] = {
+    "--prompts-file FILE": (Path, "answer each line of this file, all at once and printed in order"),
+    "--raw": (bool, "continue the text as is, without a chat template"),
+    "--json": (bool, "print one JSON object per prompt, when it is done"),
+    "--record FILE": (Path, "write down the run, for 'infer replay'; holds the prompts"),
+    "--overwrite": (bool, "let --record replace a file that is there"),
+}
+
+
 class Prompt(NamedTuple):
     """One question, and its line and file where it is one of many."""
 
@@ -95,23 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the text; '-' or nothing: standard input"
     )
-    prompt.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        type=Path,
-        help="answer each line of this file, all at once and printed in order",
-    )
-    prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
-    prompt.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt, when it is done"
-    )
-    prompt.add_argument(
-        "--record",
-        metavar="FILE",
-        type=Path,
-        help="write down the run, for 'infer replay'; holds the prompts",
-    )
-    prompt.add_argument("--overwrite", action="store_true", help="let --record replace a file that is there")
+    flags.add_rows(prompt, FLAGS)
     asking.add_asking_flags(parser, prompt)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,6 +66,20 @@ NO_MEMORY = {
 }
 
 
+FLAGS: Mapping[str, flags.Row] = {
+    "--gpu-memory SIZE": (
+        str,
+        "plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
+    ),
+    "--bandwidth GB/S": (
+        float,
+        "memory bandwidth for the tokens per second of each form of the weights, in 10^9 bytes per "
+        "second, such as 4800 for an H200; default: measured here, none for a GPU that is not here",
+    ),
+    "--json": (bool, "print one JSON object, sizes in bytes"),
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     parser.add_argument(
@@ -73,19 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
     )
-    parser.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        metavar="GB/S",
-        type=float,
-        help="memory bandwidth for the tokens per second of each form of the weights, in 10^9 bytes per "
-        "second, such as 4800 for an H200; default: measured here, none for a GPU that is not here",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    flags.add_rows(parser, FLAGS)
     flags.add_knob_flags(parser, without=NO_MEMORY)
     flags.add_common_flags(parser)
 

@@ -281,12 +281,6 @@ def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:
             yield CallDelta(index, str(function["arguments"]))
 
 
-def add_url_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of a command that can also ask a server."""
-    group.add_argument("--url", help="ask a model of the server there; --model picks which")
-    group.add_argument("--api-key", metavar="KEY", help="the key that server asks for")
-
-
 def is_remote(args: argparse.Namespace) -> bool:
     """Whether the user names a server to ask."""
     if args.url is None and args.api_key is not None:

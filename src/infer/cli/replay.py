@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from infer.cli import flags
@@ -30,24 +31,20 @@ examples:
 """
 
 
+FLAGS: Mapping[str, flags.Row] = {
+    "--model TEXT": (str, "the model that was recorded, if it is not the default one"),
+    "--device TEXT": (str, "cpu or cuda; default: as recorded"),
+    "--until STEP": (int, "stop after this step and print the engine's state"),
+    "--check": (bool, "compare with the record (default); without it, the requests are only run again", True),
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     parser.add_argument(
         "record", metavar="RECORD", type=Path, help="file written by 'infer generate --record'"
     )
-    parser.add_argument(
-        "--model", metavar="TEXT", help="the model that was recorded, if it is not the default one"
-    )
-    parser.add_argument("--device", metavar="TEXT", help="cpu or cuda; default: as recorded")
-    parser.add_argument(
-        "--until", metavar="STEP", type=int, help="stop after this step and print the engine's state"
-    )
-    parser.add_argument(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare with the record (default); without it, the requests are only run again",
-    )
+    flags.add_rows(parser, FLAGS)
     flags.add_common_flags(parser)
 
 

@@ -67,37 +67,32 @@ COLUMNS = {
 }
 
 
+FLAGS: Mapping[str, flags.Row] = {
+    "--trace FILE": (Path, "requests to simulate, as JSON lines"),
+    "--workload NAME": (str, "built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers"),
+    "--num-requests N": (positive, "requests of a built-in load (default: 300)"),
+    "--seed N": (int, "seed of a built-in load (default: 0)"),
+    "--policy NAMES": (
+        str,
+        "policies to compare, with commas, or 'all'; default: all, or the one in --config",
+    ),
+    "--num-blocks NUMBERS": (
+        numbers,
+        "cache sizes to compare, with commas; default: 256,1024, or the one in --config",
+    ),
+    "--cost COST": (
+        str,
+        "seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
+        "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
+    ),
+    "--json": (bool, "print one JSON object instead of a table"),
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     load = parser.add_argument_group("load and output")
-    load.add_argument("--trace", metavar="FILE", type=Path, help="requests to simulate, as JSON lines")
-    load.add_argument(
-        "--workload",
-        metavar="NAME",
-        help="built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers",
-    )
-    load.add_argument(
-        "--num-requests", metavar="N", type=positive, help="requests of a built-in load (default: 300)"
-    )
-    load.add_argument("--seed", metavar="N", type=int, help="seed of a built-in load (default: 0)")
-    load.add_argument(
-        "--policy",
-        metavar="NAMES",
-        help="policies to compare, with commas, or 'all'; default: all, or the one in --config",
-    )
-    load.add_argument(
-        "--num-blocks",
-        metavar="NUMBERS",
-        type=numbers,
-        help="cache sizes to compare, with commas; default: 256,1024, or the one in --config",
-    )
-    load.add_argument(
-        "--cost",
-        metavar="COST",
-        help="seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
-        "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
-    )
-    load.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    flags.add_rows(load, FLAGS)
     without = {row.name for row in knob_table().values() if row.section == "load"} - {"max_seq_len"}
     flags.add_knob_flags(parser, without=without | OWN_FLAGS)
     flags.add_common_flags(parser)
