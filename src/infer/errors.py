@@ -209,7 +209,12 @@ def show_value(value: object) -> str:
         text = _JSON_REPR.repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
         text = f"a value of type {type(value).__name__} too long to print"
-    return text if len(text) <= MAX_VALUE_LEN else text[: MAX_VALUE_LEN - 3] + "..."
+    return shorten(text, MAX_VALUE_LEN)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return a text of at most so many characters: all of it, or its beginning and three dots."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def spell_context(context_len: int) -> str:

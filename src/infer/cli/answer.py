@@ -160,8 +160,3 @@ def write_out(text: str) -> None:
 def notice(text: str) -> None:
     """Tell the user something that is not part of the answer."""
     print(text, file=sys.stderr, flush=True)
-
-
-def shorten(text: str, length: int) -> str:
-    """Return the beginning of a text, as a label for the whole."""
-    return text if len(text) <= length else text[: length - 3] + "..."

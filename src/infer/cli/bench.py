@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
-from infer.cli.interrupts import importing
+from infer.cli.interrupts import INTERRUPTED, importing
 from infer.cli.readers import above_zero, natural, numbers, positive, zero_or_more
 from infer.errors import ConfigError
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from infer.bench.target import BenchTarget
 
 Benches: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-INTERRUPTED = 130  # the exit code after Ctrl-C; what was measured by then is printed and written
 
 HELP = "measure a server, an engine, or what each idea is worth here"
 DESCRIPTION = "Measure a server, an engine, or what each idea is worth on this machine."

@@ -32,7 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infer.cli import asking, flags
-from infer.cli.answer import Screen, ShownAnswer, notice, shorten, show_answer, write_out
+from infer.cli.answer import Screen, ShownAnswer, notice, show_answer, write_out
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools
 from infer.cli.remote import RemoteModel
 from infer.dialects.events import ToolCall
@@ -44,6 +44,7 @@ from infer.errors import (
     EngineStopped,
     RequestError,
     closest,
+    shorten,
 )
 
 if TYPE_CHECKING:

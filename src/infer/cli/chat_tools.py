@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infer.cli.answer import notice, shorten
+from infer.cli.answer import notice
 from infer.dialects.events import ToolCall
-from infer.errors import ConfigError
+from infer.errors import ConfigError, shorten
 from infer.frontend.functions import PythonTool
 
 MAX_ROUNDS = 8  # answers with calls in a row, until the user is asked for the next message

@@ -35,7 +35,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import asking, flags
-from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, shorten, show_answer, write_out
+from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, show_answer, write_out
 from infer.cli.remote import RemoteModel, RemoteStream, is_remote
 from infer.errors import (
     ConfigError,
@@ -45,6 +45,7 @@ from infer.errors import (
     InferError,
     QueueFull,
     RequestError,
+    shorten,
 )
 
 if TYPE_CHECKING:

@@ -60,9 +60,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         if args.scheme not in OPTIONS[name]:
             if (args.scheme, name) == ("awq", "asymmetric"):
                 raise ConfigError("awq is always asymmetric: each group has a zero; leave --asymmetric out")
-            has = [f"--{each.replace('_', '-')}" for each in OPTIONS if args.scheme in OPTIONS[each]]
+            has = [flags.flag(each) for each in OPTIONS if args.scheme in OPTIONS[each]]
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of {' and '.join(OPTIONS[name])}; "
+                f"{flags.flag(name)} is of {' and '.join(OPTIONS[name])}; "
                 f"{args.scheme} has {' and '.join(has) or 'nothing to choose'}"
             )
     if given.pop("asymmetric", False):

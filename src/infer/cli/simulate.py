@@ -135,9 +135,7 @@ def read_load(args: argparse.Namespace) -> Workload:
     if args.trace is not None:
         for name in ("num_requests", "seed"):
             if getattr(args, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is for --workload; a trace has its own requests"
-                )
+                raise ConfigError(f"{flags.flag(name)} is for --workload; a trace has its own requests")
         return to_workload(args.trace.name, read_trace(args.trace))
     requests = draw_trace(args.workload, num_requests=args.num_requests or 300, seed=args.seed or 0)
     return to_workload(args.workload, requests)

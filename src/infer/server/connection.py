@@ -178,16 +178,12 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._num_other_bytes = 0
-        self._timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+        self._timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _give_up(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
 
 
 class _AnswerTransport:

@@ -25,6 +25,7 @@ import re
 
 import orjson
 
+from infer.errors import shorten
 from infer.server.protocol.errors import ApiError
 
 MAX_LOGGED_REASON = 300
@@ -54,11 +55,9 @@ def redacted_reason(error: ApiError) -> str:
     if error.param and not is_named:
         said = said.replace(error.param, "...")
     said = _LONG_NUMBER.sub("...", said)
-    if len(said) > MAX_LOGGED_REASON:
-        said = said[: MAX_LOGGED_REASON - 3] + "..."
     code = f" code={error.code}" if error.code is not None else ""
     param = f' param="{error.param}"' if is_named else ""
-    return f"{code}{param} error={orjson.dumps(said).decode()}"
+    return f"{code}{param} error={orjson.dumps(shorten(said, MAX_LOGGED_REASON)).decode()}"
 
 
 def _hide_quoted(message: str) -> str:

@@ -49,6 +49,7 @@ from infer.errors import (
     UnknownModel,
     closest,
     json_type,
+    shorten,
     show_value,
 )
 from infer.server.state import current_id, current_record
@@ -191,18 +192,13 @@ class ApiError:
         await (replace(self, headers=closing) if has_body else self).send(send)
 
 
-def shorten(message: str) -> str:
-    """A message of at most MAX_MESSAGE_LEN characters."""
-    return message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
-
-
 def scrub(message: str) -> str:
     """A message without memory addresses and file paths, of at most MAX_MESSAGE_LEN characters."""
 
     def hide(found: re.Match[str]) -> str:
         return found[0] if found[0].rstrip(".") in ROUTES else "[path]"
 
-    return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message)))
+    return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message, MAX_MESSAGE_LEN)))
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -212,7 +208,8 @@ def to_api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, RequestError):
         status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
-        message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
+        is_foreign = isinstance(error, TemplateError)
+        message = scrub(str(error)) if is_foreign else shorten(str(error), MAX_MESSAGE_LEN)
         code = MODEL_NOT_FOUND if isinstance(error, UnknownModel) else None
         code = CONTEXT_EXCEEDED if isinstance(error, ContextOverflow) else code
         return ApiError(status=status, message=message, param=error.param, code=code)
