@@ -81,9 +81,9 @@ class PackedMatrix:
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows as float32: the matrix as an embedding."""
-        return operations.embed_packed(
+        return operations.embed(
             self._library, ids_T, self.data, self.scales,
-            num_rows=self.num_rows, size=self.size, bits=self.bits,
+            num_rows=self.num_rows, size=self.size, kind=self.bits,
         )  # fmt: skip
 
     def dequantized(self) -> torch.Tensor:

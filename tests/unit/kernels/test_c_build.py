@@ -115,7 +115,7 @@ for bits in (8, 4):
         matrix.lookup(torch.tensor([0, N - 1, N]))
         assert y.isfinite().all()
 operations.rms_norm(c, torch.randn(3, 45), torch.randn(45), 1e-5, 0.0)
-operations.gated_activation(c, torch.randn(3, 90), "silu")
+operations.activation(c, torch.randn(3, 90), "silu", is_gated=True)
 operations.activation(c, torch.randn(3, 45), "gelu_tanh")
 operations.layer_norm(c, torch.randn(3, 45), torch.randn(3, 45), torch.randn(45), torch.randn(45), 1e-5)
 operations.scale(c, torch.randn(3, 45), 1.5)

@@ -139,41 +139,21 @@ def pack_integers(
     _run_rows(library, library.pack, _PACK, size, num_rows, *fields)
 
 
-def embed(library: Library, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Rows of a dense table, as float32."""
-    num_rows, size = weight_VD.shape
-    assert weight_VD.is_contiguous(), weight_VD.stride()
-    return _embed(library, ids_T, weight_VD, None, num_rows, size, EMBEDDING_KINDS[weight_VD.dtype])
-
-
-def embed_packed(
-    library: Library,
-    ids_T: torch.Tensor,
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    num_rows: int,
-    size: int,
-    bits: int,
-) -> torch.Tensor:
-    """Rows of a packed matrix, as float32."""
-    return _embed(library, ids_T, data, scales, num_rows, size, bits)
-
-
-def _embed(
+def embed(
     library: Library,
     ids_T: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor | None,
+    *,
     num_rows: int,
     size: int,
     kind: int,
 ) -> torch.Tensor:
+    """Rows of a matrix as float32, [T, D]; `kind`: of EMBEDDING_KINDS, or the bits of a packed matrix."""
     assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
     T = ids_T.shape[0]
     out_TD = empty((T, size))
-    fields = ids_T, out_TD, size, num_rows, data, scales, kind
-    _run_rows(library, library.embed, _EMBED, size, T, *fields)
+    _run_rows(library, library.embed, _EMBED, size, T, ids_T, out_TD, size, num_rows, data, scales, kind)
     return out_TD
 
 
@@ -229,18 +209,9 @@ def scale(library: Library, x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     return y_TD
 
 
-def gated_activation(library: Library, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return act(gate) * up of [T, 2F]."""
-    return _activation(library, gate_up, gate_up.shape[1] // 2, activation, is_gated=True)
-
-
-def activation(library: Library, x_TF: torch.Tensor, name: str) -> torch.Tensor:
-    """Return act(x) of [T, F]."""
-    return _activation(library, x_TF, x_TF.shape[1], name, is_gated=False)
-
-
-def _activation(library: Library, x: torch.Tensor, size: int, name: str, *, is_gated: bool) -> torch.Tensor:
-    T = x.shape[0]
+def activation(library: Library, x: torch.Tensor, name: str, *, is_gated: bool = False) -> torch.Tensor:
+    """Return act(x) of [T, F], or of a gate and what it is multiplied with, [T, 2F], act(gate) * up."""
+    T, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     y_TF = empty((T, size))
     columns = min(size, 1024)
     args = _fill(_GATE, T, x, x.stride(0), y_TF, size, is_gated, _ACTIVATION_KINDS[name], columns)

@@ -29,7 +29,8 @@ def embed(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> to
     c = library() if on_cpu(table_VD) and dtype is torch.float32 else None
     is_plain = ids_T.dim() == 1 and ids_T.dtype is torch.int64 and table_VD.is_contiguous()
     if c is not None and is_plain and table_VD.dtype in operations.EMBEDDING_KINDS:
-        return operations.embed(c, ids_T, table_VD)
+        (num_rows, size), kind = table_VD.shape, operations.EMBEDDING_KINDS[table_VD.dtype]
+        return operations.embed(c, ids_T, table_VD, None, num_rows=num_rows, size=size, kind=kind)
     return embed_reference(ids_T, table_VD, dtype)
 
 

@@ -92,7 +92,7 @@ def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Turn [T, 2F] into [T, F]: the activated first half times the second half."""
     if not use_triton(gate_up):
         if (c := use_c(gate_up)) and activation in ACTIVATIONS and gate_up.dim() == 2:
-            return operations.gated_activation(c, gate_up, activation)
+            return operations.activation(c, gate_up, activation, is_gated=True)
         return gated_activation_reference(gate_up, activation)
     find_activation(activation)
     assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"
