@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from itertools import chain
 from time import perf_counter
 
 import msgspec
@@ -37,9 +38,8 @@ from infer.scheduling.sequence import Sequence, SequenceGroup
 from infer.structured.compiler import Grammar
 from infer.structured.guide import ENDED, Guide
 
-Sampled = tuple[
-    Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]
-]  # a sequence, its ids, their logprobs
+# a sequence, its ids, their logprobs
+Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]
 
 ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
 
@@ -99,12 +99,6 @@ class RequestTable:
         if parent.seq_id in self.guides:
             self.guides[child.seq_id] = self.guides[parent.seq_id].copy()
         return child
-
-    def _fork_leader(self, leader: Sequence, count: int) -> list[Sequence]:
-        """All sequences of a request, once its prompt is computed."""
-        leader.num_samples = 1
-        self.waiting_for_ids.discard(leader.group.request.request_id)
-        return [leader, *(self._fork(leader, index) for index in range(1, count))]
 
     # -- to go on ---------------------------------------------------------------------------------
 
@@ -183,7 +177,9 @@ class RequestTable:
                 assert row is not None, "beams always ask for logprobs"
                 offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
             elif seq.num_samples > 1 and ids and seq.finish_reason is None:
-                members = self._fork_leader(seq, len(ids))
+                seq.num_samples = 1
+                self.waiting_for_ids.discard(seq.request_id)
+                members = [seq, *(self._fork(seq, index) for index in range(1, len(ids)))]
                 for member, token_id, row in zip(members, ids, logprobs, strict=True):
                     yield member, (token_id,), (row,)
             elif not seq.is_beam:
@@ -259,32 +255,28 @@ class RequestTable:
         `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
         """
         drawing = plan.chunks.draws.nonzero()[0].tolist()
-        guided = [
-            (number, sequences[number]) for number in drawing if sequences[number].seq_id in self.guides
-        ]
-        outputs: list[StepOutput] = []
-        for place, ids, num_drawn in self._jumps_of([seq for _, seq in guided], len(sequences)):
-            number, seq = guided[place]
-            outputs += self._append(seq, ids, num_drawn)
-            dropped.add(number)
-        return outputs
+        guided = {number: sequences[number] for number in drawing if sequences[number].seq_id in self.guides}
+        outputs = self._jump(guided, len(sequences))
+        dropped.update(outputs)
+        return list(chain(*outputs.values()))
 
     def jump_all(self) -> list[StepOutput]:
         """Append what must follow in every guided sequence, while no step is under way."""
         running = self._scheduler.running
-        guided = [seq for seq in running if seq.seq_id in self.guides]
-        jumps = self._jumps_of(guided, len(running))
-        return [output for place, ids, num in jumps for output in self._append(guided[place], ids, num)]
+        guided = {seq.seq_id: seq for seq in running if seq.seq_id in self.guides}
+        return list(chain(*self._jump(guided, len(running)).values()))
 
-    def _jumps_of(self, guided: Seq[Sequence], num_sequences: int) -> list[tuple[int, tuple[int, ...], int]]:
-        """Which of these sequences get ids that must follow, and what `_due` says; none: it is not worth it.
+    def _jump(self, guided: Mapping[int, Sequence], num_sequences: int) -> dict[int, list[StepOutput]]:
+        """Append what must follow in these sequences; the outputs that say so, of those that got any.
 
-        The step that computes them is longer for all.
+        None gets any where that is not worth it: the step that computes them is longer for all.
         """
-        due = [(place, *self._due(seq)) for place, seq in enumerate(guided)]
-        jumps = [each for each in due if each[1]]
-        num_saved = sum(len(ids) - num_drawn for _, ids, num_drawn in jumps)
-        return jumps if self._is_worth_it(num_saved, num_sequences) else []
+        due = {name: self._due(seq) for name, seq in guided.items()}
+        jumps = {name: (ids, num_drawn) for name, (ids, num_drawn) in due.items() if ids}
+        num_saved = sum(len(ids) - num_drawn for ids, num_drawn in jumps.values())
+        if not self._is_worth_it(num_saved, num_sequences):
+            return {}
+        return {name: self._append(guided[name], *jump) for name, jump in jumps.items()}
 
     def _is_worth_it(self, num_saved: int, num_sequences: int) -> bool:
         """Whether enough draws are saved: as many as the batch has sequences.
