@@ -47,6 +47,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from typing import NamedTuple
 
 from infer.engine.admission import admit, seed_of
@@ -105,7 +106,7 @@ class Engine:
         self.scheduler = scheduler
         self.phases = phases or Phases()  # of its start
         self.context_len = context_len
-        self._form = form or EngineForm()
+        self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
         self._runner = runner
@@ -226,11 +227,7 @@ class Engine:
             num_grammar_failures=self._compiling.num_failures,
             grammar_s=self._compiling.seconds.total,
             grammar_times=tuple(self._compiling.seconds.counts),
-            dtype=self._form.dtype,
-            weights=self._form.weights,
-            kv_cache_dtype=self._form.kv_cache_dtype,
-            products=self._form.products,
-            gpu=self._form.gpu,
+            **self._form,
         )
 
     def reset_prefix_cache(self) -> int:

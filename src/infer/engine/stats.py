@@ -7,7 +7,8 @@ keeps the last snapshot of each life, and `add_counters` makes one story of them
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds for the size of a step
 
@@ -49,30 +50,19 @@ class EngineStats(EngineForm):
 
 GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
 
-COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "num_step_tokens",
-    "num_queried_tokens",
-    "num_hit_tokens",
-    "num_restarts",
-    "num_grammar_failures",
-    "grammar_s",
-)
+GAUGES = ("num_running", "num_waiting", "block_size", "num_blocks", "num_used_blocks", "num_cached_blocks")
 
 
 def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:
     """The snapshot `now` of an engine whose earlier lives counted `past`."""
-    counted = {name: getattr(now, name) + getattr(past, name) for name in COUNTERS}
-    for name in ("step_sizes", "grammar_times"):
-        counted[name] = _add_buckets(getattr(now, name), getattr(past, name))
+    counted: dict[str, Any] = {}
+    for name in {field.name for field in fields(EngineStats)} - {field.name for field in fields(EngineForm)}:
+        new, old = getattr(now, name), getattr(past, name)
+        if isinstance(new, tuple):  # counters of buckets
+            counted[name] = tuple(map(sum, zip(new, old, strict=True))) if new and old else new or old
+        elif name not in GAUGES:
+            counted[name] = new + old
     return replace(now, **counted)
-
-
-def _add_buckets(now: tuple[int, ...], past: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(now, past, strict=True)) if now and past else now or past
 
 
 def is_progress(before: EngineStats, after: EngineStats) -> bool:
