@@ -32,9 +32,9 @@ from infer.cache.memory import kv_bytes_per_token
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, kept_as
 from infer.errors import EngineError
-from infer.execution.cpu_step import can_read
+from infer.execution.cpu_step import attention_library
 from infer.kernels.attention.paged import attend_paged
-from infer.kernels.cpu.library import Library, library
+from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.operations import attend
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.find.default_model import FILE_SHA256
@@ -110,7 +110,7 @@ def _attention(target: BenchTarget, batch: int, context: int, seed: int) -> tupl
 def _c_kernel(target: BenchTarget) -> Library | None:
     """Return the C library, if it is built and its attention can read this model's keys."""
     loaded = target.loaded
-    return library() if can_read(loaded.device, loaded.dtype, loaded.config.head_dim) else None
+    return attention_library(loaded.device, loaded.dtype, loaded.config.head_dim)
 
 
 def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:

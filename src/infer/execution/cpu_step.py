@@ -222,16 +222,10 @@ class CpuSteps:
             self._head = recording.program()
 
 
-def can_run(model: Model, store: KVStore) -> bool:
-    """Whether attention.c can read this store."""
-    return can_read(store.device, store.dtype, model.config.head_dim)
+def attention_library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Library | None:
+    """The C kernels, if attention.c reads keys and values where they lie; None: it cannot, or is not built.
 
-
-def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention.c can read keys and values where they lie: in float32, heads it has room for."""
-    return device_kind(device) == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
-
-
-def has_c_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention.c is built, and reads keys and values of this kind where they lie."""
-    return can_read(device, dtype, head_dim) and library() is not None
+    It does on a CPU in float32, of heads that it has room for.
+    """
+    can_read = device_kind(device) == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
+    return library() if can_read else None

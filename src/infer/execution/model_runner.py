@@ -21,13 +21,12 @@ from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import DeviceLost
 from infer.execution.batch import PagedStep, StepBatch, has_embeddings, needed_tokens
-from infer.execution.cpu_step import CpuSteps, can_run
+from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.runner import StepResult, SyncRunner
 from infer.execution.split_step import split_step
-from infer.kernels.cpu.library import library
 from infer.layers.attention import StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -61,8 +60,8 @@ class ModelRunner(SyncRunner):
         self._is_split = self._backend != self._decode_backend
         self._cpu: CpuSteps | None = None
         if "c" in (self._backend, self._decode_backend):
-            c = library()
-            assert c is not None and can_run(model, store), "resolve.py has asked whether the C kernel can"
+            c = attention_library(store.device, store.dtype, model.config.head_dim)
+            assert c is not None, "resolve.py has asked whether the C kernel can"
             records = record_cpu_step and not self._is_split
             self._cpu = CpuSteps(c, model, store, state, max_batch_size, record=records)
         logits = None if self._cpu is None else self._cpu.logits

@@ -66,12 +66,9 @@ def onednn_refuses_bfloat16() -> bool:
 
     On x86 PyTorch asks what the CPU can do before it asks for a product; on ARM it does not.
     """
-    return platform.machine() in ("aarch64", "arm64") and _onednn_lacks_bfloat16()
-
-
-def _onednn_lacks_bfloat16() -> bool:
-    """False as well where PyTorch was built without oneDNN."""
-    has_bfloat16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if platform.machine() not in ("aarch64", "arm64"):
+        return False
+    has_bfloat16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # None: built without oneDNN
     return has_bfloat16 is not None and not has_bfloat16()
 
 
