@@ -21,7 +21,7 @@ Every operation costs O(1) per block it names. Invariant, verified by `check()`:
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -58,7 +58,7 @@ class BlockAllocator:
         self.place = place
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack, to be read only: block 0 leaves first
         self._ref_counts = [0] * num_blocks
-        self._held: dict[Owner, set[int]] = {}  # no empty sets
+        self._held: defaultdict[Owner, set[int]] = defaultdict(set)  # no empty sets: `get` where it is read
         self._idle: OrderedDict[int, None] = OrderedDict()  # a queue: longest idle first
         self._random = None if placement_seed is None else random.Random(placement_seed)
 
@@ -91,7 +91,7 @@ class BlockAllocator:
     def take(self, count: int, owner: Owner) -> list[int]:
         """Hand out `count` free blocks with one reference each, or none at all."""
         assert count >= 0, f"count must not be negative, got {count}"
-        free, counts = self.free, self._ref_counts
+        free = self.free
         if count > len(free):
             raise OutOfBlocks(
                 f"need {count} {self.place} blocks, {len(free)} of {self.num_blocks} are free; "
@@ -99,36 +99,25 @@ class BlockAllocator:
             )
         if self._random is not None:
             _move_random_to_end(free, count, self._random)
-        blocks: list[int] = []
-        held = self._held.get(owner)
-        if held is None:
-            held = set()
-            if count:
-                self._held[owner] = held
-        while len(blocks) < count:
-            block = free.pop()
-            counts[block] = 1
-            held.add(block)
-            blocks.append(block)
+        blocks = free[: -count - 1 : -1]  # from the top of the stack
+        del free[len(free) - count :]
+        for block in blocks:
+            self._ref_counts[block] = 1
+        if blocks:
+            self._held[owner].update(blocks)
         return blocks
 
     def adopt(self, block: int) -> None:
         """Let the prefix tree hold a block as well that a sequence holds, and that it does not hold yet."""
         self._ref_counts[block] += 1
-        cached = self._held.get(PREFIX_TREE)
-        if cached is None:
-            self._held[PREFIX_TREE] = {block}
-        else:
-            cached.add(block)
+        self._held[PREFIX_TREE].add(block)
 
     def share(self, blocks: Sequence[int], owner: Owner) -> None:
         """Add one reference of `owner` to each block; each must be held already, and not by `owner`."""
         if not blocks:
             return
         counts, num_blocks, idle = self._ref_counts, self.num_blocks, self._idle
-        held = self._held.get(owner)
-        if held is None:
-            held = set()
+        held = self._held.get(owner, _NOTHING)
         for block in blocks:
             if block in held or not 0 <= block < num_blocks or not counts[block]:
                 raise self._cannot_share(block, owner)
@@ -138,8 +127,7 @@ class BlockAllocator:
             counts[block] += 1
             if counts[block] == 2:
                 idle.pop(block, None)
-        held.update(blocks)
-        self._held[owner] = held
+        self._held[owner].update(blocks)
 
     def drop(self, blocks: Sequence[int], owner: Owner) -> None:
         """Give back one reference of `owner` on each block; the last reference frees the block.

@@ -94,13 +94,11 @@ def longest_table(
     windows: Sequence[int | None], num_blocks: int, block_size: int, max_chunk: int | None
 ) -> int:
     """The length that the tables of one sequence can reach with this many blocks."""
-    lengths = range(ENDLESS)
-    return (
-        bisect_right(
-            lengths, num_blocks, key=lambda length: blocks_of_sequence(windows, length, block_size, max_chunk)
-        )
-        - 1
-    )
+
+    def num_held(length: int) -> int:
+        return blocks_of_sequence(windows, length, block_size, max_chunk)
+
+    return bisect_right(range(ENDLESS), num_blocks, key=num_held) - 1
 
 
 def _choose_planes(group_sizes: dict[int | None, int]) -> int:

@@ -60,9 +60,7 @@ class ModelConfig:
     mlp_bias: bool = False
     gated_mlp: bool = True  # GPT-2: up and down alone
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
-    layer_windows: tuple[
-        int | None, ...
-    ] = ()  # per layer: sliding window in tokens, None = full; () = all full
+    layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables

@@ -20,12 +20,8 @@ from infer.loader.find.default_model import is_offline
 # Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf), but
 # for 1_Pooling, which says how a model made for embeddings is used.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-UNWANTED = [
-    "[!1]*/*",
-    "1[!_]*/*",
-    "1_[!P]*/*",
-    "consolidated*",
-]  # consolidated.safetensors: the same weights again, in another layout
+# consolidated.safetensors: the same weights again, in another layout
+UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!P]*/*", "consolidated*"]
 
 
 def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:
