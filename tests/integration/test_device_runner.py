@@ -22,7 +22,7 @@ from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
 from infer.execution.gpu import masks as device_masks
 from infer.execution.gpu import rows as device_rows
-from infer.execution.gpu.readback import PendingStep
+from infer.execution.gpu.readback import HostCopy, PendingStep
 from infer.execution.gpu.runner import DeviceRunner
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.plan import StepPlan
@@ -263,7 +263,7 @@ class LateDevice:
         work = functools.partial(buffer.copy_, ids_S)
         self.queue.append(work)
         event = SimpleNamespace(synchronize=lambda: self.arrive(work))
-        return PendingStep(step, buffer, event, num_chunks)  # type: ignore[arg-type]
+        return PendingStep(step, HostCopy(buffer, event), num_chunks)  # type: ignore[arg-type]
 
     def arrive(self, work: Callable[[], object]) -> None:
         self.longest = max(self.longest, len(self.queue))

@@ -54,17 +54,12 @@ class HostCopy(NamedTuple):
 class PendingStep:
     """A step that was launched and whose ids are on their way; call it to wait for its result."""
 
-    __slots__ = ("_asked", "_buffer", "_event", "_places", "_prompts", "_step", "_table", "num_chunks")
-
-    def __init__(
-        self, step: int, buffer: torch.Tensor, event: torch.cuda.Event | None, num_chunks: int
-    ) -> None:
-        self._step, self._buffer, self._event = step, buffer, event
+    def __init__(self, step: int, ids: HostCopy, num_chunks: int) -> None:
+        self._step, self._ids = step, ids
         self.num_chunks = num_chunks
         self._places: list[tuple[int, int]] | None = None
         self._prompts: list[PromptTable] = []
-        self._asked: Asked | None = None
-        self._table: HostCopy | None = None
+        self._asked: tuple[list[int], list[int], HostCopy] | None = None
 
     def scatter(self, places: list[tuple[int, int]], prompts: list[PromptTable] | None = None) -> PendingStep:
         """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer.
@@ -76,23 +71,20 @@ class PendingStep:
 
     def attach(self, asked: Asked, table: HostCopy) -> None:
         """Let the result have logprobs, from a table on its way."""
-        self._asked, self._table = asked, table
+        self._asked = asked.places, asked.counts, table  # and not the logits, which need not be kept
 
-    def arrive(self) -> None:
+    def arrive(self) -> torch.Tensor:
         """Wait for the ids."""
-        if self._event is not None:
-            self._event.synchronize()
+        return self._ids.wait()
 
     def settle(self) -> None:
         """Wait for the ids and keep them: the buffer may be written again."""
-        self.arrive()
-        self._buffer, self._event = self._buffer.clone(), None
+        self._ids = HostCopy(self.arrive().clone(), None)
 
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
-            self.arrive()
-            arrived: list[int] = self._buffer.tolist()
+            arrived: list[int] = self.arrive().tolist()
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {self._step}") from error
@@ -108,10 +100,9 @@ class PendingStep:
     def _logprobs(self, ids: list[int]) -> list[tuple[RowLogprobs | None, ...]]:
         """The logprobs of each id whose row asked and has a token."""
         rows: list[tuple[RowLogprobs | None, ...]] = [(None,)] * len(ids)
-        if self._asked is not None and self._table is not None:
-            places, counts, _ = self._asked
-            table = self._table.wait()
-            found = read_logprobs(table, [ids[place] for place in places], counts)
+        if self._asked is not None:
+            places, counts, table = self._asked
+            found = read_logprobs(table.wait(), [ids[place] for place in places], counts)
             for place, row in zip(places, found, strict=True):
                 rows[place] = (row if ids[place] != NO_TOKEN else None,)
         return rows
@@ -144,11 +135,11 @@ class Readback:
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()
-        pending = PendingStep(step, buffer, event, num_chunks)
+        pending = PendingStep(step, HostCopy(buffer, event), num_chunks)
         self._last.append(pending)
         if asked is not None:
             with torch.inference_mode():
-                pending.attach(asked._replace(logits_SV=_NOTHING), self._take_logprobs(asked, ids_S))
+                pending.attach(asked, self._take_logprobs(asked, ids_S))
         return pending
 
     def settle(self) -> None:
@@ -206,9 +197,6 @@ def _logprob_parts(asked: Asked, ids_S: torch.Tensor, num_rows: int) -> list[tor
         logprob_table(asked.logits_SV[part_K], ids_S[part_K], width)
         for part_K in torch.split(send(torch.tensor(asked.places), ids_S.device), num_rows)
     ]
-
-
-_NOTHING = torch.empty(0)  # in place of logits that are not needed any more
 
 
 def _event() -> torch.cuda.Event:
