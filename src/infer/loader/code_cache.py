@@ -116,7 +116,7 @@ class CodeCache:
 
     def keep(self) -> None:
         """Write the file, if making the codes took long; a disk that cannot take it is a line in the log."""
-        seconds = sum(projection.making_seconds for projection in self.projections.values())
+        seconds = sum(projection.making_seconds() for projection in self.projections.values())
         if self.path is None or seconds <= SLOW_SECONDS:
             return
         tensors, unfinished = self._tensors(), self.path.with_suffix(f".{os.getpid()}")

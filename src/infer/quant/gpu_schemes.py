@@ -6,9 +6,10 @@ So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), nev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import starmap
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import expand
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
-from infer.kernels.runtime.dispatch import synchronize, use_triton
+from infer.kernels.runtime.dispatch import moment, seconds_between, use_triton
 from infer.quant.coded import CodedRows
 from infer.quant.gpu_coded import Coded
 from infer.quant.projection import IN, OUT, Choices, Leaf, Projection, Source, WeightSpec
@@ -33,6 +34,7 @@ class GPUWeights(Coded):
         assert spec.form is not None, spec
         self.scheme = spec.form.codes
         self.stack: CodedWeights | None = None  # of all experts
+        self._made: list[tuple[Any, Any]] = []  # moments before and after codes were made
         super().__init__(spec, matrices)
 
     @classmethod
@@ -91,14 +93,16 @@ class GPUWeights(Coded):
         matrix, start = self.matrices[expert or 0], self.spec.part_rows(part).start
         form, device = self.coded_form(), self.spec.device
         for first, rows in self._rows(source, transposed):
-            synchronize(device)
-            begin = time.monotonic()
+            begin = moment(device)
             fitted = fit_rows(rows, form) if isinstance(rows, CodedRows) else None
             if fitted is None:
                 fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, form)
             matrix.fill(start + first, *fitted)
-            synchronize(device)
-            self.making_seconds += time.monotonic() - begin
+            self._made.append((begin, moment(device)))
+
+    def making_seconds(self) -> float:
+        """The time that the device took to round, without that of reading."""
+        return sum(starmap(seconds_between, self._made))
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
         by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device

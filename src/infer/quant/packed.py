@@ -98,7 +98,7 @@ class Packed(Projection):
     bits: int
 
     def __init__(self, spec: WeightSpec, matrices: list[PackedMatrix] | None = None) -> None:
-        self.matrices = matrices or []
+        self.matrices, self._making_seconds = matrices or [], 0.0
         super().__init__(spec)
 
     def leaves(self) -> Mapping[str, Leaf]:
@@ -131,7 +131,11 @@ class Packed(Projection):
         assert leaf == "weight", leaf
         start = time.monotonic()
         self._pack(source, part, expert, transposed)
-        self.making_seconds += time.monotonic() - start
+        self._making_seconds += time.monotonic() - start
+
+    def making_seconds(self) -> float:
+        """The time that quantising took."""
+        return self._making_seconds
 
     def _pack(self, source: Source, part: str | None, expert: int | None, transposed: bool) -> None:
         matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start

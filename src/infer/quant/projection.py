@@ -178,7 +178,6 @@ class Projection:
     scheme = ""  # its name in the registry
     can_add = False  # `add_to` does more than multiply: the layer returns a `PendingProduct`
     batch_invariant = False  # a row's bits do not depend on the other rows (`deterministic`)
-    making_seconds = 0.0  # that `load` has spent on codes which a file did not have (loader/code_cache.py)
 
     def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.spec = spec
@@ -228,6 +227,10 @@ class Projection:
         """Bring one tensor of the checkpoint into its place; `transposed`: it is stored [in, out]."""
         place = self.place(leaf, part, expert)
         source.copy_to(place.T if transposed and place.dim() == 2 else place)
+
+    def making_seconds(self) -> float:
+        """What `load` has spent on codes that no file had: many are worth keeping (loader/code_cache.py)."""
+        return 0.0
 
     def num_bytes(self) -> int:
         """The memory of the weights, wherever they are; the bias is the layer's."""

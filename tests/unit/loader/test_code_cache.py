@@ -86,7 +86,7 @@ def test_a_second_start_reads_what_the_first_made(
     coded = [
         m.stored for m in second.model.modules() if isinstance(m, Projected) and m.stored.scheme != "none"
     ]
-    assert coded and all(projection.making_seconds == 0 for projection in coded)
+    assert coded and all(projection.making_seconds() == 0 for projection in coded)
     assert_same(first, second)
 
 

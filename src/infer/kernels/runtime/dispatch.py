@@ -35,6 +35,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -211,6 +212,24 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that a GPU has been given to do; elsewhere nothing is left."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def moment(device: torch.device) -> float | torch.cuda.Event:
+    """Now, as a device sees it: when it has done all that it was given before. Nothing waits for that."""
+    if not is_gpu(device):
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+    """The time from one moment of a device to a later one; waits for the later one."""
+    if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+    assert isinstance(first, float) and isinstance(last, float), (first, last)
+    return last - first
 
 
 def next_power_of_two(size: int) -> int:
