@@ -39,6 +39,7 @@ from infer.kernels.cpu.operations import attend
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.find.default_model import FILE_SHA256
 from infer.loader.find.source import resolve_model
+from infer.loader.random_weights import make_generator
 
 BLOCK_SIZE = 16
 CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows
@@ -88,7 +89,7 @@ def _attention(target: BenchTarget, batch: int, context: int, seed: int) -> tupl
     """Return a call to time, and the bytes of keys and values it must read."""
     loaded, config = target.loaded, target.loaded.config
     per_sequence = -(-context // BLOCK_SIZE)
-    generator = torch.Generator().manual_seed(seed)
+    generator = make_generator("cpu", seed)
     order = torch.randperm(batch * per_sequence, generator=generator).view(batch, per_sequence)
     like: dict[str, Any] = {"device": loaded.device, "dtype": loaded.dtype}
     store = (batch * per_sequence * BLOCK_SIZE, config.num_kv_heads, config.head_dim)

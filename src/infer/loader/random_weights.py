@@ -10,7 +10,9 @@ them around zero), biases small. What such a model says is noise; how long it ta
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,11 +105,18 @@ class RandomMatrix:
         return
 
 
+def make_generator(device: torch.device | str, seed: int) -> torch.Generator:
+    """A generator of random numbers, also in a process that has put off what PyTorch 2.13 makes one with."""
+    with suppress(ImportError):  # an older PyTorch, which needs none of it
+        importlib.import_module("torch._prims.rng_prims")  # client/imports.py puts off what would import it
+    return torch.Generator(device).manual_seed(seed)
+
+
 @torch.no_grad()
 def fill_random(model: Model, seed: int = 0) -> None:
     """Give every parameter a value, where it lies; the same seed gives the same values on one device."""
     device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = make_generator(device, seed)
     coded = [m.stored for m in model.modules() if isinstance(m, Projected) and m.stored.scheme != DENSE]
     for projection in coded:
         spec = projection.spec

@@ -41,6 +41,20 @@ def test_an_engine_needs_none_of_it_and_a_compiler_gets_all_of_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
+RANDOM = """
+from infer.client.imports import quick_imports
+with quick_imports():
+    from infer.loader.random_weights import make_generator
+import torch
+assert torch.equal(*(torch.rand(4, generator=make_generator("cpu", 1)) for _ in range(2)))
+"""
+
+
+def test_random_weights_can_be_made_where_pytorch_was_imported_quickly() -> None:
+    done = subprocess.run([sys.executable, "-c", RANDOM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_that_fails_late_says_so_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_late.py").write_text("raise RuntimeError('broken')")
     monkeypatch.syspath_prepend(str(tmp_path))
