@@ -205,7 +205,7 @@ def cpu_page(text: str) -> str:
     (threads, engines), clock = next(iter(found["threads"].items())), _cpu_clock(found)
     one, many, prompt = (engines[CPU_DEFAULT][name][clock] for name in ("decode 1", "decode 8", "prefill"))
     line = (
-        f"{found['machine']['cpu']}, of which {threads} used, {found['of'][CPU_DEFAULT]['instruction_set']}: "
+        f"{found['machine']['cpu']}, {threads} used here, {found['of'][CPU_DEFAULT]['instruction_set']}: "
         f"**{one:,.0f} tokens per second** for one sequence, {many:,.0f} for eight, "
         f"{prompt:,.0f} tokens of a prompt per second."
     )

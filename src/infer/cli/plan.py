@@ -240,6 +240,12 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             f"The model's context is {plan.choice.max_seq_len} tokens; this cache serves sequences of up to "
             f"{plan.longest_sequence}."
         )
+        given = plan.resolved.settings.cache
+        if plan.machine.cache_share < 1 and not (given.kv_cache_memory or given.num_blocks):
+            share = given.kv_cache_share or plan.machine.cache_share
+            lines.append(
+                f"It has {share:.0%} of what weights leave; --kv-cache-memory or --kv-cache-share gives more."
+            )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
     named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
     lines.append(f"Start with: infer generate {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
