@@ -163,11 +163,6 @@ def _draw_rows(logits_SV: torch.Tensor, best_S: torch.Tensor, rows: Sequence[Sam
     return ids_S
 
 
-def _draw_whole(scaled_SV: torch.Tensor, keys_S2: torch.Tensor) -> torch.Tensor:
-    every_id = torch.arange(scaled_SV.shape[1], dtype=torch.int32, device=scaled_SV.device)
-    return draw(scaled_SV, keys_S2, every_id.unsqueeze(0))
-
-
 def _draw_filtered(
     scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor
 ) -> torch.Tensor:
@@ -180,5 +175,6 @@ def _draw_filtered(
     wide = [i for i, is_complete in enumerate(is_complete_S.tolist()) if not is_complete]
     if wide:
         rows_SV = filter_rows(_rows_of(scaled_SV, wide), [params[i] for i in wide])
-        ids_S[wide] = _draw_whole(rows_SV, _rows_of(keys_S2, wide))
+        every_id = torch.arange(rows_SV.shape[1], dtype=torch.int32, device=rows_SV.device)
+        ids_S[wide] = draw(rows_SV, _rows_of(keys_S2, wide), every_id.unsqueeze(0))
     return ids_S

@@ -167,11 +167,11 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, args: list[Any]) -> None:
     """Refuse arguments out of which too much would be made."""
-    if name in REFUSED_METHODS or ("format" in name and any(map(_has_width, args))):
+    texts = [arg for arg in args if isinstance(arg, str)]
+    if name in REFUSED_METHODS or ("format" in name and any(map(_FORMAT_SIZES.search, texts))):
         raise jinja2.exceptions.SecurityError(f"templates may not call {name}, or not with a width")
     if name not in ("range", "tick") and any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
         raise jinja2.exceptions.SecurityError(f"{name} may not be given numbers above {MAX_NUMBER}")
-    texts = [arg for arg in args if isinstance(arg, str)]
     if name == "replace" and len(texts) >= 3:  # the text, what to replace, by what
         current.get().spend(texts[0].count(texts[1]) * len(texts[2]))
     elif name == "join":
@@ -180,10 +180,6 @@ def _check(name: str, args: list[Any]) -> None:
     elif name == "indent" and texts:
         width = sum(arg for arg in args[1:] if isinstance(arg, int)) + sum(map(len, texts[1:])) + 4
         current.get().spend(width * (texts[0].count("\n") + 1))
-
-
-def _has_width(value: Any) -> bool:
-    return isinstance(value, str) and _FORMAT_SIZES.search(value) is not None
 
 
 def _pay_deeply(value: Any) -> None:
