@@ -274,7 +274,9 @@ class ProjectedContract(OnDevice):
             backend: str = "triton", chunks: PrefillChunks | None = None
         ) -> tuple[DeviceStep, SimpleNamespace]:
             keys, values = [None, paged.keys.clone()], [None, paged.values.clone()]
-            store = SimpleNamespace(keys=keys, values=values, tables=[0, 0], scales=[None, None])
+            store = SimpleNamespace(
+                keys=keys, values=values, tables=[0, 0], scales=[None, None], fixed=[None, None]
+            )
             step = DeviceStep(
                 cast(KVStore, store), paged.tables[None], work, block_size=16,
                 positions_T=(lens_S.long() - 1).clamp(min=0), slots_KT=slots[None], rows_S=rows_S,
