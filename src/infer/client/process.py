@@ -213,7 +213,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
                 while engine.prepare():
                     pass
             freeze()  # the model and its parts live as long as the process
-            phases = {"spawn": spawn_s, **engine.phases.seconds()}
+            phases = {"spawn": spawn_s, **engine.phases}
             served = engine.family, engine.context_len, engine.model_len
             ready = messages.encode(messages.Ready(engine.stats(), *served, phases))
             for socket in sockets:

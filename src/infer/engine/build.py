@@ -78,7 +78,7 @@ def build_engine(
     config = resolve_for(settings, loaded)
     if steps_ahead is not None and config.steps_ahead:
         config = replace(config, steps_ahead=steps_ahead)
-    phases = phases or Phases()
+    phases = Phases() if phases is None else phases
     with phases("compile"):
         wait_for_linears = bind(
             loaded.model,

@@ -104,7 +104,7 @@ class Engine:
         token_bytes: TokenBytes | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.phases = phases or Phases()  # of its start
+        self.phases = Phases() if phases is None else phases  # of its start
         self.context_len = context_len
         self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served

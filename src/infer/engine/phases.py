@@ -13,11 +13,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 
-class Phases:
+class Phases(dict[str, float]):
     """Seconds by phase, in the order in which they began."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -26,15 +23,7 @@ class Phases:
         try:
             yield
         finally:
-            self.add(name, perf_counter() - started)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Count some time to a phase."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each phase so far."""
-        return dict(self._seconds)
+            self[name] = self.get(name, 0.0) + perf_counter() - started
 
 
 def spell_phases(seconds: dict[str, float]) -> str:
