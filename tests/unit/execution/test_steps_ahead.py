@@ -15,7 +15,7 @@ import torch
 
 from infer.errors import DeviceLost
 from infer.execution.gpu.readback import Readback
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.runner import MaskedStep
 from infer.execution.runner import StepResult
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import Chunk, StepPlan
@@ -289,7 +289,7 @@ def test_the_runner_waits_before_it_gives_out_lines_for_masks() -> None:
     runner: Any = mock.MagicMock()
     runner._readback.arrive.side_effect = lambda: calls.append("arrive")
     runner._rows.masks.take.side_effect = lambda count: calls.append(f"take {count}")
-    DeviceRunner.take_masks(runner, mock.MagicMock(step=7), 3)
+    MaskedStep(runner, mock.MagicMock(step=7), [], mock.MagicMock()).masks(3)
     assert calls == ["arrive", "take 3"]
 
 
@@ -298,4 +298,4 @@ def test_a_device_that_fails_before_masks_are_filled_is_lost() -> None:
     runner: Any = mock.MagicMock()
     runner._readback.arrive.side_effect = torch.AcceleratorError("misaligned address")
     with pytest.raises(DeviceLost, match="before step 7"):
-        DeviceRunner.take_masks(runner, mock.MagicMock(step=7), 3)
+        MaskedStep(runner, mock.MagicMock(step=7), [], mock.MagicMock()).masks(3)

@@ -410,39 +410,6 @@ class DeviceRunner:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
         return MaskedStep(self, plan, sequences, sample)
 
-    def sample_masked(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], numbers: Sequence[int],
-        masks_KW: np.ndarray, sample: Sample,
-    ) -> WaitForStep:  # fmt: skip
-        """Launch what samples a plan that was begun; these of its chunks have masks, in the lines taken."""
-        rows = plan.chunks.rows
-
-        def keep_masks(lines_KW: np.ndarray) -> None:  # for the host, which samples now or a part at a time
-            plan.masks = dict(zip(plan.chunks.seq_ids[numbers].tolist(), lines_KW, strict=True))
-
-        try:
-            try:
-                if self._needs_host(plan, sequences):
-                    keep_masks(masks_KW)
-                self._rows.masks.send(rows if len(numbers) == len(rows) else rows[numbers])
-                return sample()
-            except torch.OutOfMemoryError as error:
-                keep_masks(masks_KW.copy())
-                return self._launch_smaller(plan, sequences, error)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed in step {plan.step}") from error
-
-    def take_masks(self, plan: StepPlan, count: int) -> np.ndarray:
-        """So many lines of pinned memory for the masks of a plan that was begun.
-
-        The steps before it are waited for, whose sampler fetches the same lines; the engine has read them.
-        """
-        try:
-            self._readback.arrive()
-        except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed before step {plan.step}") from error
-        return self._rows.masks.take(count)
-
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
         """Launch a step up to its logits; returns what launches the rest."""
         decoded, self._decoded = self._decoded, None
@@ -732,13 +699,35 @@ class MaskedStep:
         self._masks_KW = np.empty((0, 0), dtype=np.int32)
 
     def masks(self, num_rows: int) -> np.ndarray:
-        """Pinned memory for so many masks: int32 [num_rows, ceil(vocabulary / 32)]."""
-        self._masks_KW = self._runner.take_masks(self._plan, num_rows)
+        """Pinned memory for so many masks: int32 [num_rows, ceil(vocabulary / 32)].
+
+        The steps before it are waited for, whose sampler fetches the same lines; the engine has read them.
+        """
+        try:
+            self._runner._readback.arrive()
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed before step {self._plan.step}") from error
+        self._masks_KW = self._runner._rows.masks.take(num_rows)
         return self._masks_KW
 
     def sample(self, numbers: Sequence[int]) -> WaitForStep:
         """Launch the sampler: mask k is that of the chunk `numbers[k]`, and other chunks have none."""
-        return self._runner.sample_masked(self._plan, self._sequences, numbers, self._masks_KW, self._sample)
+        runner, plan, rows = self._runner, self._plan, self._plan.chunks.rows
+
+        def keep_masks(lines_KW: np.ndarray) -> None:  # for the host, which samples now or a part at a time
+            plan.masks = dict(zip(plan.chunks.seq_ids[numbers].tolist(), lines_KW, strict=True))
+
+        try:
+            try:
+                if runner._needs_host(plan, self._sequences):
+                    keep_masks(self._masks_KW)
+                runner._rows.masks.send(rows if len(numbers) == len(rows) else rows[numbers])
+                return self._sample()
+            except torch.OutOfMemoryError as error:
+                keep_masks(self._masks_KW.copy())
+                return runner._launch_smaller(plan, self._sequences, error)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {plan.step}") from error
 
 
 def _launch_masked(step: UnsampledStep, plan: StepPlan) -> WaitForStep:
