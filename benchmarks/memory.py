@@ -135,7 +135,7 @@ def run_case(
     figures["num_repeated_steps"] = float(repeated)
     if on_gpu and not has_neighbour and (held := process_bytes()) is not None:
         figures["process_bytes"] = held
-    engine.scheduler.pool.check()
+    assert engine.scheduler.pool.audit_blocks() == []
     return figures
 
 

@@ -36,6 +36,7 @@ from infer.layers.bind import bind
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
 from infer.scheduling.plan import StepPlan
+from tests.support.books import check_books
 
 pytestmark = pytest.mark.gpu
 
@@ -170,7 +171,7 @@ def test_a_limit_holds_under_load_or_the_start_is_refused(loaded: LoadedModel, l
     assert found["num_errors"] == 0, found
     held = torch.cuda.memory_reserved() + GPU_RUNTIME_BYTES
     assert held <= int(limit.removesuffix("GiB")) * GIB, f"{held >> 20} MiB, {reserved_by_pool()}"
-    engine.scheduler.pool.check()
+    check_books(engine.scheduler.pool)
 
 
 def test_a_neighbour_that_takes_everything_costs_no_request(
@@ -219,4 +220,4 @@ def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
     found = serve(engine, make_requests(engine, 40, 1000, "r"))
     assert found["num_errors"] == 0, found
     assert repeated, f"256 MiB are too few for the largest steps; {reserved_by_pool()}"
-    engine.scheduler.check()
+    check_books(engine.scheduler)

@@ -19,6 +19,7 @@ from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import make_checkpoint
+from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES, build_like, reference_model
 from tests.support.fetched import fetched_model
 from tests.support.simple_loop import (
@@ -61,7 +62,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 def check_idle(engine: Engine) -> None:
     assert not engine.has_work
     assert engine.num_requests == 0
-    engine.scheduler.pool.check()
+    check_books(engine.scheduler.pool)
     assert engine.scheduler.pool.audit_blocks() == []
     assert engine.scheduler.pool.usage().num_used == 0
 

@@ -26,6 +26,7 @@ from infer.execution.model_runner import ModelRunner
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk, Chunks
 from infer.scheduling.request import Request, StepOutput
+from tests.support.books import check_books
 from tests.support.masked import Allow, mask_steps
 from tests.support.tiny import drain, greedy, make_engine, random_prompts
 
@@ -96,7 +97,7 @@ def serve(
             told += output.token_ids
             for row in (*output.logprobs, *(output.prompt_logprobs or ())):
                 told.append(None if row is None else (row.token_id, row.rank))
-        engine.scheduler.check()
+        check_books(engine.scheduler)
         assert engine.scheduler.pool.audit_blocks() == []
 
     for number, (prompt, wanted) in enumerate(zip(PROMPTS, params, strict=True)):

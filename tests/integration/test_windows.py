@@ -25,6 +25,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
+from tests.support.books import check_books
 from tests.support.checkpoints import VOCAB_SIZE, reference_model
 from tests.support.tiny import greedy, run_engine
 
@@ -144,7 +145,7 @@ def test_a_long_sequence_holds_only_its_windows_and_fits_a_small_cache(family: s
     while engine.has_work:
         for step in engine.step():
             output += step.token_ids
-        engine.scheduler.check()
+        check_books(engine.scheduler)
         assert pool.usage().num_used <= most
         for seq in engine.scheduler.running:
             if seq.num_tokens > len(prompt) + 8:  # it decodes

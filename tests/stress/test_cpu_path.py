@@ -17,6 +17,7 @@ from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.integration.test_cpu_weights import make_engine
+from tests.support.books import check_books
 from tests.support.tiny import drain, random_prompts, run_engine
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
@@ -69,7 +70,7 @@ def test_every_request_has_the_tokens_it_has_alone(family: str, knobs: dict[str,
         for output in engine.step():
             assert output.finish_reason != "error", output
             made[output.request_id, output.index] += output.token_ids
-        engine.scheduler.pool.check()
+        check_books(engine.scheduler.pool)
     drain(engine)
     assert engine.scheduler.num_preemptions > 0 and aborted
     for name, kind in kinds.items():

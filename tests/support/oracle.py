@@ -34,6 +34,7 @@ from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
+from tests.support.books import check_books
 from tests.support.simple_beams import Hypothesis, beam_search
 
 POISON = -1
@@ -363,7 +364,7 @@ class OracleWorld:
 
     def check_books(self) -> None:
         """Raise unless pool, scheduler and engine agree on who lives, runs, waits and holds what."""
-        self.scheduler.check()  # and the pool's own
+        check_books(self.scheduler)  # and the pool's own
         assert self.pool.audit_blocks() == []
         scheduler, live = self.scheduler, self.scheduler.sequences()
         assert scheduler.running == sorted((s for s in live if s.is_running), key=lambda s: s.sort_key)

@@ -21,6 +21,7 @@ from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.books import check_books
 
 VOCAB_SIZE = 300
 CONTEXT_LEN = 60
@@ -71,7 +72,7 @@ def drain(engine: Engine, max_steps: int = 5000) -> list[StepOutput]:
             break
         outputs += engine.step()
     pool = engine.scheduler.pool
-    pool.check()
+    check_books(pool)
     assert not engine.has_work
     assert pool.audit_blocks() == []
     assert pool.usage().num_used == 0

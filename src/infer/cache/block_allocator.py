@@ -13,7 +13,7 @@ most once, so a second drop is a bug and is refused by name. A block that only t
 holds is *idle*: it costs nothing to keep and can be taken back at once. Idle blocks queue in the order
 in which their last reader left, so the head of the queue is the least recently used one.
 
-Every operation costs O(1) per block it names. Invariant, verified by `check()`:
+Every operation costs O(1) per block it names. Invariant, asked for after every step of a test:
 
     free + held == num_blocks,  and the owners' holdings add up to the reference counts
 """
@@ -170,28 +170,6 @@ class BlockAllocator:
             if owner not in live_owners
             for block in sorted(held)
         ]
-
-    def check(self) -> None:
-        """Raise EngineError unless the invariant of this module holds; walks over everything."""
-        counted = [0] * self.num_blocks
-        for held in self._held.values():
-            for block in held:
-                counted[block] += 1
-        free = set(self.free)
-        num_held = sum(1 for refs in self._ref_counts if refs)
-        cached = self._held.get(PREFIX_TREE, _NOTHING)
-        claims = {
-            "the holdings of all owners add up to the reference counts": counted == self._ref_counts,
-            "no block is free twice": len(free) == len(self.free),
-            "a free block has no owner": not any(counted[block] for block in free),
-            "free + held == num_blocks": len(free) + num_held == self.num_blocks,
-            "an owner without blocks is forgotten": all(self._held.values()),
-            "idle means that only the prefix tree holds it": set(self._idle)
-            == {block for block in cached if counted[block] == 1},
-        }
-        for claim, is_true in claims.items():
-            if not is_true:
-                raise EngineError(f"the books of the {self.place} blocks are wrong: not so that {claim}")
 
     def _cannot_share(self, block: int, owner: Owner) -> EngineError:
         if 0 <= block < self.num_blocks and self._ref_counts[block]:

@@ -377,21 +377,6 @@ class PagedKVCachePool:
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
 
-    def is_shared(self, seq_id: int, start: int, stop: int) -> bool:
-        """Whether a block that holds one of the tokens `start` to `stop` has another owner as well."""
-        size = self.block_size
-        indices = slice(start // size, blocks_for(stop, size))
-        tables = self._books(seq_id).tables
-        return any(self._device.ref_count(block) > 1 for table in tables for block in table[indices])
-
-    def check(self) -> None:
-        """Raise EngineError unless every book agrees with every other; walks over everything."""
-        self._device.check()
-        self._host.check()
-        self._tree.check()
-        for books in self._sequences.values():
-            books.check(self._device, self._host, self._tree, self._most_held)
-
     def _books(self, seq_id: int) -> SequenceBooks:
         books = self._sequences.get(seq_id)
         if books is None:

@@ -114,11 +114,6 @@ class PrefixTree:
         labels: list[bytes] = np.frombuffer(array(ID_TYPE, tokens), self._label_type, num_blocks).tolist()
         return labels
 
-    def depth_of(self, number: int) -> int | None:
-        """How many blocks lie on the way to a node; None: it is gone."""
-        node = self._nodes.get(number)
-        return None if node is None else node.depth
-
     def insert(
         self,
         tokens: Sequence[int],
@@ -232,32 +227,6 @@ class PrefixTree:
         """Count the tokens of one prompt, and how many of them the cache spared."""
         self.num_queried_tokens += num_queried
         self.num_hit_tokens += num_hit
-
-    def check(self) -> None:
-        """Raise EngineError unless nodes, labels and references agree; walks over everything."""
-        reached = {ROOT: self._root}
-        by_block: dict[int, PrefixNode] = {}
-        stack = [self._root]
-        while stack:
-            node = stack.pop()
-            for label, child in node.children.items():
-                ids = label if isinstance(label, bytes) else label[1]
-                if child.label != label or child.parent != node.number or child.depth != node.depth + 1:
-                    raise EngineError(f"{child.blocks} are linked wrongly in the prefix tree")
-                if len(ids) != self.block_size * ID_BYTES or isinstance(label, bytes) == (child.depth == 1):
-                    raise EngineError(f"cached {child.blocks} have a label of {len(ids)} bytes: {label!r}")
-                if child.blocks == self._nothing and not child.children:
-                    raise EngineError(f"nothing is left of node {child.number} of the prefix tree")
-                for group in self._groups:
-                    if len({block < 0 for block in child.blocks[group]}) > 1:
-                        raise EngineError(f"of a group only a part is cached: {child.blocks}")
-                reached[child.number] = child
-                by_block |= {block: child for block in child.blocks if block >= 0}
-                stack.append(child)
-        if reached != self._nodes or by_block != self._by_block:
-            raise EngineError("the prefix tree's nodes are not those that its root leads to")
-        if frozenset(by_block) != self._allocator.blocks_of(PREFIX_TREE):
-            raise EngineError("the prefix tree's nodes are not the blocks it holds")
 
 
 def _groups_of(windows: Sequence[int | None]) -> list[slice]:

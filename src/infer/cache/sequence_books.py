@@ -16,12 +16,9 @@ every call that depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infer.cache.block_allocator import BlockAllocator
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixTree
-from infer.errors import EngineError
+from infer.cache.prefix_tree import ROOT
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,29 +48,3 @@ class SequenceBooks:
     def host_holdings(self) -> list[int]:
         """Every host block the sequence holds."""
         return [block for table in self.host_tables or () for block in table if block >= 0]
-
-    def check(
-        self,
-        device: BlockAllocator,
-        host: BlockAllocator,
-        tree: PrefixTree,
-        most_held: Sequence[int],
-    ) -> None:
-        """Raise EngineError unless these books agree with the allocators, the tree and the windows."""
-        holdings, host_holdings = self.holdings(), self.host_holdings()
-        tables = list(zip(self.tables, self.starts, strict=True))
-        claims = {
-            "it holds its tables, each block once": len(holdings) == len(set(holdings)),
-            "it holds nothing else": device.blocks_of(self.seq_id) == frozenset(holdings),
-            "its host blocks are in its name": host.blocks_of(self.seq_id) == frozenset(host_holdings),
-            "its tables have blocks from their starts on": all(
-                set(table[:start]) <= {NO_BLOCK} and NO_BLOCK not in table[start:] for table, start in tables
-            ),
-            "it holds no more than its windows need": all(
-                len(table) - start <= most for (table, start), most in zip(tables, most_held, strict=True)
-            ),
-            "its cursor is where its next block goes": tree.depth_of(self.cursor) in (None, self.num_entered),
-        }
-        for claim, is_true in claims.items():
-            if not is_true:
-                raise EngineError(f"the books of sequence {self.seq_id} are wrong: not so that {claim}")

@@ -40,7 +40,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from infer.cache.paged_pool import NEVER, PagedKVCachePool
+from infer.cache.paged_pool import NEVER
 from infer.errors import EngineError
 from infer.scheduling.plan import Chunks
 from infer.scheduling.sequence import (
@@ -284,32 +284,3 @@ class BatchState:
             seq.num_tokens -= count
             seq.num_computed = max(seq.num_computed - count, 0)
         self.num_steady = 0
-
-    def check(self, pool: PagedKVCachePool) -> None:
-        """Raise EngineError unless rows, counts and tables are what the sequences and the pool say."""
-        rows = self.row.tolist()
-        num_rows = len(rows) + len(self._free_rows)
-        if not len({*rows, *self._free_rows}) == num_rows == self.tables.shape[1]:
-            raise EngineError("a row of block tables is in use twice, or lost")
-        for place, seq in enumerate(self.sequences):
-            blocks_of_tables = pool.block_tables(seq.seq_id)
-            num_slots = min(map(len, blocks_of_tables)) * self.block_size
-            num_reserved = int(self.num_reserved[place])
-            num_blocks = -(-num_reserved // self.block_size)
-            written = [
-                (int(self.tables[number, seq.row, index]), block)
-                for number, blocks in enumerate(blocks_of_tables)
-                for index, block in enumerate(blocks[:num_blocks])
-                if block >= 0
-            ]
-            claims = {
-                "its column is its own": seq.place == place and self.seq_id[place] == seq.seq_id,
-                "its computed tokens have a place": seq.num_computed <= num_slots,
-                "its tables have what is reserved": num_reserved <= num_slots,
-                "its row holds its tables": all(here == there for here, there in written),
-                "nothing else holds a block that it may write": num_reserved <= seq.num_computed
-                or not pool.is_shared(seq.seq_id, seq.num_computed, num_reserved),
-            }
-            for claim, is_true in claims.items():
-                if not is_true:
-                    raise EngineError(f"the counts of {seq} are wrong: not so that {claim}")

@@ -527,8 +527,3 @@ class Scheduler:
     def usage(self) -> PoolUsage:
         """How full the cache is, the unfilled slots of sequences included; walks over all of them."""
         return self.pool.usage({seq_id: seq.num_computed for seq_id, seq in self._by_id.items()})
-
-    def check(self) -> None:
-        """Raise EngineError unless the counts of the batch and the books of the pool agree."""
-        self.pool.check()
-        self.state.check(self.pool)

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak
 from infer.errors import EngineError, OutOfBlocks
+from tests.support.books import check_books
 
 
 def test_blocks_are_handed_out_in_a_fixed_order_most_recently_freed_first() -> None:
@@ -37,7 +38,7 @@ def test_one_block_at_a_time_is_the_same_as_many(seed: int | None) -> None:
     one, many = BlockAllocator(5, placement_seed=seed), BlockAllocator(5, placement_seed=seed)
     assert [one.take(1, 1)[0] for _ in range(5)] == many.take(5, 1)
     assert one.blocks_of(1) == many.blocks_of(1)
-    one.check()
+    check_books(one)
 
 
 def test_the_tree_adopts_a_block_beside_all_its_owners() -> None:
@@ -50,7 +51,7 @@ def test_the_tree_adopts_a_block_beside_all_its_owners() -> None:
     assert not allocator.is_idle(block)
     allocator.drop([block], 2)
     assert allocator.is_idle(block)
-    allocator.check()
+    check_books(allocator)
 
 
 def test_a_block_is_free_when_its_last_owner_drops_it() -> None:
@@ -76,7 +77,7 @@ def test_a_double_free_names_block_and_owner_and_changes_nothing() -> None:
     with pytest.raises(EngineError, match=r"9 drops device block 0 more often"):
         allocator.drop([blocks[0]], 9)
     assert allocator.blocks_of(7) == {blocks[0], blocks[2]}
-    allocator.check()
+    check_books(allocator)
 
 
 @pytest.mark.parametrize("block", [-1, 3, 99])
@@ -86,7 +87,7 @@ def test_a_block_without_an_owner_cannot_be_shared(block: int) -> None:
     with pytest.raises(EngineError, match=f"2 cannot share device block {block}"):
         allocator.share([0, block], 2)
     assert allocator.ref_count(0) == 1
-    allocator.check()
+    check_books(allocator)
 
 
 def test_an_owner_holds_a_block_only_once() -> None:
@@ -96,7 +97,7 @@ def test_an_owner_holds_a_block_only_once() -> None:
         allocator.share([1], 1)
     with pytest.raises(EngineError, match="2 already holds device block 0"):
         allocator.share([0, 0], 2)
-    allocator.check()
+    check_books(allocator)
 
 
 def test_a_block_is_idle_exactly_while_only_the_prefix_tree_holds_it() -> None:
@@ -130,10 +131,10 @@ def test_the_audit_names_blocks_of_owners_that_are_gone() -> None:
 def test_the_check_notices_a_count_that_is_off() -> None:
     allocator = BlockAllocator(3)
     allocator.take(2, 1)
-    allocator.check()
+    check_books(allocator)
     allocator._ref_counts[0] += 1
     with pytest.raises(EngineError, match="add up"):
-        allocator.check()
+        check_books(allocator)
 
 
 OWNERS = [1, 2, "three", PREFIX_TREE]
@@ -193,7 +194,7 @@ class AllocatorAgainstADict(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.allocator.check()
+        check_books(self.allocator)
         for block in range(6):
             assert self.allocator.ref_count(block) == len(self.owners(block))
             assert set(self.allocator.owners_of(block)) == self.owners(block)

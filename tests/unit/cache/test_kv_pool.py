@@ -8,6 +8,7 @@ import pytest
 from infer.cache.paged_pool import blocks_for
 from infer.cache.prefix_tree import NO_BLOCK
 from infer.errors import ConfigError, EngineError
+from tests.support.books import check_books
 from tests.unit.cache.counting_pool import CountingPool
 from tests.unit.cache.traffic import RandomTraffic, Traffic
 
@@ -23,7 +24,7 @@ def compute(pool: CountingPool, seq_id: int, tokens: list[int], salt: str | None
     num_cached = pool.match_prefix(seq_id, tokens, salt)
     assert pool.reserve(seq_id, len(tokens)) is not None
     pool.commit(seq_id, tokens, len(tokens))
-    pool.check()
+    check_books(pool)
     return num_cached
 
 
@@ -83,7 +84,7 @@ def test_a_fully_cached_prompt_computes_one_token_in_a_private_copy(num_tokens: 
     assert pool.block_tables(2)[0][:-1] == pool.block_tables(1)[0][:-1]
     assert pool.block_tables(2)[0][-1] not in pool.block_tables(1)[0]
     pool.commit(2, tokens, num_tokens)
-    pool.check()
+    check_books(pool)
 
 
 def test_a_fully_cached_prompt_with_a_tail_needs_no_copy() -> None:
@@ -100,7 +101,7 @@ def test_a_fully_cached_prompt_as_large_as_the_cache_is_computed_in_place() -> N
     assert pool.match_prefix(2, PROMPT) == 11
     assert pool.reserve(2, 12) == []
     pool.commit(2, PROMPT, 12)
-    pool.check()
+    check_books(pool)
     pool.release(2)
     assert pool.usage().num_cached == 3
 
@@ -116,7 +117,7 @@ def test_blocks_of_one_token_leave_the_last_token_out_of_the_match() -> None:
 def test_an_empty_prompt_matches_nothing() -> None:
     pool = make_pool()
     assert pool.match_prefix(1, []) == 0
-    pool.check()
+    check_books(pool)
 
 
 def test_salts_do_not_share() -> None:
@@ -176,7 +177,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_writes() -> None:
     assert pool.block_tables(1)[0] == shared
     assert pool.block_tables(2)[0][0] == shared[0]
     assert pool.reserve(1, 7) == [], "after the copy the first one is alone again"
-    pool.check()
+    check_books(pool)
 
 
 def test_a_fork_at_a_block_boundary_needs_no_copy() -> None:
@@ -196,7 +197,7 @@ def test_a_child_outlives_its_parent() -> None:
     pool.release(1)
     assert pool.reserve(2, 7) == []
     pool.commit(2, PROMPT, 7)
-    pool.check()
+    check_books(pool)
     pool.release(2)
     assert pool.num_free_blocks == 8
 
@@ -208,12 +209,12 @@ def test_of_two_equal_prompts_computed_together_one_is_cached_and_both_can_go_on
         pool.reserve(seq_id, 8)
     for seq_id in (1, 2):
         pool.commit(seq_id, PROMPT, 8)
-    pool.check()
+    check_books(pool)
     assert pool.usage().num_cached == 2
 
     pool.reserve(2, 12)
     pool.commit(2, PROMPT, 12)
-    pool.check()
+    check_books(pool)
     pool.release(1)
     pool.release(2)
     assert pool.match_prefix(3, [*PROMPT, 0]) == 12, "what the second added hangs below the first's blocks"
@@ -233,9 +234,9 @@ def test_what_another_computed_as_well_gives_way_when_memory_is_short() -> None:
 
     assert pool.reserve(2, 20) == [], "alone in the cache, a sequence gets all of it"
 
-    pool.check()
+    check_books(pool)
     pool.commit(2, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], 20)
-    pool.check()
+    check_books(pool)
     pool.release(2)
     assert compute(pool, 3, PROMPT) == 0, "the start is gone"
     assert compute(pool, 4, PROMPT) == 11, "and has been computed again"
@@ -249,11 +250,11 @@ def test_a_block_that_a_fork_shares_is_cached_like_any_other() -> None:
     for seq_id in (1, 2):
         pool.commit(seq_id, PROMPT, 7)
     pool.commit(1, PROMPT, 8)
-    pool.check()
+    check_books(pool)
     assert pool.match_prefix(3, [*PROMPT[:8], 0]) == 8
     for seq_id in (3, 2, 1):
         pool.release(seq_id)
-        pool.check()
+        check_books(pool)
     assert pool.num_free_blocks == 9
 
 
@@ -277,7 +278,7 @@ def test_a_swapped_sequence_comes_back_in_other_blocks_and_is_cached_again() -> 
     assert pool.block_tables(1)[0] == [target for _, target in back]
     assert pool.reserve(1, 8) == []
     pool.commit(1, PROMPT, 8)
-    pool.check()
+    check_books(pool)
     assert pool.usage().num_cached == 2
     with pytest.raises(EngineError, match="not swapped out"):
         pool.swap_in(1)
@@ -303,7 +304,7 @@ def test_swapping_without_room_changes_nothing() -> None:
     assert small.swap_out(2) is not None
     compute(small, 3, PROMPT)
     assert small.swap_in(2) is None
-    small.check()
+    check_books(small)
     small.release(2)
     assert small.usage().num_free_host_blocks == 2
 
@@ -319,7 +320,7 @@ def test_a_reset_hides_running_prefixes_too_and_they_stay_hidden() -> None:
     assert pool.swap_in(2) is not None
     pool.reserve(2, 12)
     pool.commit(2, [1] * 12, 12)
-    pool.check()
+    check_books(pool)
     assert pool.usage().num_cached == 0
     assert pool.match_prefix(3, PROMPT) == 0
 
@@ -367,7 +368,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="block_size=0"):
         CountingPool(4, 0)
     pool.release(2)
-    pool.check()
+    check_books(pool)
 
 
 def test_a_leak_is_named() -> None:
@@ -398,7 +399,7 @@ def test_the_slotted_pool_gives_each_sequence_one_long_block() -> None:
     pool.fork(3, 4)
     pool.commit(3, PROMPT, 2)
     assert pool.reserve(3, 3) == [], "nothing was computed at the fork, so nothing is shared"
-    pool.check()
+    check_books(pool)
 
 
 def test_a_hit_is_exactly_the_longest_prefix_ever_committed() -> None:
@@ -464,7 +465,7 @@ def test_a_long_sequence_holds_no_more_than_its_windows(windows: tuple[int | Non
     for stop in stops:
         assert pool.reserve(1, stop) == []
         pool.commit(1, tokens, stop)
-        pool.check()
+        check_books(pool)
         for table, window in zip(pool.block_tables(1), windows, strict=True):
             held = [block for block in table if block != NO_BLOCK]
             first = 0 if window is None else max(pool.computed[1] - window + 1, 0) // 4
@@ -506,7 +507,7 @@ def test_a_prompt_goes_on_only_from_where_its_windows_are_whole() -> None:
     assert pool.match_prefix(5, [*tokens, 99]) == 40
     assert pool.block_tables(5)[0][:10] == pool.block_tables(1)[0], "all there are of layers without a window"
     assert pool.block_tables(5)[1] == [*[NO_BLOCK] * 8, *pool.block_tables(1)[1][8:]]
-    pool.check()
+    check_books(pool)
 
 
 def test_only_what_a_window_reaches_is_swapped() -> None:
@@ -518,11 +519,11 @@ def test_only_what_a_window_reaches_is_swapped() -> None:
         pool.commit(1, tokens, stop)
     out = pool.swap_out(1)
     assert out is not None and len(out) == 7 + 2
-    pool.check()
+    check_books(pool)
     assert pool.swap_in(1) is not None
     assert [len([b for b in table if b != NO_BLOCK]) for table in pool.block_tables(1)] == [7, 2]
     assert pool.reserve(1, 29) == []
-    pool.check()
+    check_books(pool)
 
 
 def test_a_fork_shares_what_its_windows_reach_and_copies_in_every_table() -> None:
@@ -539,7 +540,7 @@ def test_a_fork_shares_what_its_windows_reach_and_copies_in_every_table() -> Non
         (before[1][4], pool.block_tables(2)[1][4]),
     ]
     assert pool.block_tables(1) == before
-    pool.check()
+    check_books(pool)
 
 
 def test_blocks_are_counted_upwards() -> None:

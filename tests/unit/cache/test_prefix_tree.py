@@ -13,6 +13,7 @@ from infer.cache import prefix_tree
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
 from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixTree
 from infer.errors import EngineError
+from tests.support.books import check_books, depth_of
 
 THE_CAT, SAT_ON, RAN_TO, THE_MAT = [1, 2], [3, 4], [5, 6], [1, 7]
 
@@ -30,7 +31,7 @@ def cache(
     """Compute a prompt from nothing, as a sequence that saw no cache would, and insert it."""
     blocks = allocator.take(len(tokens) // 2, owner)
     tree.insert(tokens, [blocks], len(blocks), salt=salt)
-    tree.check()
+    check_books(tree)
     return blocks
 
 
@@ -56,10 +57,10 @@ def test_two_prompts_share_a_path_as_long_as_they_agree() -> None:
     (ran,) = allocator.take(1, 2)
     (cat,) = tree.match(THE_CAT)
     number = tree.insert(THE_CAT + RAN_TO, [[sat[0], ran]], 2, after=cat.number)
-    assert tree.depth_of(number) == 2
+    assert depth_of(tree, number) == 2
     assert match(tree, THE_CAT + RAN_TO) == [sat[0], ran]
     assert tree.num_cached_blocks == 3
-    tree.check()
+    check_books(tree)
 
 
 class Clashing(bytes):
@@ -111,7 +112,7 @@ def test_one_block_behind_a_path_is_found_like_many() -> None:
     tree.insert(array("I", tokens), tables, 3, after=second)
     for same in (tokens, tuple(tokens), array("I", tokens)):
         assert match(tree, same) == tables[0]
-    tree.check()
+    check_books(tree)
 
 
 def test_a_salt_is_a_world_of_its_own() -> None:
@@ -144,7 +145,7 @@ def test_a_duplicate_stays_its_owners_and_what_follows_hangs_below_the_cached_on
 def test_inserting_the_same_blocks_again_changes_nothing() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    assert tree.depth_of(tree.insert(THE_CAT + SAT_ON, [blocks], 2)) == 2
+    assert depth_of(tree, tree.insert(THE_CAT + SAT_ON, [blocks], 2)) == 2
     assert tree.num_cached_blocks == 2
     assert allocator.ref_count(blocks[0]) == 2
 
@@ -157,7 +158,7 @@ def test_a_gap_is_filled_by_the_next_that_computes_it() -> None:
     tree.insert(THE_CAT + SAT_ON + RAN_TO, [second], 3)
     allocator.drop(first[::-1], 1)
     assert tree.evict(2) == 2
-    tree.check()
+    check_books(tree)
     assert match(tree, THE_CAT + SAT_ON + RAN_TO) == [], "without its start the rest is of no use"
 
     third = cache(allocator, tree, THE_CAT + SAT_ON, owner=3)
@@ -172,9 +173,9 @@ def test_a_path_whose_end_is_gone_is_entered_anew() -> None:
     number = tree.insert(THE_CAT + SAT_ON, [second], 1)
     allocator.drop(first, 1)
     assert tree.evict(1) == 1
-    assert tree.depth_of(number) is None
+    assert depth_of(tree, number) is None
     tree.insert(THE_CAT + SAT_ON, [second], 2, after=number)
-    tree.check()
+    check_books(tree)
     assert match(tree, THE_CAT + SAT_ON) == second
 
 
@@ -188,7 +189,7 @@ def test_blocks_come_one_by_one_beside_others() -> None:
     tree.insert(THE_CAT + RAN_TO, [[root, ran]], 2, after=number)
     assert match(tree, THE_CAT + SAT_ON) == [root, sat]
     assert match(tree, THE_CAT + RAN_TO) == [root, ran]
-    tree.check()
+    check_books(tree)
 
 
 def test_an_insertion_needs_its_tokens() -> None:
@@ -205,15 +206,15 @@ def test_the_blocks_of_a_group_go_together_and_the_node_stays_for_the_others() -
     number = tree.insert(THE_CAT + SAT_ON + THE_MAT, tables, 3)
     allocator.drop([tables[1][0], tables[2][0]], 1)  # behind the window
     assert tree.evict(1) == 2
-    tree.check()
+    check_books(tree)
     assert [node.blocks for node in tree.match(THE_CAT + SAT_ON)] == [
         (tables[0][0], NO_BLOCK, NO_BLOCK),
         (tables[0][1], tables[1][1], tables[2][1]),
     ]
     allocator.drop([*tables[1][1:], *tables[2][1:], *tables[0][::-1]], 1)
     assert tree.evict(99) == 7
-    assert (tree.depth_of(number), tree.num_cached_blocks) == (None, 0)
-    tree.check()
+    assert (depth_of(tree, number), tree.num_cached_blocks) == (None, 0)
+    check_books(tree)
 
 
 def test_a_block_behind_a_window_goes_first_though_others_follow_it() -> None:
@@ -230,11 +231,11 @@ def test_nothing_is_left_of_a_block_that_was_let_go_of_before_it_was_entered() -
     allocator, tree = make_tree(3, (1,))
     (block,) = allocator.take(1, 1)
     number = tree.insert(THE_CAT + SAT_ON, [[block, NO_BLOCK]], 2)
-    assert tree.depth_of(number) is None
-    tree.check()
+    assert depth_of(tree, number) is None
+    check_books(tree)
     assert [node.blocks for node in tree.match(THE_CAT + SAT_ON)] == [(block,)]
     assert tree.insert(THE_CAT, [[NO_BLOCK]], 1, salt="other") != ROOT
-    tree.check()
+    check_books(tree)
     assert tree.match(THE_CAT, "other") == []
 
 
@@ -253,7 +254,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     for expected in (mat[1], cat[1], cat[0], mat[0]):
         assert tree.evict(1) == 1
         assert allocator.ref_count(expected) == 0
-        tree.check()
+        check_books(tree)
     assert tree.evict(1) == 0
     assert tree.num_evicted_blocks == 4
 
@@ -272,7 +273,7 @@ def test_eviction_copes_with_blocks_dropped_in_the_wrong_order() -> None:
     blocks = cache(allocator, tree, THE_CAT + SAT_ON + THE_MAT, owner=1)
     allocator.drop(blocks, 1)  # root first: the oldest idle block is not a leaf
     assert tree.evict(2) == 2
-    tree.check()
+    check_books(tree)
     assert match(tree, THE_CAT + SAT_ON) == blocks[:1]
     assert tree.evict(2) == 1
 
@@ -362,8 +363,8 @@ class TreeAgainstADict(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.allocator.check()
-        self.tree.check()
+        check_books(self.allocator)
+        check_books(self.tree)
         held = {block for blocks in self.held.values() for block in blocks} | set(self.cached.values())
         assert self.tree.num_cached_blocks == len(self.cached)
         assert self.allocator.num_idle == len(self.idle)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infer.cache.paged_pool import PagedKVCachePool
+from tests.support.books import check_books
 
 History = tuple[str | None, tuple[int, ...]]
 Memory = dict[int, dict[int, History]]  # block, offset in it
@@ -156,7 +157,7 @@ class Traffic:
 
     def verify_all(self) -> None:
         """The pool's own check, then the reads of all sequences."""
-        self.pool.check()
+        check_books(self.pool)
         assert self.pool.audit_blocks() == []
         for seq_id, seq in self.sequences.items():
             if not seq.is_swapped:
@@ -264,6 +265,6 @@ class RandomTraffic:
                 seq_id = traffic.enter(*self._prompt())
                 if not traffic.plan(seq_id, rng.choice([1, 3, 10**9])):
                     traffic.release(seq_id)
-            traffic.pool.check()
+            check_books(traffic.pool)
         traffic.finish_step()
         return True

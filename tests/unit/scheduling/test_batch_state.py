@@ -7,6 +7,7 @@ import pytest
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.errors import EngineError
 from infer.scheduling.batch_state import BatchState
+from tests.support.books import check_state
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from infer.scheduling.batch_state import BatchState
 def test_a_row_that_is_lost_or_free_twice_is_found(damage: Callable[[list[int]], object]) -> None:
     pool = PagedKVCachePool(8, 4)
     state = BatchState(4, pool.num_blocks, block_size=4)
-    state.check(pool)
+    check_state(state, pool)
     damage(state._free_rows)
     with pytest.raises(EngineError, match="in use twice, or lost"):
-        state.check(pool)
+        check_state(state, pool)

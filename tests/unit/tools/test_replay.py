@@ -28,6 +28,7 @@ from infer.scheduling.sequence import Sequence
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import Replay, check_threads, describe_state, replay_config, replay_model
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.books import check_books
 from tests.unit.tools.recorded_runs import CONFIG, make_engine, make_facts, make_request, record_run
 
 
@@ -86,7 +87,7 @@ def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
         halfway = Replay(record, partial(make_engine, **ahead))
         assert halfway.run(until=until).difference is None
         assert f"after step {until}:" in describe_state(halfway.engine)
-        halfway.engine.scheduler.pool.check()
+        check_books(halfway.engine.scheduler.pool)
 
 
 def test_recording_a_replay_gives_the_same_record(tmp_path: Path) -> None:

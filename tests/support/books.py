@@ -1,0 +1,156 @@
+"""Whether the books of blocks and sequences balance: what every test may ask after every step.
+
+    check_books(allocator)    owners' holdings add up to the reference counts, free + held == num_blocks
+    check_books(tree)         nodes, labels and references agree
+    check_books(pool)         both allocators, the tree, and what each sequence holds
+    check_books(scheduler)    the pool, and the counts and rows of the batch beside it
+
+Each walks over everything and raises an EngineError that names what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import singledispatch
+
+from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
+from infer.cache.paged_pool import PagedKVCachePool, blocks_for
+from infer.cache.prefix_tree import ID_BYTES, NO_BLOCK, ROOT, PrefixNode, PrefixTree
+from infer.cache.sequence_books import SequenceBooks
+from infer.errors import EngineError
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.scheduler import Scheduler
+
+
+@singledispatch
+def check_books(books: object) -> None:
+    """Raise EngineError unless these books balance."""
+    raise TypeError(f"{books!r} keeps no books")
+
+
+def _require(subject: str, claims: Mapping[str, bool]) -> None:
+    for claim, is_true in claims.items():
+        if not is_true:
+            raise EngineError(f"{subject} are wrong: not so that {claim}")
+
+
+@check_books.register
+def _(allocator: BlockAllocator) -> None:
+    counted = [0] * allocator.num_blocks
+    for held in allocator._held.values():
+        for block in held:
+            counted[block] += 1
+    free = set(allocator.free)
+    num_held = sum(1 for refs in allocator._ref_counts if refs)
+    cached = allocator.blocks_of(PREFIX_TREE)
+    claims = {
+        "the holdings of all owners add up to the reference counts": counted == allocator._ref_counts,
+        "no block is free twice": len(free) == len(allocator.free),
+        "a free block has no owner": not any(counted[block] for block in free),
+        "free + held == num_blocks": len(free) + num_held == allocator.num_blocks,
+        "an owner without blocks is forgotten": all(allocator._held.values()),
+        "idle means that only the prefix tree holds it": set(allocator._idle)
+        == {block for block in cached if counted[block] == 1},
+    }
+    _require(f"the books of the {allocator.place} blocks", claims)
+
+
+@check_books.register
+def _(tree: PrefixTree) -> None:
+    reached = {ROOT: tree._root}
+    by_block: dict[int, PrefixNode] = {}
+    stack = [tree._root]
+    while stack:
+        node = stack.pop()
+        for label, child in node.children.items():
+            ids = label if isinstance(label, bytes) else label[1]
+            if child.label != label or child.parent != node.number or child.depth != node.depth + 1:
+                raise EngineError(f"{child.blocks} are linked wrongly in the prefix tree")
+            if len(ids) != tree.block_size * ID_BYTES or isinstance(label, bytes) == (child.depth == 1):
+                raise EngineError(f"cached {child.blocks} have a label of {len(ids)} bytes: {label!r}")
+            if child.blocks == tree._nothing and not child.children:
+                raise EngineError(f"nothing is left of node {child.number} of the prefix tree")
+            for group in tree._groups:
+                if len({block < 0 for block in child.blocks[group]}) > 1:
+                    raise EngineError(f"of a group only a part is cached: {child.blocks}")
+            reached[child.number] = child
+            by_block |= {block: child for block in child.blocks if block >= 0}
+            stack.append(child)
+    if reached != tree._nodes or by_block != tree._by_block:
+        raise EngineError("the prefix tree's nodes are not those that its root leads to")
+    if frozenset(by_block) != tree._allocator.blocks_of(PREFIX_TREE):
+        raise EngineError("the prefix tree's nodes are not the blocks it holds")
+
+
+@check_books.register
+def _(pool: PagedKVCachePool) -> None:
+    for books in (pool._device, pool._host, pool._tree):
+        check_books(books)
+    for sequence in pool._sequences.values():
+        _check_sequence(sequence, pool)
+
+
+@check_books.register
+def _(scheduler: Scheduler) -> None:
+    check_books(scheduler.pool)
+    check_state(scheduler.state, scheduler.pool)
+
+
+def depth_of(tree: PrefixTree, number: int) -> int | None:
+    """How many blocks lie on the way to a node; None: it is gone."""
+    node = tree._nodes.get(number)
+    return None if node is None else node.depth
+
+
+def _check_sequence(books: SequenceBooks, pool: PagedKVCachePool) -> None:
+    """These books agree with the allocators, the tree and the windows."""
+    holdings, host_holdings = books.holdings(), books.host_holdings()
+    tables = list(zip(books.tables, books.starts, strict=True))
+    claims = {
+        "it holds its tables, each block once": len(holdings) == len(set(holdings)),
+        "it holds nothing else": pool._device.blocks_of(books.seq_id) == frozenset(holdings),
+        "its host blocks are in its name": pool._host.blocks_of(books.seq_id) == frozenset(host_holdings),
+        "its tables have blocks from their starts on": all(
+            set(table[:start]) <= {NO_BLOCK} and NO_BLOCK not in table[start:] for table, start in tables
+        ),
+        "it holds no more than its windows need": all(
+            len(table) - start <= most for (table, start), most in zip(tables, pool._most_held, strict=True)
+        ),
+        "its cursor is where its next block goes": depth_of(pool._tree, books.cursor)
+        in (None, books.num_entered),
+    }
+    _require(f"the books of sequence {books.seq_id}", claims)
+
+
+def check_state(state: BatchState, pool: PagedKVCachePool) -> None:
+    """Raise EngineError unless rows, counts and tables are what the sequences and the pool say."""
+    rows = state.row.tolist()
+    num_rows = len(rows) + len(state._free_rows)
+    if not len({*rows, *state._free_rows}) == num_rows == state.tables.shape[1]:
+        raise EngineError("a row of block tables is in use twice, or lost")
+    for place, seq in enumerate(state.sequences):
+        blocks_of_tables = pool.block_tables(seq.seq_id)
+        num_slots = min(map(len, blocks_of_tables)) * state.block_size
+        num_reserved = int(state.num_reserved[place])
+        written = [
+            (int(state.tables[number, seq.row, index]), block)
+            for number, blocks in enumerate(blocks_of_tables)
+            for index, block in enumerate(blocks[: blocks_for(num_reserved, state.block_size)])
+            if block >= 0
+        ]
+        claims = {
+            "its column is its own": seq.place == place and bool(state.seq_id[place] == seq.seq_id),
+            "its computed tokens have a place": seq.num_computed <= num_slots,
+            "its tables have what is reserved": num_reserved <= num_slots,
+            "its row holds its tables": all(here == there for here, there in written),
+            "nothing else holds a block that it may write": num_reserved <= seq.num_computed
+            or not _is_shared(pool, seq.seq_id, seq.num_computed, num_reserved),
+        }
+        _require(f"the counts of {seq}", claims)
+
+
+def _is_shared(pool: PagedKVCachePool, seq_id: int, start: int, stop: int) -> bool:
+    """Whether a block that holds one of the tokens `start` to `stop` has another owner as well."""
+    indices = slice(start // pool.block_size, blocks_for(stop, pool.block_size))
+    tables = pool.block_tables(seq_id)
+    return any(pool._device.ref_count(block) > 1 for table in tables for block in table[indices])
