@@ -36,6 +36,7 @@ from infer.sampling.params import SamplingParams
 from infer.tools.memory_plan import build_on_meta
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import FAMILIES
+from tests.support.kv_store import fill_store
 from tests.support.tiny import random_prompts, run_engine
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
@@ -69,7 +70,7 @@ def make_engine(family: str, quantization: str = "int8", **knobs: Any) -> Engine
     knobs = {"num_blocks": 64, "attention_backend": "auto"} | knobs
     engine = build_engine(EngineConfig.from_knobs(**knobs), packed_model(family, quantization))
     assert isinstance(engine._runner, ModelRunner)
-    engine._runner._store.fill(float("nan"))
+    fill_store(engine._runner._store, float("nan"))
     return engine
 
 

@@ -44,6 +44,7 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.integration.test_cpu_weights import TEXT
 from tests.support.checkpoints import FAMILIES, reference_model
 from tests.support.fetched import fetched_model
+from tests.support.kv_store import fill_store
 from tests.support.tiny import random_prompts, run_engine
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 from tests.unit.loader.tiny_files import write_gguf
@@ -438,7 +439,7 @@ def rounded(family: str, scheme: str) -> LoadedModel:
 def engine_of(family: str, scheme: str, **knobs: Any) -> Engine:
     engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), rounded(family, scheme))
     assert isinstance(engine._runner, ModelRunner)
-    engine._runner._store.fill(float("nan"))
+    fill_store(engine._runner._store, float("nan"))
     return engine
 
 

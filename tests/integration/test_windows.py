@@ -27,6 +27,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.support.books import check_books
 from tests.support.checkpoints import VOCAB_SIZE, reference_model
+from tests.support.kv_store import fill_store
 from tests.support.tiny import greedy, run_engine
 
 WINDOW, CONTEXT_LEN, BLOCK_SIZE, CHUNK, NUM_OUT = 12, 320, 4, 16, 24
@@ -48,7 +49,7 @@ def make_engine(family: str, **knobs: Any) -> Engine:
     plain = {"block_size": BLOCK_SIZE, "num_blocks": 200, "prefill_chunk_size": CHUNK, "max_batch_size": 4}
     engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
     assert isinstance(engine._runner, ModelRunner | DeviceRunner)
-    engine._runner._store.fill(float("nan"))
+    fill_store(engine._runner._store, float("nan"))
     return engine
 
 

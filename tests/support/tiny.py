@@ -22,6 +22,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.books import check_books
+from tests.support.kv_store import fill_store
 
 VOCAB_SIZE = 300
 CONTEXT_LEN = 60
@@ -44,7 +45,7 @@ def make_engine(family: str = "llama", **knobs: Any) -> Engine:
     engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), tiny_model(family))
     runner = engine._runner
     assert isinstance(runner, ModelRunner | DeviceRunner)
-    runner._store.fill(float("nan"))
+    fill_store(runner._store, float("nan"))
     return engine
 
 

@@ -18,7 +18,7 @@ Shapes:  L layers to a block, G kv heads, H head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import product
 
 import torch
 
@@ -88,11 +88,3 @@ class KVStore:
             ):  # it is gathered on the device on its way; plane by plane it is not
                 for to, of in zip(destination_side.flatten(0, 1), source_side.flatten(0, 1), strict=True):
                     to[destination].copy_(of[source], non_blocking=True)
-
-    def fill(self, value: float) -> None:
-        """Overwrite everything; for tests that look for reads of slots that were not written."""
-        for part in chain(*self._parts):
-            if part.dtype in LARGEST:  # a code may have no such number; its scale has
-                part.view(torch.uint8).fill_(0x7F)
-            else:
-                part.fill_(value)

@@ -7,6 +7,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
+from tests.support.kv_store import fill_store
 
 NUM_LAYERS, BLOCK_SIZE = 3, 2
 
@@ -17,7 +18,7 @@ def make_store(kept_as: torch.dtype | None = None) -> KVStore:
         layout=KVLayout.whole(NUM_LAYERS), num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=4,
         dtype=torch.float32, device=torch.device("cpu"), num_host_blocks=2, kept_as=kept_as,
     )  # fmt: skip
-    store.fill(float("nan"))
+    fill_store(store, float("nan"))
     for layer in range(NUM_LAYERS if kept_as is None else 0):
         for slot in range(4 * BLOCK_SIZE):
             store.keys[layer][slot] = 100 * layer + slot // BLOCK_SIZE
@@ -75,5 +76,5 @@ def test_a_block_of_codes_moves_with_its_scales(kept_as: torch.dtype) -> None:
             assert (side[:, 0, 0] - layer).tolist() == [2, 1, 1, 1]
         for codes in (store.keys[layer], store.values[layer]):
             assert codes.view(torch.uint8)[::BLOCK_SIZE, 0, 0].tolist() == [2, 1, 1, 1]
-    store.fill(float("nan"))
+    fill_store(store, float("nan"))
     assert all(scales is not None and scales.keys.isnan().all() for scales in store.scales)

@@ -16,6 +16,7 @@ from infer.layers.attention import AttentionLayer
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.kv_store import fill_store
 from tests.support.running import Running
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -36,7 +37,7 @@ class World:
             dtype=torch.float32,
             device=CPU,
         )
-        self.store.fill(float("nan"))
+        fill_store(self.store, float("nan"))
         self.running = Running(self.pool)
         self.sequences: dict[int, Sequence] = {}
         self.keys: dict[int, torch.Tensor] = {}

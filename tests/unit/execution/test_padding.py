@@ -14,6 +14,7 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.gpu.runner import DeviceRunner
+from tests.support.kv_store import fill_store
 from tests.support.running import Running
 from tests.support.tiny import tiny_model
 
@@ -32,7 +33,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRunner]:
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
-    store.fill(1.0)
+    fill_store(store, 1.0)
     made = DeviceRunner(
         model, store, Running(PagedKVCachePool(4, 4)).state, max_batch_size=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_seq_len=60, use_cuda_graphs=True,

@@ -16,6 +16,7 @@ from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.kv_store import fill_store
 from tests.support.running import Running
 from tests.support.simple_loop import all_logprobs, generate_greedy
 from tests.support.step import ListCache, ListStep
@@ -36,7 +37,7 @@ def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, Running, KVStore
         device=torch.device("cpu"),
         num_host_blocks=num_host_blocks,
     )
-    store.fill(float("nan"))
+    fill_store(store, float("nan"))
     running = Running(pool)
     runner = ModelRunner(
         model, store, running.state, max_batch_size=4, attention_backend="c" if library() else "sdpa"
@@ -81,7 +82,7 @@ def test_the_same_plan_twice_gives_the_same_ids() -> None:
 
 def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     runner, _, store, _ = make_runner(num_host_blocks=2)
-    store.fill(0.0)
+    fill_store(store, 0.0)
     block = store._parts[0][0][:, :, 3]
     block.fill_(1.5)
     moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))

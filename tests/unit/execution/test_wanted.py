@@ -20,6 +20,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.kv_store import fill_store
 from tests.support.running import Running, plan_of
 from tests.support.simple_loop import all_logprobs, generate_greedy
 from tests.support.tiny import is_close, tiny_model
@@ -76,7 +77,7 @@ class Harness:
             num_blocks=40, block_size=4, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, dtype=torch.float32, device=cpu,
         )  # fmt: skip
-        store.fill(float("nan"))
+        fill_store(store, float("nan"))
         self.runner: ModelRunner | DeviceRunner
         if kind in ("sized", "ragged"):
             self.runner = DeviceRunner(
