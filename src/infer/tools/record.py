@@ -308,9 +308,12 @@ class Record:
 
     def _read_header(self) -> RunFacts:
         for where, line in self._lines():
-            start = read_json(line, msgspec.json.Decoder(dict[str, Any]), where)
-            if start.get("kind") != "header":
-                raise ConfigError(f"{where}: a record begins with a header line; this is not a record")
+            try:
+                start = read_json(line, msgspec.json.Decoder(dict[str, Any]), where)
+                if start.get("kind") != "header":
+                    raise ConfigError(f"{where}: a record begins with a header line")
+            except ConfigError as error:
+                raise ConfigError(f"{error}; this is no record of 'infer generate --record'") from None
             if (version := start.get("version")) != VERSION:
                 raise ConfigError(
                     f"{where}: the record is of version {version}, and this release reads version {VERSION}"
@@ -326,7 +329,7 @@ class Record:
                 while line := handle.readline(MAX_LINE_BYTES):
                     number += 1
                     where = f"{self.path} line {number}"
-                    if not line.endswith(b"\n"):
+                    if not line.endswith(b"\n") and (number > 1 or line.startswith(b'{"kind":')):
                         is_long = len(line) == MAX_LINE_BYTES
                         reason = "is longer than any record's" if is_long else "is cut short"
                         raise ConfigError(f"{where} {reason}")

@@ -180,6 +180,8 @@ def test_a_damaged_line_is_named(tmp_path: Path, number: int, change: dict[str, 
     [
         ("", "is empty; a record begins with a header line"),
         ("{}\n", "line 1: a record begins with a header line"),
+        ('{"model_type": "llama"}', "header line; this is no record of 'infer generate --record'"),
+        ('{\n"a": 1}\n', "line 1 is not JSON.*; this is no record of 'infer generate --record'"),
         ('{"kind": "header"', "line 1 is cut short"),
         ("[1]\n", "line 1: expected `object`, got `array`"),
         ("cos\nsystem\n", "line 1 is not JSON"),
