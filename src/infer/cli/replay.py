@@ -1,6 +1,6 @@
 """`infer replay`: run a record again and say where the two runs part.
 
-0    identical, or nothing was compared
+0    identical, or nothing was compared; standard output says if the record has no end
 1    the runs differ: standard output says at which step, and in what
 2    this is no record, or not of this model
 """
@@ -19,7 +19,8 @@ from infer.errors import ConfigError
 HELP = "run a record again, bit for bit"
 DESCRIPTION = (
     "Run a record again with its own knobs, and compare every plan and every sampled id.\n"
-    "Exit code 1 if the runs differ."
+    "Exit code 1 if the runs differ. A record that was cut off is said to have no end; exit code 0 if\n"
+    "all that is there is identical."
 )
 USAGE = "RECORD [options]"
 EXAMPLES = """\
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         verdict = "identical" if args.check else "not compared"
         write_out(f"{report.num_steps} steps, {report.num_tokens} tokens, {verdict}\n")
+        if not report.is_whole:
+            write_out("the record has no end: requests are unfinished; it was cut off, or the run crashed\n")
     if args.until is not None:
         write_out(describe_state(replay.engine) + "\n")
     return 0 if report.difference is None else 1

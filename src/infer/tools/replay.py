@@ -42,6 +42,7 @@ class ReplayReport:
     num_steps: int  # plans that ran
     num_tokens: int  # sampled
     difference: str | None  # "step 12: ..." or None
+    is_whole: bool = True  # False: the record ends while requests are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +89,21 @@ class Replay:
             if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
             if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
-                break  # Ctrl-C: the run ends here, and there is nothing to compare
+                return self._report(None)  # Ctrl-C: the run ends here, and there is nothing to compare
             difference = self._follow(event, until)
             if difference is not None and check:
                 return self._report(f"step {event.step}: {difference}")
         if until is not None:
             self._step_to(until)
-        return self._report(None)
+        return self._report(None, is_whole=until is not None or not self.engine.num_requests)
 
-    def _report(self, difference: str | None) -> ReplayReport:
+    def _report(self, difference: str | None, *, is_whole: bool = True) -> ReplayReport:
         return ReplayReport(
             step=self.engine.scheduler.step,
             num_steps=self._witness.num_steps,
             num_tokens=self._witness.num_tokens,
             difference=difference,
+            is_whole=is_whole,
         )
 
     def _follow(self, event: Event, until: int | None) -> str | None:

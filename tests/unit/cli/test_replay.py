@@ -52,6 +52,19 @@ def test_runs_that_differ_are_exit_code_1(infer: Infer, model: Path, record: Pat
     assert outcome.out.endswith("not compared\n")
 
 
+@pytest.mark.parametrize("num_lost", [1, 5])
+def test_a_record_that_lost_its_end_is_identical_so_far(
+    infer: Infer, model: Path, record: Path, tmp_path: Path, num_lost: int
+) -> None:
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(record.read_text("utf-8").splitlines(keepends=True)[:-num_lost]))
+    outcome = infer("replay", str(cut), "--model", str(model))
+    assert outcome.code == 0
+    first, second = outcome.out.splitlines()
+    assert first.endswith("tokens, identical")
+    assert second.startswith("the record has no end: requests are unfinished")
+
+
 def test_until_prints_the_state_after_that_step(infer: Infer, model: Path, record: Path) -> None:
     outcome = infer("replay", str(record), "--model", str(model), "--until", "4")
     assert outcome.code == 0

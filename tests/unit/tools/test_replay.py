@@ -51,6 +51,7 @@ def test_a_busy_run_comes_out_again_bit_for_bit(tmp_path: Path, seed: int) -> No
     record = Record(tmp_path / "r.jsonl")
     report = Replay(record, make_engine).run()
     assert report.difference is None
+    assert report.is_whole
     assert report.num_steps == record.num_steps > 10
     assert report.step == engine.scheduler.step
     assert engine.scheduler.num_preemptions > 0  # the run was worth repeating
@@ -81,6 +82,7 @@ def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
         replay = Replay(record, partial(make_engine, **ahead))
         report = replay.run()
     assert report.difference is None
+    assert report.is_whole
     assert report.num_steps == record.num_steps > 50
     assert depths - recorded == Counter(), "no call that was not made then"
     for until in range(30, 40):  # where tokens are on their way
@@ -323,4 +325,5 @@ def test_a_run_stopped_with_ctrl_c_replays_up_to_there(tmp_path: Path) -> None:
             engine.step()
     report = Replay(Record(path), make_engine).run()
     assert report.difference is None
+    assert report.is_whole  # its last line says why
     assert report.num_steps == 1
