@@ -299,6 +299,35 @@ def test_refusals_have_the_form_of_anthropic(
     assert said in refused(site(oracle).request("POST", MESSAGES, json=body), status, kind)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (RESPONSES, {"input": 3}, "input", "input should be a valid string or a valid list, got 3"),
+        (RESPONSES, {"input": [-1]}, "input[0]", "input should be a valid object, got -1"),
+        (RESPONSES, {"input": [{}, 4, 5]}, "input[1]", "input should be a valid object, got 4"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": 3}]},
+            "input[0].content",
+            "input should be a valid string or a valid list, got 3",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "tool_choice": 3},
+            "tool_choice",
+            "input should be a valid string or a valid object, got 3",
+        ),
+    ],
+)
+def test_every_form_that_a_value_may_have_is_said(
+    oracle: LLM, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = site(oracle).request("POST", path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert (error["param"], error["message"]) == (param, f"{param}: {message}")
+
+
 def test_every_layer_refuses_in_the_form_of_anthropic(oracle: LLM) -> None:
     closed = site(oracle, api_key=("secret",), max_body_size="1KiB")
     refused(closed.request("POST", MESSAGES, json=HELLO), 401, "authentication_error")

@@ -91,6 +91,7 @@ ANTHROPIC_TYPES = {
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
 Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
+MAX_FORMS = 100  # errors that are looked at: each value of a long list may have one
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
@@ -227,14 +228,22 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
-    """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid."""
-    first = errors[0]
-    kind, where = str(first["type"]), spell_path(tuple(filter(_is_step, first["loc"][1:])))
+    """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid.
+
+    A value that may have one of several forms has an error for each of them: the one that is furthest inside
+    it says most, and those that are equally far are said together.
+    """
+    path = _steps(errors[0])
+    of_field = [each for each in errors[:MAX_FORMS] if _steps(each)[: len(path)] == path]
+    first = max(of_field, key=lambda each: len(_steps(each))) if path else errors[0]
+    kind, where = str(first["type"]), spell_path(_steps(first))
     if kind == "json_invalid" or not where:
         return MalformedRequest(whole_body_fault(kind, first, headers))
     if kind == "missing":
         return MalformedRequest(f"the required field {where!r} is missing", param=where)
-    said = str(first["msg"])
+    forms = [str(each["msg"]) for each in of_field if _steps(each) == _steps(first)]
+    said = " or ".join((forms[0], *(form.removeprefix("Input should be ") for form in forms[1:])))
+    said = said.replace("dictionary", "object")  # as JSON calls it
     message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
@@ -268,9 +277,13 @@ def spell_path(path: Path) -> str:
     return "".join(steps).removeprefix(".")
 
 
-def _is_step(step: str | int) -> bool:
-    """Whether a part of a location is a key or a place in the body, and not the name of a union's member."""
-    return isinstance(step, int) or (step.isidentifier() and step not in UNION_MEMBERS)
+def _steps(error: Mapping[str, Any]) -> Path:
+    """The keys and places of an error's location in the body, without the names of a union's members."""
+    return tuple(
+        step
+        for step in error["loc"][1:]
+        if isinstance(step, int) or (step.isidentifier() and step not in UNION_MEMBERS)
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:

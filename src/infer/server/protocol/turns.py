@@ -90,8 +90,8 @@ class Turns:
         try:
             made = kinds[kind].model_validate({name: given[name] for name in given if name != "type"})
         except ValidationError as error:
-            first = error.errors()[0]
-            raise validation_error([{**first, "loc": ("body", *path, *first["loc"])}], {}) from None
+            found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
+            raise validation_error(found, {}) from None
         except RequestError as error:
             error.param = where if error.param is None else f"{where}.{error.param}"
             raise
