@@ -286,6 +286,8 @@ def function(**fields: Any) -> list[Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "none"}, "function_call"),
         ({"function_call": "auto"}, "function_call"),
         ({"reasoning_effort": "max"}, "reasoning_effort"),
         ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
