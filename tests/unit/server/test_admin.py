@@ -36,6 +36,22 @@ def post(site: Site, path: str, body: Any) -> httpx.Response:
     return site.request("POST", path, json=body, headers=ADMIN)
 
 
+@pytest.mark.parametrize(
+    ("route", "hint"),
+    [
+        ("models/load", "did you mean 'model'?"),
+        ("models/unload", "known: name"),
+        ("models/alias", "known: alias, name"),
+        ("reset_prefix_cache", "did you mean 'model'?"),
+        ("drain", "known: drain"),
+    ],
+)
+def test_a_misspelt_field_hears_of_the_near_one_or_of_all(route: str, hint: str) -> None:
+    answer = post(Site(admin_key="root"), f"/admin/{route}", {"modle": "b"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == f"unknown field 'modle'; {hint}"
+
+
 def test_an_alias_can_be_made_and_pointed_elsewhere_but_not_onto_a_model() -> None:
     site = Site(admin_key="root")
     assert post(site, "/admin/models/alias", {"alias": "gpt-4", "name": "fake"}).status_code == 200

@@ -37,6 +37,7 @@ from infer.errors import MalformedRequest, RequestError, closest, show_value
 from infer.sampling.params import MAX_INT
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
+MAX_LISTED = 10  # names of fields in one message
 MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
 
 
@@ -216,11 +217,11 @@ def account_for(
     *,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     where: str = "",
-    listed: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of an object that are known, and the names of those that are ignored; others are refused.
 
-    `where` is the place of the object in the body, and ends with a dot; `listed` as in `closest`.
+    `where` is the place of the object in the body, and ends with a dot. Where no name is near, and there are
+    few, all of them are listed.
     """
     kept: dict[str, Any] = {}
     without_effect: list[str] = []
@@ -234,6 +235,7 @@ def account_for(
         else:
             shown, hint = name[:80], elsewhere.get(name)
             names = [*known, *neutral, *ignored]
+            listed = "known" if len(names) <= MAX_LISTED else ""
             advice = closest(shown, names, listed=listed) if hint is None else f"; {hint}"
             raise RequestError(f"unknown field {where + shown!r}{advice}", param=where + shown)
     return kept, without_effect

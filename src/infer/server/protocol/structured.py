@@ -73,7 +73,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
     if kind not in FORMATS:
         allowed = ", ".join(map(repr, FORMATS))
         raise RequestError(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
-    account_for(given, FORMAT_KEYS, where=f"{param}.", listed="known")
+    account_for(given, FORMAT_KEYS, where=f"{param}.")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -84,7 +84,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
             f"{param}.json_schema must be an object, got {show_value(described)}", param=param
         )
     if described is not given:
-        account_for(described, SCHEMA_KEYS, where=f"{param}.json_schema.", listed="known")
+        account_for(described, SCHEMA_KEYS, where=f"{param}.json_schema.")
     check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
     return Structured.json_schema(described["schema"], param=param)
 
@@ -99,7 +99,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     if given is None:
         return None
     param = "structured_outputs"
-    account_for(given, (*KINDS, *OPTIONS), NEUTRAL, where=f"{param}.", listed="known")
+    account_for(given, (*KINDS, *OPTIONS), NEUTRAL, where=f"{param}.")
     for name in ("json_object", "disable_any_whitespace"):
         if not isinstance(given.get(name), bool | None):
             raise MalformedRequest(
