@@ -46,3 +46,17 @@ def test_health_answers_head() -> None:
 
 def test_the_version_is_the_package_s() -> None:
     assert Site().request("GET", "/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/ui"])
+def test_what_is_watched_takes_head_and_says_so(path: str) -> None:
+    site = Site()
+    assert site.request("HEAD", path).status_code == 200
+    wrong = site.request("DELETE", path)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+    assert wrong.json()["error"]["message"] == f"{path} does not take DELETE; it takes GET, HEAD"
+
+
+def test_a_wrong_method_hears_of_all_that_a_path_takes() -> None:
+    assert Site().request("POST", "/v1/models").headers["allow"] == "GET, HEAD"
+    assert Site().request("GET", "/v1/completions").headers["allow"] == "POST"

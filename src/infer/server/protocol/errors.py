@@ -33,6 +33,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import Scope, Send
 
 from infer.errors import (
@@ -305,10 +306,17 @@ def install_error_handlers(app: FastAPI) -> None:
 def _http_error(http: Request, error: HTTPException) -> ApiError:
     """The error of a route that is not there, or takes another method."""
     message = str(error.detail)
-    path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
+    path, headers = http.scope["path"][:100], dict(error.headers or {})
     if error.status_code == 404:
         hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
         message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
     elif error.status_code == 405:
-        message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
-    return ApiError(status=error.status_code, message=message, headers=error.headers or {})
+        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST") if _takes(http, way))
+        message = f"{path} does not take {http.method}; it takes {headers['Allow']}"
+    return ApiError(status=error.status_code, message=message, headers=headers)
+
+
+def _takes(http: Request, method: str) -> bool:
+    """Whether some route takes this method at a request's path; the framework asks the first alone."""
+    scope = {**http.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in http.app.routes)

@@ -44,12 +44,14 @@ async def get_health(http: Request) -> dict[str, str] | Response:
     return ApiError(status=503, message=reason, headers=headers).response()
 
 
+@router.head("/version", response_model=None, include_in_schema=False)
 @router.get("/version")
 async def get_version() -> dict[str, str]:
     """The version of this package."""
     return {"version": __version__}
 
 
+@router.head("/metrics", response_model=None, include_in_schema=False)
 @router.get("/metrics", response_model=None)
 async def get_metrics(http: Request) -> Response:
     """Counts and times in Prometheus' text format."""
