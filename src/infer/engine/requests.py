@@ -213,8 +213,8 @@ class RequestTable:
     def fail_guided(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
         """End the request of a sequence whose constraint has reached a limit."""
         group, structured = seq.group, seq.group.request.params.structured
-        param = None if structured is None else structured.param
-        ended = self.end(group, group.unfinished, "error", error=guide.error)
+        param = "structured" if structured is None else structured.param
+        ended = self.end(group, group.unfinished, "error", error=f"{param}: {guide.error}")
         return [msgspec.structs.replace(output, param=param) for output in ended]
 
     def has_guided(self, sequences: Seq[Sequence]) -> bool:

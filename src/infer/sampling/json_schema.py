@@ -86,6 +86,11 @@ _HUGE = 10**12  # characters; no more are counted
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z]*x")  # (?x): blanks and comments between any two characters
 
 
+def constraint_error(message: str, param: str) -> RequestError:
+    """The error of a constraint: its message begins with the client's field, which `param` is."""
+    return RequestError(f"{param}: {message}", param=param)
+
+
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
     """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field.
 
@@ -142,14 +147,12 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
     """
     place = f" at {where}" if where else ""
     if len(pattern) > MAX_PATTERN_LEN:
-        raise RequestError(
-            f"{param}: the pattern{place} has {len(pattern)} characters; "
-            f"at most {MAX_PATTERN_LEN} are allowed",
-            param=param,
+        raise constraint_error(
+            f"the pattern{place} has {len(pattern)} characters; at most {MAX_PATTERN_LEN} are allowed", param
         )
     if found := _unsupported_in(pattern):
-        raise RequestError(
-            f"{param}: the pattern{place} uses {found}, which is not supported; write it without", param=param
+        raise constraint_error(
+            f"the pattern{place} uses {found}, which is not supported; write it without", param
         )
     size = _written_out(pattern)
     _check_size(size, MAX_PATTERN_SIZE, f"the pattern{place}", param)
@@ -158,10 +161,10 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
 
 def _check_size(size: int, limit: int, what: str, param: str) -> None:
     if size > limit:
-        raise RequestError(
-            f"{param}: the repetitions of {what}, written out, are {size} characters long, "
+        raise constraint_error(
+            f"the repetitions of {what}, written out, are {size} characters long, "
             f"at most {limit} are allowed; repeat less often",
-            param=param,
+            param,
         )
 
 
@@ -176,15 +179,13 @@ def check_grammar(grammar: str, *, param: str) -> None:
     if is_ebnf(grammar):
         max_rules = MAX_EBNF_RULES
         if len(grammar) > MAX_EBNF_LEN:
-            raise RequestError(
-                f"{param}: the grammar has {len(grammar)} characters, at most {MAX_EBNF_LEN} are allowed in "
-                "EBNF; write it in Lark's notation",
-                param=param,
+            raise constraint_error(
+                f"the grammar has {len(grammar)} characters, at most {MAX_EBNF_LEN} are allowed in EBNF; "
+                "write it in Lark's notation",
+                param,
             )
     if (num_rules := sum(1 for _ in _RULE.finditer(grammar))) > max_rules:
-        raise RequestError(
-            f"{param}: the grammar has {num_rules} rules, at most {max_rules} are allowed", param=param
-        )
+        raise constraint_error(f"the grammar has {num_rules} rules, at most {max_rules} are allowed", param)
     if not is_ebnf(grammar):
         _check_terminals(_read_lark(grammar, param), param)
 
@@ -216,11 +217,11 @@ def _json_end(grammar: str, start: int, directive: str, param: str) -> int:
     try:
         value, end = _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError):
-        raise RequestError(f"{param}: {directive} is not followed by a JSON schema", param=param) from None
+        raise constraint_error(f"{directive} is not followed by a JSON schema", param) from None
     if directive == "%json":
         check_keywords(value, param=param)
         if isinstance(value, dict) and "x-guidance" in value:  # its options are the compiler's, and unchecked
-            raise RequestError(f"{param}: x-guidance in a schema of a grammar is not supported", param=param)
+            raise constraint_error("x-guidance in a schema of a grammar is not supported", param)
     return end
 
 
@@ -539,11 +540,11 @@ class _SchemaCheck:
 
     def _refuse(self, where: str, why: str) -> RequestError:
         keyword = where.rpartition("/")[2][:80]
-        return RequestError(
-            f"{self._param}: the keyword {keyword!r} of the schema at {where[:200]} {why}"
+        return constraint_error(
+            f"the keyword {keyword!r} of the schema at {where[:200]} {why}"
             if keyword in _KEYWORDS
-            else f"{self._param}: the schema at {where[:200]} {why}",
-            param=self._param,
+            else f"the schema at {where[:200]} {why}",
+            self._param,
         )
 
 

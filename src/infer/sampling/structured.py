@@ -30,6 +30,7 @@ from infer.sampling.json_schema import (
     check_keywords,
     check_pattern,
     close_objects,
+    constraint_error,
     refuse_constant,
 )
 
@@ -89,9 +90,8 @@ class Structured:
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if not isinstance(schema, str | Mapping | bool):
-            raise RequestError(
-                f"{param}: a JSON schema must be an object or a text with one, got {show_value(schema)}",
-                param=param,
+            raise constraint_error(
+                f"a JSON schema must be an object or a text with one, got {show_value(schema)}", param
             )
         text = schema if isinstance(schema, str) else _dump(schema, param)
         made = cls(kind="json_schema", text=text, **options)
@@ -157,7 +157,7 @@ class Structured:
         (kind,) = kinds
         if kind == "json_object":
             if given[kind] not in (True, None, {}):
-                raise RequestError("json_object takes no value but true", param=options["param"])
+                raise constraint_error("json_object takes no value but true", options["param"])
             return cls.json_object(**options)
         made: Structured = getattr(cls, kind)(given[kind], **options)
         return made
@@ -169,7 +169,7 @@ class Structured:
         return found
 
     def _error(self, message: str) -> RequestError:
-        return RequestError(message, param=self.param if isinstance(self.param, str) else "structured")
+        return constraint_error(message, self.param if isinstance(self.param, str) else "structured")
 
     def _check_contents(self) -> None:
         """Refuse what would take a compiler long; for constraints that come from a client.
@@ -269,16 +269,16 @@ class Reasoning:
 def check_schema(schema: object, param: str) -> None:
     """Refuse what is no JSON schema at all, or is nested too deep; its keywords are not looked at."""
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"{param}: a JSON schema must be an object, got {show_value(schema)}", param=param)
+        raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
     level: list[object] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
         if not level:
             return
-    raise RequestError(
+    raise constraint_error(
         f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep, which is the most that is allowed; "
         "name its parts in $defs and refer to them",
-        param=param,
+        param,
     )
 
 
@@ -292,11 +292,11 @@ def _parse(text: str, param: str) -> Any:
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
-        raise RequestError(
-            f"the JSON is nested too deep, at most {MAX_SCHEMA_DEPTH} deep is allowed", param=param
+        raise constraint_error(
+            f"the JSON is nested too deep, at most {MAX_SCHEMA_DEPTH} deep is allowed", param
         ) from None
     except ValueError as error:
-        raise RequestError(f"{param}: this is not JSON: {error}", param=param) from None
+        raise constraint_error(f"this is not JSON: {error}", param) from None
 
 
 def _dump(value: object, param: str) -> str:
@@ -304,4 +304,4 @@ def _dump(value: object, param: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"this cannot be written as JSON: {error}", param=param) from None
+        raise constraint_error(f"this cannot be written as JSON: {error}", param) from None

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from infer.errors import RequestError
-from infer.sampling.json_schema import is_ebnf
+from infer.sampling.json_schema import constraint_error, is_ebnf
 from infer.sampling.structured import WHITESPACE, Structured
 from infer.structured.token_bytes import TokenBytes
 
@@ -133,7 +133,7 @@ class Compiler:
         try:
             lexer = lexer or _compile(structured, self.token_bytes.tokenizer(), costs, is_own=is_own)
         except RequestError as error:
-            raise RequestError(str(error), param=structured.param) from None
+            raise constraint_error(str(error), structured.param) from None
         with self._lock:
             self._keep(key, lexer)
             return Grammar(lexer, self.token_bytes, structured)

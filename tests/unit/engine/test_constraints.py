@@ -91,7 +91,7 @@ def test_a_constraint_that_cannot_be_compiled_is_the_last_output_of_its_request(
         (0, "error", "guided_regex"),
         (1, "error", "guided_regex"),
     ]
-    assert outputs[0].error == "the regex cannot be compiled: unclosed group"
+    assert outputs[0].error == "guided_regex: the regex cannot be compiled: unclosed group"
     assert not aside.engine.is_serving("a") and not aside.engine.has_work
     assert aside.engine.stats().num_grammar_failures == 1
 

@@ -177,6 +177,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "got 3"),
     ({"guided_json": "[" * 100_000}, "guided_json", "bytes, at most"),
     ({"guided_json": "[" * 5_000}, "guided_json", "too deep"),
+    ({"guided_json": '{"a":' * 40 + "1" + "}" * 40}, "guided_json", "guided_json: the schema is nested"),
+    ({"guided_choice": []}, "guided_choice", "guided_choice: choice must be a list of 1 to"),
     ({"guided_regex": ""}, "guided_regex", "is empty"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
     ({"guided_regex": "(a{999}){999}"}, "guided_regex", "repeat less often"),
@@ -209,6 +211,7 @@ def test_what_is_refused_names_the_field_of_the_client(
         read(**fields)
     assert words in str(caught.value)
     assert caught.value.param == param
+    assert param.partition(".")[0] in str(caught.value)
 
 
 async def speak(request: Request) -> AsyncGenerator[StepOutput, None]:
