@@ -48,15 +48,16 @@ class CodedContract:
     def test_products_of_tokens_in_int8(
         self, has_bias: bool, is_split: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Integers are multiplied exactly: what is left is the rounding of tokens, the same as here."""
+        """Tokens have the nearest codes, either one of a tie; integers are multiplied exactly."""
         monkeypatch.setattr(coded_linear_module, "INT8_TOKENS", 20 if is_split else 2048)
         filled = Filled("int8", 80, 208, device=self.device)
         x = torch.randn(36, 400, device=self.device).bfloat16()[:, :208]
         x[3] *= 100
         bias = torch.randn(80, device=self.device).bfloat16() if has_bias else None
-        scales = x.float().abs().amax(1, keepdim=True) / 127
-        rounded = (x.float() / scales).round() * scales
-        expected = rounded @ filled.numbers.to(self.device).T + (0 if bias is None else bias.float())
+        codes, scales = quantize_rows(x, torch.int8)
+        torch.testing.assert_close(scales, x.float().abs().amax(1, keepdim=True) / 127)
+        assert ((x.float() / scales - codes.float()).abs() < 0.5001).all()
+        expected = codes.float() * scales @ filled.numbers.to(self.device).T + (0 if bias is None else bias.float())
         found = multiply_in_int8(x, filled.weights, bias)
         torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
         x[5, 7] = torch.nan

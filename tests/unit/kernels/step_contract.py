@@ -306,7 +306,7 @@ class StepContract:
         for _ in range(2):
             keys, values = blank.clone().view(kept_as)
             scales = torch.full((2, NUM_SLOTS // block_size, 3, block_size), 7.0, device=self.device)
-            fixed = torch.logspace(-4, -1, 6, device=self.device).view(2, 3) if is_fixed else None
+            fixed = torch.logspace(-5, -2, 6, device=self.device).view(2, 3) if is_fixed else None
             caches.append(CacheSlots(keys, values, slots, scales=KVScales(*scales), fixed=fixed))
         transform = HeadTransform(None, *self.tables(80), 9, 3, EPS)
         if is_projected:
