@@ -57,7 +57,8 @@ class CodedContract:
         codes, scales = quantize_rows(x, torch.int8)
         torch.testing.assert_close(scales, x.float().abs().amax(1, keepdim=True) / 127)
         assert ((x.float() / scales - codes.float()).abs() < 0.5001).all()
-        expected = codes.float() * scales @ filled.numbers.to(self.device).T + (0 if bias is None else bias.float())
+        expected = codes.float() * scales @ filled.numbers.to(self.device).T
+        expected += 0 if bias is None else bias.float()
         found = multiply_in_int8(x, filled.weights, bias)
         torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
         x[5, 7] = torch.nan
