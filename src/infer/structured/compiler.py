@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +255,10 @@ _SAYINGS = {
     "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before it says anything",
     "Expecting object schema to apply options": "false allows no value",
 }
+# `1(3): Expected token ':', found '\n' (at "\n" ('\n'))`; a newline is put behind a grammar that has none
+_LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*?)(?:, found .*?)?(?: \(at (\".*\") \(.*\)\))?")
+_LINE_END = r'"\n"'
+_LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'
 
 
 def _explain(structured: Structured, message: str) -> str:
@@ -262,6 +267,13 @@ def _explain(structured: Structured, message: str) -> str:
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
     said = _SAYINGS.get(said, said)
+    if structured.kind == "grammar" and not is_ebnf(structured.text):
+        if match := _LARK_ERROR.fullmatch(lines[0][:300]):
+            line, column, wrong, found = match.groups()
+            wrong = said if reasons else wrong[:1].lower() + wrong[1:]
+            found = "the end of the line" if found == _LINE_END else found
+            said = f"line {line}, column {column}: {wrong}" + (f", found {found}" if found else "")
+        said += f"; {_LARK_FORM}"
     if structured.kind != "json_schema":
         return f"the {structured.kind} cannot be compiled: {said}"
     places: list[str] = []

@@ -72,7 +72,16 @@ def test_a_grammar_has_rules_and_json() -> None:
         (Structured(kind="regex", text="("), "the regex cannot be compiled: unclosed group"),
         (Structured(kind="regex", text="(?=a)b"), "look-around"),
         (Structured.grammar("start: missing"), 'the grammar cannot be compiled: .*"missing"'),
-        (Structured.grammar("garbage ((("), "the grammar cannot be compiled"),
+        (
+            Structured.grammar("zz"),
+            "line 1, column 3: expected token ':', found the end of the line; rules look like start: ",
+        ),
+        (Structured.grammar('start: "a"\n\nw ((('), "line 3, column 3: expected token ':', found \"\\(\";"),
+        (
+            Structured.grammar("start: /[/"),
+            "line 1, column 8: unclosed character class; rules look like start: ",
+        ),
+        (Structured.grammar('x: "a"'), "no start rule found; rules look like start: "),
         (Structured(kind="grammar", text='start: %json {"not": {}}'), "not"),
         (Structured.json_object(whitespace="("), "unclosed group"),
         (Structured.grammar("start: start"), "no text matches it: a reference or rule leads back to itself"),
