@@ -17,7 +17,6 @@ all? What cannot is refused before minutes are spent on reading weights.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +47,7 @@ from infer.engine.machine import facts_of, machine_of
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
-from infer.loader.find.source import ModelSource, resolve_model
+from infer.loader.find.source import ModelSource, read_hub_id, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.formats.quantized import check_method, read_settings
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
@@ -72,7 +71,6 @@ from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*", re.ASCII)
 CONTEXTS = tuple(2**power for power in range(9, 21))
 CONCURRENCIES = (1, 4, 16, 64, 256)
 
@@ -392,7 +390,7 @@ def find_headers(model: str | None, *, revision: str | None, show_progress: bool
         )
     if path is not None and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         return _headers_of_config(path / "config.json", path.resolve().name)
-    if model is not None and path is not None and _HUB_ID.fullmatch(model) and not path.exists():
+    if model is not None and path is not None and read_hub_id(model) == (model, None) and not path.exists():
         from infer.loader.find import hub
 
         file = hub.fetch_file(model, "config.json", revision=revision, show_progress=show_progress)

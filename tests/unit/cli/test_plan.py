@@ -136,6 +136,14 @@ def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
     assert planned(infer, shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
 
 
+def test_a_config_that_is_not_there_is_no_hub_id(infer: Infer) -> None:
+    outcome = infer("plan", "nope/config.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith(
+        "infer: error: model 'nope/config.json': there is no such file or directory"
+    )
+
+
 def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--model", "another", "--gpu-memory", "24GiB")
     assert outcome.code == 2

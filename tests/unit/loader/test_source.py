@@ -105,6 +105,17 @@ def test_a_misspelt_path_is_answered_with_the_nearest_one(
     assert "the directory /no/such does not exist either" in refusal("/no/such/dir")
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["nope/config.json", "nope/a.gguf", "nope/a.safetensors", "./nope", "../nope/x", "/nope", "~/nope"],
+)
+def test_the_name_of_a_file_is_no_hub_id(model: str) -> None:
+    assert (
+        f"model {model!r}: there is no such file or directory, and it does not look like a hub id"
+        in refusal(model)
+    )
+
+
 @pytest.mark.parametrize("model", ["", "  ", "a\0b"])
 def test_nothing_is_not_a_model(model: str) -> None:
     assert "must be a path or a hub id" in refusal(model)

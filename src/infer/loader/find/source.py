@@ -27,6 +27,7 @@ from infer.loader.find import default_model
 GGUF_MAGIC = b"GGUF"
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+_FILES = (".gguf", ".json", ".safetensors")  # what ends so is the name of a file, not of a repository
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -82,10 +83,18 @@ def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | No
     if _exists(path):
         _refuse_revision(revision, f"{model!r} is a local path")
         return _local(path)
-    hub_id = _HUB_ID.fullmatch(model)
-    if hub_id is None or model.endswith(".gguf") and hub_id["file"] is None:
+    hub_id = read_hub_id(model)
+    if hub_id is None:
         raise _no_such_path(model, path)
-    return hub_id["repo"], hub_id["file"]
+    return hub_id
+
+
+def read_hub_id(model: str) -> tuple[str, str | None] | None:
+    """Return the repository that a name means, and the one file of it; None: it can only be a path."""
+    match = _HUB_ID.fullmatch(model)
+    if match is None or (match["file"] is None and model.endswith(_FILES)):
+        return None
+    return match["repo"], match["file"]
 
 
 def _refuse_revision(revision: str | None, reason: str) -> None:
@@ -153,15 +162,14 @@ def _checked_gguf(path: Path) -> Path:
 
 
 def _no_such_path(model: str, path: Path) -> ModelSourceError:
-    looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") != 1 or model.endswith(".gguf")
-    if "/" not in model and not model.endswith(".gguf"):
-        kind = "a file or directory here, and a hub id has the form org/name"
-    elif looks_like_path:
-        kind = "an existing path, and does not look like a hub id (org/name or org/name:file.gguf)"
-    else:
-        kind = "an existing path or a well-formed hub id (org/name or org/name:file.gguf)"
+    is_bare = "/" not in model and not model.endswith(_FILES)
+    reason = (
+        "a hub id has the form org/name"
+        if is_bare
+        else "it does not look like a hub id (org/name or org/name:file.gguf)"
+    )
     advice = nearest_sibling(path) or "; check the spelling, or name no model to get the default one"
-    return ModelSourceError(f"model {model!r} is not {kind}{advice}")
+    return ModelSourceError(f"model {model!r}: there is no such file or directory, and {reason}{advice}")
 
 
 def nearest_sibling(path: Path) -> str:
