@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
+        self._given: Sequence[str] = ()
 
     def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
         """Add subcommands; argparse would put the whole usage line before their names."""
@@ -59,6 +60,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse, and refuse here what is not known; the list returned is always empty."""
+        self._given = list(args or ())
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._complaint(unknown))
@@ -81,9 +83,18 @@ class Parser(argparse.ArgumentParser):
                 lambda match: f"{match[1]} takes no value, got {match[2]}"
             ),
             r"argument ([^\s/:]+)\S*: invalid (.*?) value: (.*)": self._wrong_value,
+            r"(the following arguments are required: .*)": self._missing,
             r"ambiguous option: (\S+) could match .*": lambda match: self._complaint([match[1]]),
             r"argument (\S+?)(?:/\S+)?: invalid choice: (.*) \(choose from (.*)\)": self._wrong_choice,
         }
+
+    def _missing(self, match: re.Match[str]) -> str:
+        """Name an option that does not exist first: what is missing may be behind it."""
+        names = {
+            word.partition("=")[0]: word for word in self._given if word.startswith("--") and word != "--"
+        }
+        unknown = [word for name, word in names.items() if name not in self._option_string_actions]
+        return self._complaint(unknown) if unknown else match[1]
 
     def _wrong_value(self, match: re.Match[str]) -> str:
         name, kind, value = match.groups()

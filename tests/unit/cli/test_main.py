@@ -54,6 +54,18 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
             "infer serve: error: --port must be a whole number, for example 8000, got 'x'",
         ),
         (["bench", "serve"], "infer bench serve: error: the following arguments are required: --url"),
+        *(
+            (
+                [*words, "--nonsense", "x"],
+                f"infer {' '.join(words)}: error: unknown option --nonsense; "
+                f"'infer {' '.join(words)} --help' lists the options",
+            )
+            for words in (["quantize"], ["replay"], ["bench", "serve"], ["bench", "compare"])
+        ),
+        (
+            ["bench", "serve", "--workload=chat"],
+            "infer bench serve: error: the following arguments are required: --url",
+        ),
         (["serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
         (["run", "hello"], "infer: error: unknown command 'run'; did you mean generate?"),
         (["pull"], "infer: error: unknown command 'pull'; did you mean fetch?"),
