@@ -8,7 +8,6 @@ none: it ends the process, which has nothing to clean up yet.
 from __future__ import annotations
 
 import os
-import signal
 
 TYPE_CHECKING = False  # not from typing: what this file and the package import, Ctrl-C can still interrupt
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     try:
+        import signal  # inside: it imports enum and more, for 8 ms in which Ctrl-C raises
+
         # not if the parent process has it ignored, or handles it outside Python
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:

@@ -337,6 +337,16 @@ def test_ctrl_c_that_is_not_pythons_business_stays_as_it_is(monkeypatch: pytest.
         open_door(["--version"])
 
 
+def test_nothing_is_imported_before_ctrl_c_is_looked_after() -> None:
+    """Python's own start is not looked after; without `site` it has imported little."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(fetch.__file__).parents[2])!r}); import os\n"
+        "before = set(sys.modules)\nimport infer.__main__\nprint(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['__future__', 'infer', 'infer.__main__']\n", done.stderr
+
+
 def test_the_installed_command_enters_by_the_door_that_can_be_interrupted() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"infer": "infer.__main__:main"}
