@@ -210,3 +210,21 @@ def test_the_plan_counts_codes(tmp_path: Path) -> None:
         plan = plan_memory(config, headers, machine_on(torch.device("cpu"), None))
         tokens.append(plan.cache.num_tokens)
     assert tokens[1] > 3 * tokens[0]
+
+
+def test_scales_of_another_tower_are_not_those_of_the_text(tmp_path: Path) -> None:
+    names = NAMES["outputs"]
+    other = {f"vision_tower.{name}": tensor * 9 for name, tensor in scalars(names).items()}
+    headers = read_headers(resolve_model(str(calibrated(tmp_path, scalars(names) | other))))
+    assert headers.kv_scales is not None
+    assert headers.kv_scales[:, 0, 0].tolist() == pytest.approx(K_SCALES)
+    assert headers.kv_scales[:, 1, 0].tolist() == pytest.approx(V_SCALES)
+
+
+def test_a_calibrated_checkpoint_can_be_served_without_its_scales(tmp_path: Path) -> None:
+    plain = generate(load(calibrated(tmp_path / "plain", {})))
+    own = generate(load(tmp_path / "plain"), kv_cache_dtype="fp8")
+    loaded = load(calibrated(tmp_path / "calibrated", scalars(NAMES["self_attn"])))
+    assert generate(loaded, kv_cache_dtype="none") == plain
+    assert generate(loaded, kv_cache_dtype="fp8_per_token_head") == own
+    assert generate(loaded, kv_cache_dtype="fp8") == generate(loaded) not in (plain, own)

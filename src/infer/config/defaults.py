@@ -31,7 +31,7 @@ GPU_STEPS = StepDefaults(
 LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
 LARGE_GPU_BYTES = 64 << 30
 TIGHT_GPU_STEPS = GPU_STEPS._replace(batch_size=32, batched_tokens=1024, busy_tokens=0)  # of a large model
-TIGHT_GPU_BYTES = 16 << 30  # with less, what large steps need is worth more as KV cache
+TIGHT_GPU_BYTES = 12 << 30  # with no more, what large steps need is worth more as KV cache
 SMALL_MODEL_MIXED_TOKENS, SMALL_MODEL_BUSY_TOKENS = 8192, 4096  # on a GPU
 SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)

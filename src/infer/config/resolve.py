@@ -119,7 +119,7 @@ class ResolvedConfig(ModelFacts):
     @property
     def has_fixed_kv_scales(self) -> bool:
         """Whether keys and values are kept with the scales of the checkpoint."""
-        return self.has_kv_scales and self.settings.cache.kv_cache_dtype == "fp8"
+        return self.has_kv_scales and self.settings.cache.kv_cache_dtype == "fp8"  # not *_per_token_head
 
 
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
@@ -161,7 +161,7 @@ def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
     memory = machine.gpu_memory
     steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
     if not model.is_small:
-        return TIGHT_GPU_STEPS if memory is not None and memory < TIGHT_GPU_BYTES else steps
+        return TIGHT_GPU_STEPS if memory is not None and memory <= TIGHT_GPU_BYTES else steps
     return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS, busy_tokens=SMALL_MODEL_BUSY_TOKENS)
 
 
@@ -275,12 +275,12 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:
     kept_as, attention = config.cache.kv_cache_dtype, config.cache.attention_backend
-    if kept_as == "fp8" and machine.is_gpu and not machine.has_fp8:
+    if kept_as.startswith("fp8") and machine.is_gpu and not machine.has_fp8:
         raise ConfigError(
-            "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one is older; "
-            "use kv_cache_dtype=int8"
+            f"kv_cache_dtype={kept_as} needs a GPU of compute capability 8.9 or later, and this one is "
+            "older; use kv_cache_dtype=int8"
         )
-    if kept_as != AUTO and attention == "flash":
+    if kept_as not in (AUTO, "none") and attention == "flash":
         raise ConfigError(
             f"attention_backend=flash reads no 8-bit cache, and kv_cache_dtype is {kept_as}; "
             "use attention_backend=auto or triton"

@@ -52,7 +52,7 @@ from infer.config.knobs import (
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
 
-KV_SPELLINGS = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
+KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
 FAST_PRODUCTS_GAIN = "up to 1.6 times as fast for prompts and batches, hardly faster for one sequence"
@@ -129,9 +129,10 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "number format of keys and values: fp8 or int8 with one scale for each token and head; auto: fp8 "
-        "if the checkpoint has scales for that, else the dtype; see docs/features/kv-cache-dtype.md",
-        choices=("auto", "fp8", "int8", *KV_SPELLINGS),
+        "number format of keys and values: none: the dtype; int8 or fp8, with one scale for each token and "
+        "head, or fp8 with those of a checkpoint that has some, unless it is called fp8_per_token_head; "
+        "auto: fp8 if the checkpoint has scales for it, else the dtype; see docs/features/kv-cache-dtype.md",
+        choices=("auto", "none", "fp8", "fp8_per_token_head", "int8", *KV_SPELLINGS),
     )
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
     num_blocks: int | None = knob(
@@ -234,14 +235,14 @@ class SchedulerConfig:
     max_batch_size: int | None = knob(
         None,
         f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size} "
-        f"({TIGHT_GPU_STEPS.batch_size} for a large model in less than {TIGHT_GPU_BYTES >> 30} GiB)",
+        f"({TIGHT_GPU_STEPS.batch_size} for a large model with up to {TIGHT_GPU_BYTES >> 30} GiB)",
         aliases=("max_num_seqs", "max_running_requests"),
     )
     max_num_batched_tokens: int | None = knob(
         None,
         f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
         f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}, for "
-        f"a large model in less than {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more "
+        f"a large model with up to {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more "
         "if max_batch_size or prompts that are not chunked need it",
     )
     use_chunked_prefill: bool = knob(

@@ -177,7 +177,8 @@ def kept_cache(
 
 def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the type that keys and values of a model in `dtype` are kept in."""
-    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(cache.kv_cache_dtype, dtype)
+    codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    return codes.get(cache.kv_cache_dtype.removesuffix("_per_token_head"), dtype)
 
 
 def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:

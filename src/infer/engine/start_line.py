@@ -72,7 +72,8 @@ def products(config: ResolvedConfig) -> str:
 
 def kv_cache_dtype(config: ResolvedConfig) -> str:
     """What keys and values are kept in."""
-    return config.settings.cache.kv_cache_dtype.replace("auto", config.dtype)
+    kept_as = config.settings.cache.kv_cache_dtype.removesuffix("_per_token_head")
+    return config.dtype if kept_as in ("auto", "none") else kept_as
 
 
 def _computer(config: ResolvedConfig) -> dict[str, object]:

@@ -122,7 +122,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     family = find_family(raw)
     config = family.read_config(raw)
     settings = {} if source.is_gguf else read_settings(raw, source.path)
-    kv_scales = read_kv_scales(tensors, settings, config.num_layers, config.num_kv_heads)
+    kv_scales = read_kv_scales(tensors, settings, family.weight_map, config.num_layers, config.num_kv_heads)
     if not source.is_gguf:
         tensors = quantized_checkpoint(tensors, family.weight_map, settings)
     text = read_text_headers(source, file)

@@ -45,8 +45,8 @@ def test_a_step_is_as_wide_as_its_tokens_allow() -> None:
     [
         (8, SMALL, (256, 8192)),
         (8, LARGE, (32, 1024)),
-        (15, LARGE, (32, 1024)),
-        (16, LARGE, (256, 8192)),
+        (12, LARGE, (32, 1024)),
+        (15, LARGE, (256, 8192)),
         (80, LARGE, (256, 16384)),
     ],
 )

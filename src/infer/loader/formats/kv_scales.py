@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from infer.loader.formats.checkpoint import StoredTensor
+from infer.models.weight_map import WeightMap
 
 LEAVES = {
     *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale"),
@@ -31,18 +32,29 @@ log = logging.getLogger(__name__)
 
 
 def read_kv_scales(
-    tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], num_layers: int, num_kv_heads: int
+    tensors: Mapping[str, StoredTensor],
+    settings: Mapping[str, Any],
+    weight_map: WeightMap,
+    num_layers: int,
+    num_kv_heads: int,
 ) -> torch.Tensor | None:
-    """Scales of keys and values, float32 [layers, 2, G]; None: there are none, or none that can be used."""
-    found = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in LEAVES}
+    """Scales of keys and values, float32 [layers, 2, G]; None: there are none, or none that can be used.
+
+    Other towers of a checkpoint may have such leaves: those below the layers of `weight_map` count.
+    """
+    stems = {re.escape(name.partition("{}")[0]) for name in weight_map if "{}" in name}
+    of_layer = re.compile(f"(?:{'|'.join(stems)})(\\d+)\\.")
+    found = {
+        name: (int(below[1]), tensor)
+        for name, tensor in tensors.items()
+        if name.rpartition(".")[2] in LEAVES and (below := of_layer.match(name))
+    }
     if not found:
         return None
     scales = torch.zeros(num_layers, 2, num_kv_heads)
     reasons = [_other_codes(settings)]
-    for name, tensor in found.items():
+    for name, (layer, tensor) in found.items():
         module, _, leaf = name.rpartition(".")
-        number = re.search(r"\.(\d+)\.", name)
-        layer = num_layers if number is None else int(number[1])
         sides = _SIDES.get(leaf if leaf != "output_scale" else module.rpartition(".")[2])
         if leaf.endswith("zero_point"):
             stored = torch.empty(tensor.shape, dtype=tensor.dtype)
