@@ -173,13 +173,14 @@ class RemoteStream(Iterator[TextDelta]):
     def __next__(self) -> TextDelta:
         piece = self._pieces.get()
         if piece is None:
+            self._pieces.put(None)  # it stays at its end
             raise StopIteration
         if isinstance(piece, InferError):
             raise piece
         return piece
 
     def close(self) -> None:
-        """Hang up with the next piece, which ends the request."""
+        """Hang up with the next line that comes, which ends the request."""
         self._is_closed = True
 
     def _run(self, answer: Generator[TextDelta, None, None]) -> None:
@@ -190,8 +191,6 @@ class RemoteStream(Iterator[TextDelta]):
                     now = perf_counter() - started
                     self.seconds = (self.seconds[0] or (now if piece.token_ids else 0.0), now)
                     self._pieces.put(piece)
-                    if self._is_closed:
-                        break
         except InferError as error:
             self._pieces.put(error)
         except Exception as error:  # a thread's own errors go unseen
@@ -207,6 +206,8 @@ class RemoteStream(Iterator[TextDelta]):
         with _open_patiently(model, path, body) as answer:
             try:
                 for line in answer:
+                    if self._is_closed:
+                        return
                     if not line.startswith(b"data:"):
                         continue
                     payload = line[5:].strip()

@@ -58,6 +58,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     text.refuse("final_logit_softcapping", "capped logits are not supported")
     text.refuse("use_bidirectional_attention", "only causal models can generate")
     given = {name: value for name, value in text.raw.items() if value is not None}
+    if "hidden_activation" in given:  # its name for what other families call hidden_act
+        given["hidden_act"] = given["hidden_activation"]
     keys = RawConfig(_DEFAULTS | given, text.where)
     pattern = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     shared = llama.read_shared_config(

@@ -78,7 +78,7 @@ def read_shared_config(
         head_dim=read_head_dim(raw, hidden_size, num_heads, default_head_dim),
         context_len=context_len,
         norm_eps=raw.number("rms_norm_eps", default=1e-6),
-        activation=raw.activation("hidden_activation", "hidden_act", default="silu"),
+        activation=raw.activation("hidden_act", default="silu"),
         tie_embeddings=raw.flag("tie_word_embeddings", default=False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,

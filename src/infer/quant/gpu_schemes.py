@@ -34,7 +34,10 @@ class GPUWeights(Coded):
         assert spec.form is not None, spec
         self.scheme = spec.form.codes
         self.stack: CodedWeights | None = None  # of all experts
-        self._made: list[tuple[Any, Any]] = []  # moments before and after codes were made
+        self._made: list[
+            tuple[Any, Any]
+        ] = []  # moments before and after codes were made, until they are asked
+        self._making_seconds = 0.0
         super().__init__(spec, matrices)
 
     @classmethod
@@ -98,11 +101,14 @@ class GPUWeights(Coded):
             if fitted is None:
                 fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, form)
             matrix.fill(start + first, *fitted)
-            self._made.append((begin, moment(device)))
+            if not isinstance(rows, CodedRows):  # those of a file need no keeping
+                self._made.append((begin, moment(device)))
 
     def making_seconds(self) -> float:
         """The time that the device took to round, without that of reading."""
-        return sum(starmap(seconds_between, self._made))
+        self._making_seconds += sum(starmap(seconds_between, self._made))
+        self._made.clear()
+        return self._making_seconds
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
         by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device

@@ -219,15 +219,11 @@ def test_reasons_to_stop() -> None:
     assert message([text, call], "stop")["stop_reason"] == "tool_use"
     assert message([text, call], "length")["stop_reason"] == "max_tokens"
     cut = Part("call", 1, "call_0", "f", ['{"a": '])
-    assert (
-        message([cut], "stop", "x").items()
-        >= {
-            "stop_reason": "stop_sequence",
-            "stop_sequence": "x",
-        }.items()
-    )
+    met = message([cut], "stop", "x")
+    assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "x")
     assert message([text], "stop", 7)["stop_reason"] == "end_turn"
-    assert message([text], "stop", "###")["stop_sequence"] == "###"
+    met = message([text], "stop", "###")
+    assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "###")
 
 
 def test_a_response_that_fails_says_so_twice() -> None:

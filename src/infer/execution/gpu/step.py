@@ -133,7 +133,8 @@ class DeviceStep(StepContext):
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
-        store, (number, scale, window), num_rows = self._store, layer, self._num_rows
+        number, scale, window = layer
+        store, num_rows = self._store, self._num_rows
         keys, values, scales = store.keys[number], store.values[number], store.scales[number]
         table, tables_RB = store.tables[number], self._tables[store.tables[number]]
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)

@@ -252,4 +252,5 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
             BIAS=bias_N is not None,
             BLOCK=1024,
         )
+        del codes, sums  # before the next ones are made: `scratch_bytes` counts one of each
     return y_MN
