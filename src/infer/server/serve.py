@@ -100,10 +100,16 @@ class _CountedConnection(GuardedConnection):
         super().connection_lost(exc)
 
 
-def serve(models: Mapping[str, EngineConfig], config: ServerConfig, **options: Any) -> None:
+def serve(
+    models: Mapping[str, EngineConfig],
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None],
+    spares: SpareEngines | None = None,
+) -> None:
     """Serve models as `run` does, in an event loop of its own."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(run(models, config, **options))
+        runner.run(run(models, config, announce=announce, spares=spares))
 
 
 def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
