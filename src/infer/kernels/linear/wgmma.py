@@ -31,10 +31,11 @@ tokens, none was faster than what the rule chooses by more than 1.5 %. There the
 and rounded as a dense matrix has them, in place of the sums of groups, which would take as many registers
 again.
 
-The next kernel is let in early, except behind a projection for attention whose blocks are on most SMs. An SM
-divides one memory into shared memory and L1, and can do so anew only while it is empty. Attention that starts
-beside such a block keeps the little L1 that the block has left it, to its end, and with it fewer loads under
-way: with 128 rows of 450 positions it took 74 us instead of 62 in a 0.6B model, 71 instead of 62 in 8B.
+The next kernel is let in early, except attention of more than 32 rows behind a projection whose blocks are on
+most SMs. An SM divides one memory into shared memory and L1, and can do so anew only while it is empty. Such
+attention reads through L1; started beside a block, it keeps to its end what the block has left of it, and
+has fewer loads under way: with 128 rows of 450 positions it took 74 us instead of 62 in a 0.6B model, 71
+instead of 62 in 8B. Of fewer rows another kernel attends, which an early start helps.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -76,6 +77,7 @@ _CHUNK = 64  # columns of a stage
 _RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
 _MOST_SMS = 112  # and enough are left for the next kernel
 _CROWDED = 96  # blocks: on most SMs
+_PROJECTED = 32  # tokens, up to which attention takes the projection itself (8 kv heads), and loads little
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
@@ -348,7 +350,8 @@ def launch(
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
-    lets_in = gated or epilogue.add is not None or not config.leaves_little(num_blocks)
+    is_for_attention = M > _PROJECTED and not gated and epilogue.add is None
+    lets_in = not (is_for_attention and config.leaves_little(num_blocks))
     kernel(
         num_blocks,
         *weights,
