@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,8 @@ from infer.layers.linear import Projected
 from infer.loader import code_cache
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
+from infer.quant.packed import Int8
+from infer.quant.projection import WeightSpec
 from infer.sampling.params import SamplingParams
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -221,3 +225,116 @@ def test_the_oldest_file_makes_room(tmp_path: Path, folder: Path, monkeypatch: p
     assert load(paths[0]).kept_as.endswith(FROM_CACHE)  # which has been read since
     load(paths[2])
     assert first.exists() and not second.exists() and len(list(folder.iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that passes every check is used, though its time cannot be set."""
+    path = checkpoint_of(tmp_path / "m")
+    first = load(path)
+
+    def refuse(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    second = load(path)
+    assert second.kept_as.endswith(FROM_CACHE)
+    assert_same(first, second)
+
+
+def int8(parts: Mapping[str, int] | None = None) -> Int8:
+    return Int8(WeightSpec(64, 32, torch.float32, torch.device("cpu"), parts or {}))
+
+
+class OtherInt8(Int8):
+    scheme = "other"
+
+
+def test_the_key_tells_parts_their_order_and_schemes_apart(tmp_path: Path) -> None:
+    source = resolve_model(str(checkpoint_of(tmp_path / "m")))
+    gate_up, up_gate = int8({"gate": 32, "up": 32}), int8({"up": 32, "gate": 32})
+    projections = (gate_up, up_gate, int8(), OtherInt8(int8().spec))
+    assert len({code_cache._key({"mlp": projection}, source) for projection in projections}) == 4
+    assert code_cache._key({"mlp": gate_up}, source) == code_cache._key({"mlp": gate_up}, source)
+
+
+def test_the_key_is_of_the_code_that_orders_parts() -> None:
+    """Which of gate and up is first, layers/mlp.py decides."""
+    root = Path(code_cache.__file__).parents[1]
+    found = [{str(path.relative_to(root)) for path in root.glob(pattern)} for pattern in code_cache._CODE]
+    assert all(found) and "layers/mlp.py" in set().union(*found)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 64])
+def test_a_checksum_is_of_every_byte_of_any_number(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_cache, "_PIECE_BYTES", 16)
+    for tensor in (torch.arange(size, dtype=torch.uint8), torch.arange(size, dtype=torch.float16)):
+        before = code_cache._checksum(tensor)
+        assert before == code_cache._checksum(tensor.clone())
+        for place in range(size):
+            changed = tensor.clone()
+            changed[place] += 1
+            assert code_cache._checksum(changed) != before
+    tensor = torch.arange(64, dtype=torch.uint8)
+    assert code_cache._checksum(tensor) != code_cache._checksum(tensor.flip(0))  # the order counts, too
+
+
+def test_a_device_without_memory_for_checksums_makes_codes_again(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+
+    def fail(tensor: torch.Tensor) -> int:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "infer"):
+        patched.setattr(code_cache, "_checksum", fail)
+        first = load(path)
+    assert "codes are not kept for the next start" in caplog.text and not list(folder.iterdir())
+    load(path)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "infer"):
+        patched.setattr(code_cache, "_checksum", fail)
+        again = load(path)
+    assert "codes on disk are not used" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
+    assert_same(first, again)
+
+
+def test_two_that_write_at_once_leave_one_whole_file(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers on one volume may have the same process id, as two threads do."""
+    made = [int8(), int8()]
+    for number, projection in enumerate(made):
+        projection.matrices[0].data.fill_(number + 1)
+    caches = [code_cache.CodeCache({"m": projection}, folder / "key.safetensors") for projection in made]
+    write, both, written = code_cache.write_safetensors, threading.Barrier(2, timeout=30), []
+
+    def write_beside_the_other(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        both.wait()
+        write(path, tensors)
+        written.append(path)
+        both.wait()
+
+    monkeypatch.setattr(code_cache, "write_safetensors", write_beside_the_other)
+    with caplog.at_level(logging.WARNING, "infer"):
+        threads = [threading.Thread(target=cache.keep) for cache in caches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not caplog.text and len(set(written)) == 2
+    assert [file.name for file in folder.iterdir()] == ["key.safetensors"]
+    read = int8()
+    assert code_cache.CodeCache({"m": read}, folder / "key.safetensors").read()
+    assert any(torch.equal(read.matrices[0].data, projection.matrices[0].data) for projection in made)
+
+
+def test_what_a_killed_start_left_unfinished_is_removed_after_a_day(tmp_path: Path, folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True)
+    ages = {"old.safetensors": 9e5, "a.unfinished": 9e4, "b.4711": 9e4, "c.unfinished": 8e4}
+    for name, age in ages.items():
+        (folder / name).write_bytes(b"...")
+        os.utime(folder / name, (time.time() - age, time.time() - age))
+    load(checkpoint_of(tmp_path / "m"))
+    (kept,) = {file.name for file in folder.iterdir()} - {"old.safetensors", "c.unfinished"}
+    assert kept.endswith(".safetensors") and (folder / "c.unfinished").exists()
+    assert (folder / "old.safetensors").exists()
