@@ -129,30 +129,31 @@ class Packed(Projection):
     ) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
         assert leaf == "weight", leaf
-        start = time.monotonic()
-        self._pack(source, part, expert, transposed)
-        self._making_seconds += time.monotonic() - start
-
-    def making_seconds(self) -> float:
-        """The time that quantising took."""
-        return self._making_seconds
-
-    def _pack(self, source: Source, part: str | None, expert: int | None, transposed: bool) -> None:
         matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start
         by_rows = source.transpose() if transposed else source
         with one_thread():  # of PyTorch's; packing has its own
             if by_rows is None:
                 whole = torch.empty(source.shape)
                 source.copy_to(whole)
-                matrix.fill(whole.T.contiguous(), first)
+                self._quantise(matrix, whole.T, first)
                 return
             for place, rows in by_rows.rows(max(1, _CHUNK_NUMBERS // matrix.size), torch.device("cpu")):
                 integers = rows.integers(matrix.bits) if isinstance(rows, CodedRows) else None
                 if integers is not None:
                     matrix.fill_integers(*integers, first + place.start)
-                else:
-                    numbers = rows.numbers() if isinstance(rows, CodedRows) else rows.float()
-                    matrix.fill(numbers.contiguous(), first + place.start)
+                elif isinstance(rows, CodedRows):
+                    self._quantise(matrix, rows.numbers(), first + place.start)
+                else:  # a copy: rows of a mapped file are read from the disk when they are first touched
+                    self._quantise(matrix, rows.to(torch.float32, copy=True), first + place.start)
+
+    def _quantise(self, matrix: PackedMatrix, rows: torch.Tensor, first: int) -> None:
+        start = time.monotonic()
+        matrix.fill(rows.contiguous(), first)
+        self._making_seconds += time.monotonic() - start
+
+    def making_seconds(self) -> float:
+        """The time that quantising took, without that of reading."""
+        return self._making_seconds
 
     def use_digits(self, digits: int) -> None:
         """Round activations to so many digits from now on, those of experts too."""

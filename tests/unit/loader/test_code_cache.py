@@ -10,17 +10,21 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
+from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Projected
 from infer.loader import code_cache
 from infer.loader.find.source import resolve_model
+from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.load import LoadedModel, load_model
+from infer.quant import packed
 from infer.quant.packed import Int8
 from infer.quant.projection import WeightSpec
 from infer.sampling.params import SamplingParams
@@ -298,6 +302,38 @@ def test_a_device_without_memory_for_checksums_makes_codes_again(
     assert_same(first, again)
 
 
+def test_the_time_of_making_has_no_reading_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    pack = operations.pack
+
+    def read(num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        nonlocal now
+        for first in (0, 32):
+            now += 100.0
+            yield slice(first, first + 32), torch.ones(32, 32, dtype=torch.bfloat16)
+
+    def copy_to(out: torch.Tensor) -> None:
+        nonlocal now
+        now += 100.0
+        out.fill_(1)
+
+    def pack_in_a_second(*args: Any, **kwargs: Any) -> None:
+        nonlocal now
+        now += 1.0
+        pack(*args, **kwargs)
+
+    monkeypatch.setattr(packed, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(operations, "pack", pack_in_a_second)
+    source = SimpleNamespace(shape=(64, 32), rows=read)
+    stored_transposed = SimpleNamespace(shape=(32, 64), copy_to=copy_to, transpose=lambda: None)
+    projection = int8()
+    projection.load("weight", source, part=None, expert=None, transposed=False)
+    assert projection.making_seconds() == 2.0
+    projection.load("weight", stored_transposed, part=None, expert=None, transposed=True)
+    assert projection.making_seconds() == 3.0
+    assert torch.allclose(projection.matrices[0].dequantized(), torch.ones(64, 32), atol=1e-2)
+
+
 def test_two_that_write_at_once_leave_one_whole_file(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +342,7 @@ def test_two_that_write_at_once_leave_one_whole_file(
     for number, projection in enumerate(made):
         projection.matrices[0].data.fill_(number + 1)
     caches = [code_cache.CodeCache({"m": projection}, folder / "key.safetensors") for projection in made]
-    write, both, written = code_cache.write_safetensors, threading.Barrier(2, timeout=30), []
+    write, both, written = write_safetensors, threading.Barrier(2, timeout=30), []
 
     def write_beside_the_other(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         both.wait()
