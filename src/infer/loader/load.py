@@ -8,8 +8,8 @@
                                        earlier start was long in making come from a cache (code_cache.py)
 
 Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
-the way. Apart from the model itself, loading needs memory for one tensor, and for a GGUF file only
-for a few of its rows.
+the way. Apart from the model itself, loading needs memory for one tensor at most, and where weights are
+unpacked or rounded only for a few rows of one, unless it is stored transposed.
 """
 
 from __future__ import annotations

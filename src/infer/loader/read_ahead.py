@@ -1,6 +1,7 @@
 """A model's weights on their way from the disk while the process that will load them imports PyTorch.
 
-The system is asked to have them in its page cache; what is there already costs nothing.
+The system is asked to have them in its page cache; what is there already costs nothing. They are
+asked for in vain if codes are kept for them (code_cache.py), which only PyTorch and the model's layers tell.
 """
 
 from __future__ import annotations
