@@ -74,7 +74,8 @@ def run_rows(jobs: Jobs, repeats: int = 1) -> tuple[list[Row], bool]:
     rows: list[Row] = []
     errors: list[InferError] = []
     for name, prepare in jobs.items():
-        job, runs = RowJob("", lambda repeat: {}), list[Mapping[str, float]]()
+        job: RowJob | None = None
+        runs: list[Mapping[str, float]] = []
         try:
             made = prepare()
             if isinstance(made, RowJob):
@@ -87,13 +88,21 @@ def run_rows(jobs: Jobs, repeats: int = 1) -> tuple[list[Row], bool]:
             errors.append(error)
             rows.append(skip_row(name, "", f"failed: {error}"))
         except KeyboardInterrupt:
-            note = f"interrupted after {len(runs)} of {repeats} repeats"
-            cut = make_row(name, job.about, runs, settings=job.settings, note=note) if runs else None
-            rows.append(cut or skip_row(name, job.about, INTERRUPTED, job.settings))
+            rows.append(_cut_row(name, job, runs, repeats))
             return rows + [skip_row(rest, "", INTERRUPTED) for rest in list(jobs)[len(rows) :]], True
     if errors and not any(row.figures for row in rows):
         raise errors[0]
     return rows, False
+
+
+def _cut_row(name: str, job: RowJob | None, runs: Sequence[Mapping[str, float]], repeats: int) -> Row:
+    """The row of a job that Ctrl-C has ended: what is complete, if anything is."""
+    if job is None:
+        return skip_row(name, "", INTERRUPTED)
+    if not runs:
+        return skip_row(name, job.about, INTERRUPTED, job.settings)
+    note = f"interrupted after {len(runs)} of {repeats} repeats"
+    return make_row(name, job.about, runs, settings=job.settings, note=note)
 
 
 def beyond_roofline(rows: Sequence[Row]) -> list[str]:

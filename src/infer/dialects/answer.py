@@ -195,19 +195,21 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
                 f"unknown field {where}.{key!s:.80}; allowed are {', '.join(sorted(_TOOL_KEYS))}", param=where
             )
     name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
-    is_named = isinstance(name, str) and TOOL_NAME.fullmatch(name) is not None
-    is_described = description is None or isinstance(description, str) and len(description) <= MAX_DESCRIPTION
-    shown, values = show_value(name), f"a value of tool_choice ({', '.join(CHOICES)})"
-    for key, is_right, must in (
-        ("name", is_named, f"must be 1 to 64 letters, digits, underscores or dashes, got {shown}"),
-        ("name", name not in CHOICES, f"cannot be {shown}, which is {values}; rename the tool"),
-        ("description", is_described, f"must be a text of at most {MAX_DESCRIPTION} characters"),
-        ("strict", isinstance(strict, bool | None), f"must be true or false, got {show_value(strict)}"),
-    ):
-        if not is_right:
-            raise RequestError(f"{where}.{key} {must}", param=f"{where}.{key}")
-    parameters = _read_schema(function.get("parameters"), where)
-    return Tool(name=str(name), parameters=parameters, is_strict=bool(strict))
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        must = f"must be 1 to 64 letters, digits, underscores or dashes, got {show_value(name)}"
+        raise _wrong_field(where, "name", must)
+    if name in CHOICES:
+        values = f"a value of tool_choice ({', '.join(CHOICES)})"
+        raise _wrong_field(where, "name", f"cannot be {name!r}, which is {values}; rename the tool")
+    if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
+        raise _wrong_field(where, "description", f"must be a text of at most {MAX_DESCRIPTION} characters")
+    if not isinstance(strict, bool | None):
+        raise _wrong_field(where, "strict", f"must be true or false, got {show_value(strict)}")
+    return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
+
+
+def _wrong_field(where: str, key: str, must: str) -> RequestError:
+    return RequestError(f"{where}.{key} {must}", param=f"{where}.{key}")
 
 
 def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:

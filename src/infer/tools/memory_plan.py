@@ -317,8 +317,11 @@ def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[
     words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
     # without chunks a step must hold a whole prompt, so it cannot be made smaller
     can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
-    sizes = ((config, ""), (small, f", {words}"))[: 1 + can_shrink]
-    found = [(small, words)] if can_shrink else []
+    sizes = [(config, "")]
+    found = []
+    if can_shrink:
+        sizes.append((small, f", {words}"))
+        found.append((small, words))
     if dtype.itemsize > 2 and on_gpu:
         for settings, also in sizes:
             halved = replace(settings, load=replace(settings.load, dtype="bfloat16"))

@@ -30,6 +30,7 @@ _CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level 
 _CHUNKS_PER_THREAD = 4  # of a matrix at least: more of them are more even
 _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
 
+# The arguments of the operations in csrc, each in the order of its struct there, which has the names.
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
