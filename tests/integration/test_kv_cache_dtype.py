@@ -92,7 +92,7 @@ def test_three_times_the_tokens_of_float32_fit_the_same_memory(kv_cache_dtype: s
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"kv_cache_dtype": "fp8_e5m2"}, "must be one of auto, fp8, int8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "must be one of auto, none, fp8, int8"),
         ({"kv_cache_dtype": "fp8", "kv_cache_backend": "naive"}, "kv_cache_backend=naive keeps none"),
         ({"cache_type_k": "q8_0"}, "use kv_cache_dtype=int8 or fp8"),
     ],
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(knobs: dict[str, Any], messa
 
 
 def test_spellings_of_other_engines_are_taken() -> None:
-    for given, meant in (("fp8_e4m3", "fp8"), ("fp8_per_token_head", "fp8"), ("int8_per_token_head", "int8")):
+    for given, meant in (("fp8_e4m3", "fp8"), ("int8_per_token_head", "int8")):
         assert EngineConfig.from_knobs(kv_cache_dtype=given).cache.kv_cache_dtype == meant
 
 

@@ -129,10 +129,10 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "number format of keys and values: none: the dtype; int8 or fp8, with one scale for each token and "
-        "head, or fp8 with those of a checkpoint that has some, unless it is called fp8_per_token_head; "
-        "auto: fp8 if the checkpoint has scales for it, else the dtype; see docs/features/kv-cache-dtype.md",
-        choices=("auto", "none", "fp8", "fp8_per_token_head", "int8", *KV_SPELLINGS),
+        "number format of keys and values; see docs/features/kv-cache-dtype.md: none: the dtype; int8 or "
+        "fp8, with one scale for each token and head, or fp8 with those of a checkpoint that has some, "
+        "unless it is called fp8_per_token_head; auto: fp8 if the checkpoint has scales, else the dtype",
+        choices=("auto", "none", "fp8", "int8", "fp8_per_token_head", *KV_SPELLINGS),
     )
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
     num_blocks: int | None = knob(
