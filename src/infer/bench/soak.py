@@ -8,9 +8,9 @@ the end three things are judged:
     memory        the last quarter of the time against the second: what warms up does so in the first
     p99 latency   the time to the first token, where a limit was given (`--slo ttft=...`)
 
-The memory is that of the processes which listen at the server's address and of their children, where the
-server is on this machine and belongs to the same user; and of the GPU, where its metrics tell: of all
-processes on it, so a soak beside another program cannot judge that.
+The memory is that of the processes which listen at the server's address and of their children, on the host
+and on GPUs, where the server is on this machine and belongs to the same user. Of another machine's server the
+metrics tell what all processes hold of its GPU, so a soak beside another program cannot judge that.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from infer.bench.serve import Plan, ask_server, choose_ids
 from infer.bench.sse_client import BrokenAnswer, Client, Endpoint, EventReader, fetch
 from infer.cache.memory import resident_bytes
 from infer.errors import ConfigError
+from infer.tools.nvml import held_by
 
 MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens, or what the context has room for
 HANG_UP_SHARE = 1 / 3
@@ -51,6 +52,7 @@ class Soak:
     num_hung_up: int = 0
     host_bytes: list[float] = field(default_factory=list)
     gpu_bytes: list[float] = field(default_factory=list)
+    is_shared: bool = False  # `gpu_bytes` are those of all processes on the GPU
     seconds: float = 0.0
 
 
@@ -95,7 +97,8 @@ def judge(soak: Soak, slo: Slo) -> list[str]:
     num_errors = sum(not trace.is_ok for trace in soak.traces)
     if num_errors or not soak.traces:
         faults.append(f"{num_errors} of {len(soak.traces)} requests failed")
-    for where, readings in (("host", soak.host_bytes), ("GPU (all processes)", soak.gpu_bytes)):
+    on_gpu = "GPU (all processes)" if soak.is_shared else "GPU"
+    for where, readings in (("host", soak.host_bytes), (on_gpu, soak.gpu_bytes)):
         drift = drift_of(readings)
         if drift is not None and drift[0] > DRIFT_BYTES and drift[1] > DRIFT_SHARE:
             faults.append(f"{where} memory grew by {drift[0] / 2**20:.0f} MiB ({drift[1]:.0%})")
@@ -166,14 +169,14 @@ async def _hang_up(client: Client, message: bytes, trace: RequestTrace, after_s:
 async def _read_memory(
     ends: float, every_s: float, endpoint: Endpoint, pids: list[int], soak: Soak, tell: Callable[[str], None]
 ) -> None:
+    soak.is_shared = held_by(pids) is None
     while (now := time.perf_counter()) < ends:
         host_bytes = sum(map(resident_bytes, pids))
         if host_bytes:
             soak.host_bytes.append(host_bytes)
-        with suppress(ConfigError):
-            page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
-            if used := scrape.read_counters(page).get("gpu_bytes"):
-                soak.gpu_bytes.append(used)
+        gpu_bytes = await _used_of_gpu(endpoint) if soak.is_shared else held_by(pids)
+        if gpu_bytes:
+            soak.gpu_bytes.append(gpu_bytes)
         num_errors = sum(not trace.is_ok for trace in soak.traces)
         if len(soak.host_bytes) % (NUM_READINGS // 4) == 1:
             tell(
@@ -181,6 +184,14 @@ async def _read_memory(
                 f"{soak.num_hung_up} hung up, host {host_bytes / 2**20:.0f} MiB"
             )
         await asyncio.sleep(max(0.0, min(every_s, ends - now)))
+
+
+async def _used_of_gpu(endpoint: Endpoint) -> float | None:
+    """Bytes that all processes hold of the server's GPU, as its metrics tell; None: they do not."""
+    with suppress(ConfigError):
+        page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
+        return scrape.read_counters(page).get("gpu_bytes")
+    return None
 
 
 # -- the server's processes -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a GPU says of itself through NVML, the library that comes with NVIDIA's driver.
 
     read_gpu("GPU-5b1c...")  ->  memory, how busy it is, power, temperature
+    held_by([4711, 4712])    ->  bytes that these processes hold, on all GPUs
 
 The library is called as it is, so nothing has to be installed; where it is not there, or does not know the
 GPU, there are no readings. A server asks at a scrape for the GPUs of its engines, by the names that these say
@@ -10,11 +11,14 @@ they run on: the numbers of GPUs differ between processes, their names do not.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 _LIBRARY = "libnvidia-ml.so.1"
 _CELSIUS_OF_GPU = 0  # the sensor
+_UNKNOWN = 2**64 - 1  # bytes of a process, where the driver does not tell
+_MOST_PROCESSES = 1024  # of one GPU that are listed
 
 
 class GpuReading(NamedTuple):
@@ -34,6 +38,10 @@ class _Memory(ctypes.Structure):
 
 class _Utilization(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [("pid", ctypes.c_uint), ("memory", ctypes.c_ulonglong), ("slices", ctypes.c_uint * 2)]
 
 
 @lru_cache(maxsize=1)
@@ -70,3 +78,19 @@ def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
         power_watts=power,
         temperature_celsius=celsius,
     )
+
+
+def held_by(pids: Collection[int], nvml: Any = None) -> int | None:
+    """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed."""
+    nvml = nvml or library()
+    count, device, held = ctypes.c_uint(), ctypes.c_void_p(), []
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        number, listed = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            continue
+        if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(number), listed):
+            continue
+        held += [one.memory for one in listed[: number.value] if one.pid in pids and one.memory != _UNKNOWN]
+    return sum(held) if held else None

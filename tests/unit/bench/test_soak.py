@@ -40,6 +40,11 @@ def test_a_server_without_faults_passes() -> None:
         (
             Soak(traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10),
             Slo(),
+            "GPU memory grew by 1024 MiB (100%)",
+        ),
+        (
+            Soak(traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10, is_shared=True),
+            Slo(),
             "GPU (all processes) memory grew by 1024 MiB (100%)",
         ),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from infer.engine.stats import EngineStats
 from infer.server import metrics
 from infer.server.metrics import ServerMetrics
 from infer.tools import nvml
-from infer.tools.nvml import GpuReading, read_gpu
+from infer.tools.nvml import GpuReading, held_by, read_gpu
 from tests.support.fake_client import FakeClient
 
 NAME = "GPU-5b1c0000-0000-0000-0000-000000000007"
@@ -65,6 +66,37 @@ def test_without_the_library_there_are_no_readings(monkeypatch: pytest.MonkeyPat
     assert nvml.library() is None
     assert read_gpu(NAME) is None
     nvml.library.cache_clear()
+
+
+class TwoGpus:
+    """The processes of two GPUs: pid and bytes; the second does not tell one process's bytes."""
+
+    listed = (((7, 100), (8, 30)), ((7, 20), (9, 2**64 - 1)))
+
+    def nvmlDeviceGetCount_v2(self, into: Any) -> int:
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_uint))[0] = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, into: Any) -> int:
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_void_p))[0] = index + 1
+        return 0
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, device: ctypes.c_void_p, number: Any, into: Any) -> int:
+        room = ctypes.cast(number, ctypes.POINTER(ctypes.c_uint))
+        processes = self.listed[(device.value or 0) - 1]
+        assert room[0] >= len(processes)
+        room[0] = len(processes)
+        for place, (pid, held) in enumerate(processes):
+            words = struct.pack("=IIQII", pid, 0, held, 1, 1)  # a pid is padded, as a C compiler does
+            ctypes.memmove(ctypes.byref(into, place * len(words)), words, len(words))
+        return 0
+
+
+def test_the_memory_of_processes_is_counted_over_gpus() -> None:
+    assert held_by([7], TwoGpus()) == 120
+    assert held_by([7, 8, 10], TwoGpus()) == 150
+    assert held_by([9], TwoGpus()) is None
+    assert held_by([], TwoGpus()) is None
 
 
 class ClientOnGpu(FakeClient):
