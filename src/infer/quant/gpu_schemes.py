@@ -23,8 +23,11 @@ from infer.quant.gpu_coded import Coded
 from infer.quant.projection import IN, OUT, Choices, Leaf, Projection, Source, WeightSpec
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows, rounded_form
 
-_CHUNK_NUMBERS = 1 << 22  # 16 MiB of float32 at a time: int4 has a dozen of them at once
-LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded
+_CHUNK_NUMBERS = {
+    8: 1 << 24,
+    4: 1 << 23,
+}  # at a time, by the bits of a code: int4 has a dozen float32 of each
+LOADING_BYTES = 512 << 20  # beside the weights, while they are loaded
 
 
 class GPUWeights(Coded):
@@ -112,7 +115,7 @@ class GPUWeights(Coded):
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
         by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device
-        step = max(1, _CHUNK_NUMBERS // size // BLOCK_ROWS) * BLOCK_ROWS
+        step = max(1, _CHUNK_NUMBERS[self.coded_form().bits] // size // BLOCK_ROWS) * BLOCK_ROWS
         if by_rows is not None:
             yield from ((part.start, rows) for part, rows in by_rows.rows(step, device))
             return

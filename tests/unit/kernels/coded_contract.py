@@ -14,8 +14,8 @@ from infer.kernels.linear.coded_linear import (
     look_up,
     multiply_in_int8,
     quantize_blocks,
-    quantize_rows,
 )
+from infer.kernels.linear.coded_triton import quantize_rows
 from tests.unit.kernels.test_linear_coded import FORMS, Filled
 
 
@@ -75,6 +75,15 @@ class CodedContract:
             broken[1, 300] = torch.nan
             lost = quantize(broken)[1][:3].isnan().repeat_interleave(columns, 1)
             assert bool(lost[1, 300]) and int(lost.sum()) == columns
+
+    def test_tokens_in_the_order_of_cells(self) -> None:
+        """Four neighbours are the columns that a lane has of W: 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16."""
+        x = torch.randn(3, 384, device=self.device).bfloat16()
+        codes, scales = quantize_rows(x)
+        in_order, same_scales = quantize_rows(x, as_cells=True)
+        columns = [16 * i + 2 * t + c for i in range(24) for t in range(4) for c in (0, 1, 8, 9)]
+        assert torch.equal(in_order.view(torch.uint8), codes.view(torch.uint8)[:, columns])
+        assert torch.equal(same_scales, scales)
 
 
 def check_products(filled: Filled, x: torch.Tensor, bias: torch.Tensor, tolerance: float = 2**-7) -> None:

@@ -46,6 +46,12 @@ __device__ __forceinline__ float load_scale(const float* at) {
     return value;
 }
 
+__device__ __forceinline__ float load_float(const float* at) {  // of the kernel before
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+}
+
 constexpr u64 READ_TWICE = 0x1000000000000000;  // neither first nor last out of L2
 
 // As many bytes as lie together, a multiple of 16.
@@ -98,6 +104,39 @@ __device__ __forceinline__ void add_product(float* s, const Pairs& w, u64 x, boo
         PRODUCT(ANEW)
     } else {
         PRODUCT(MORE)
+    }
+}
+
+// Bits of the first where the mask has ones, of the second elsewhere.
+__device__ __forceinline__ u32 choose(u32 first, u32 second, u32 mask) { return (first & mask) | (second & ~mask); }
+
+// All 32 columns of a piece of FP8 codes: in each register four of row g, or of row g + 8. They are the columns
+// 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, where the matrix unit reads 4t .. 4t + 3. The lower bytes of the halves have
+// the last four bits of both codes, the upper ones the first four: sign of one, three bits of the other, and again.
+__device__ __forceinline__ Pairs quads_of(const Piece& piece) {
+    Pairs quads;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 lower = __byte_perm(piece.r[2 * i], piece.r[2 * i + 1], 0x6420);
+        const u32 upper = __byte_perm(piece.r[2 * i], piece.r[2 * i + 1], 0x7531), moved = upper << 4;
+        quads.r[2 * i] = choose(choose(upper, moved, 0x80808080), lower >> 4, 0xf0f0f0f0);
+        quads.r[2 * i + 1] = choose(choose(upper, moved, 0x70707070), lower, 0xf0f0f0f0);
+    }
+    return quads;
+}
+
+#define QUADS(tokens) "{ wgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {"
+
+// The same over 32 columns, both operands in FP8.
+template <int NUM_TOKENS>
+__device__ __forceinline__ void add_product_of_codes(float* s, const Pairs& w, u64 x) {
+    static_assert(NUM_TOKENS == 96 || NUM_TOKENS == 128, "where there are many tokens");
+    if constexpr (NUM_TOKENS == 96) {
+        asm volatile(QUADS(96) SUMS_0 SUMS_1 SUMS_2 SUMS_3 SUMS_4 LEFT(48, 49, 50, 51, 52) "1, 1, 1; }"
+                     : OF_32(s), OF_16((s) + 32) : OPERANDS_OF_PAIRS);
+    } else {
+        asm volatile(QUADS(128) SUMS_0 SUMS_1 SUMS_2 SUMS_3 SUMS_4 SUMS_6 LEFT(64, 65, 66, 67, 68) "1, 1, 1; }"
+                     : OF_32(s), OF_32((s) + 32) : OPERANDS_OF_PAIRS);
     }
 }
 

@@ -2,7 +2,8 @@
 
     up to 8 tokens, Hopper        small models (to 16 with a stream of 1,024 or less): one kernel
                                   with prologue and epilogue, as dense weights have            pdl.cu
-    up to 512 tokens, Hopper      the same for all other matrices (fp8: up to 384)             wgmma.cu
+    up to 512 tokens, Hopper      the same for all other matrices (fp8: up to 1,024, of which
+                                  more than 128 are rounded to FP8; in groups up to 384)       wgmma.cu
     up to 64 tokens               unpacked tile by tile                                        coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
@@ -29,7 +30,7 @@ from infer.kernels.linear.coded_triton import (
     expand_kernel,
     lookup_kernel,
     quantize_blocks_kernel,
-    quantize_rows_kernel,
+    quantize_rows,
     scale_sums_kernel,
 )
 from infer.kernels.linear.compiled import CompiledLinears
@@ -185,24 +186,6 @@ def _has_int8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
     has_units = _INT8_UNITS <= nvidia_capability(x_MK.device) < _NO_INT8_UNITS
     is_even = not (w.num_rows % 16 or w.size % 16)
     return has_units and is_even and w.form == CodedForm("int8") and x_MK.element_size() == 2
-
-
-def quantize_rows(
-    x_MK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in FP8 or int8, and a scale for each of them, [M, 1]."""
-    codes_MK = torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
-    scales_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32, device=x_MK.device)
-    launch_triton(
-        quantize_rows_kernel,
-        (len(x_MK),),
-        (x_MK, codes_MK, scales_M1),
-        (x_MK.stride(0), x_MK.shape[1]),
-        TOP=127 if dtype is torch.int8 else 448,
-        BLOCK=2048,
-        num_warps=8,
-    )
-    return codes_MK, scales_M1
 
 
 def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

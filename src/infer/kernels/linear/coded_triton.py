@@ -13,7 +13,10 @@ Shapes:  M tokens, N rows (outputs), K columns (inputs).
 
 from __future__ import annotations
 
-from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
+import torch
+
+from infer.kernels.runtime.dispatch import jit, jit_for_any, launch_options, next_power_of_two, tl
+from infer.kernels.runtime.launch import launch_triton
 
 
 @jit
@@ -204,26 +207,51 @@ def coded_skinny_kernel(
 def quantize_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, x_row_stride, K,
     TOP: tl.constexpr,  # the largest code: 448 of e4m3, 127 of int8
-    BLOCK: tl.constexpr,
+    AS_CELLS: tl.constexpr,  # columns in the order in which cells have them
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows as codes with a scale for each of them; with a NaN in a row, its scale is NaN."""
-    row = tl.program_id(0).to(tl.int64)
-    most = tl.zeros([BLOCK], tl.float32)
-    num_lost = tl.zeros([BLOCK], tl.int32)  # NaN, which a maximum leaves out
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(x))
-        num_lost += (x != x).to(tl.int32)
-    scale = tl.maximum(tl.max(most), 1e-12) / (TOP * 1.0)
-    tl.store(scales_ptr + row, tl.where(tl.max(num_lost) > 0, float("nan"), scale))
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-        code = tl.minimum(tl.maximum(x / scale, TOP * -1.0), TOP * 1.0)
-        if TOP == 127:
-            code = tl.where(x == x, (code + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: to an integer
-        tl.store(codes_ptr + row * K + columns, code.to(codes_ptr.dtype.element_ty), mask=columns < K)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x)), 1e-12) / (TOP * 1.0)
+    num_lost = tl.max((x != x).to(tl.int32))  # NaN, which a maximum leaves out
+    tl.store(scales_ptr + row, tl.where(num_lost > 0, float("nan"), scale))
+    number = tl.minimum(tl.maximum(x / scale, TOP * -1.0), TOP * 1.0)
+    if TOP == 127:
+        number = tl.where(x == x, (number + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: to an integer
+    code = number.to(codes_ptr.dtype.element_ty)
+    if AS_CELLS:  # of 16 columns, 8 apart and t change places
+        axes = tl.reshape(code.to(tl.uint8, bitcast=True), (BLOCK // 16, 2, 4, 2))
+        in_order = tl.reshape(tl.permute(axes, (0, 2, 1, 3)), (BLOCK,))
+        code = in_order.to(codes_ptr.dtype.element_ty, bitcast=True)
+    tl.store(codes_ptr + row * K + column, code, mask=column < K)
+
+
+def quantize_rows(
+    x_MK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, as_cells: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in FP8 or int8, and a scale for each of them, [M, 1].
+
+    With `as_cells` each 16 columns are in the order that a lane has codes of 8 bits in, four at a time.
+    """
+    (M, K), device = x_MK.shape, x_MK.device
+    codes_MK = torch.empty((M, K), dtype=dtype, device=device)
+    scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=device)
+    launch_triton(
+        quantize_rows_kernel,
+        (M,),
+        (x_MK, codes_MK, scales_M1),
+        (x_MK.stride(0), K),
+        TOP=127 if dtype is torch.int8 else 448,
+        AS_CELLS=as_cells,
+        BLOCK=next_power_of_two(K),
+        num_warps=8 if K <= 8192 else 16,
+        **launch_options(device),
+    )
+    return codes_MK, scales_M1
 
 
 @jit

@@ -70,7 +70,7 @@ __device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u
     return pairs;
 }
 
-// The same scaled and rounded, as a dense matrix has them: codes (of 4 bits, 128 + q) * scale + shift, in float32.
+// As `pairs_of`, scaled and rounded as a dense matrix has them: codes (of 4 bits, 128 + q) * scale + shift, in float32.
 __device__ __forceinline__ Pairs rounded_pairs(const Piece* pieces, int step, const float* scale, const float* shift) {
     Pairs pairs;
 #pragma unroll

@@ -10,7 +10,7 @@ cut has its kernel, whatever the others have.
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
     65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
-    1 to 512 tokens     coded weights, all other matrices (fp8: to 384)                         wgmma.py
+    1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared

@@ -52,7 +52,10 @@
        SCALE_ROWS             rows that share a scale, 1 or 128
        ROUNDS                 whether W itself is scaled and rounded, as a dense matrix has it: with many tokens the
                               sums of groups would take more registers and time than the weights
-       MANY                   whether there are more tokens than TOKENS: each tile has a block for each so many */
+       MANY                   whether there are more tokens than TOKENS: each tile has a block for each so many
+       FP8_TOKENS             whether x is in FP8 as well, each token with a scale, and the matrix unit multiplies
+                              codes with codes. A piece of a lane is all it needs of 32 columns; these lie in the
+                              order of the layout of W, and so x does (`quantize_rows`) */
 
 #ifndef __cluster_dims__
 #define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
@@ -67,6 +70,7 @@ typedef unsigned int u32;
 #define WEIGHTS 0
 #define MANY 0
 #define TEAMS 1
+#define FP8_TOKENS 0
 #endif
 
 #include "linear.cuh"
@@ -85,8 +89,9 @@ constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 #if !WEIGHTS
 #define COLUMNS 64
 #endif
-constexpr int BOX = 64, CHUNK = COLUMNS;  // columns of a box, 128 bytes, and of a stage
-constexpr int X_BYTES = TOKENS * CHUNK * 2;
+constexpr int BOX = 64, CHUNK = COLUMNS;  // columns of a box of W, and of a stage
+constexpr int TOKEN_BYTES = FP8_TOKENS ? 1 : 2, X_BOX = 128 / TOKEN_BYTES;  // of an element of x; columns of a box
+constexpr int X_BYTES = TOKENS * CHUNK * TOKEN_BYTES;
 
 #if WEIGHTS
 constexpr int BANDS = ROWS / BAND_ROWS;
@@ -102,6 +107,7 @@ constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that
 static_assert(SCALE_ROWS == 1 || SPANS == 1, "one scale for each stage of a band");
 static_assert(!ROUNDS || GROUP && !BY_WARPS, "what is not grouped is scaled at the end");
 static_assert(TEAMS <= STAGES, "a stage to begin with for each");
+static_assert(!FP8_TOKENS || WEIGHTS == FP8 && !GROUP && !BY_WARPS, "codes with codes, scaled at the end");
 #else
 constexpr int BANDS = 1, W_BYTES = ROWS * CHUNK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 #endif
@@ -133,6 +139,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const char* __restrict__ cells,           // [N / 32][K / 128][bytes of a cell]; when gated, of 2N rows
     const float* __restrict__ scales,         // [N / 32][32], or [N / 32][groups]
     const float* __restrict__ minima,         // [N / 32][32]
+    const float* token_scales,                // [M]: with FP8_TOKENS
 #else
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
 #endif
@@ -155,6 +162,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         sum += (long long)first_token * N * 2;
         residual += first_token * residual_stride;
         squares += first_token;
+#if WEIGHTS
+        token_scales += first_token;
+#endif
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int num_chunks = (K + CHUNK - 1) / CHUNK;
@@ -190,7 +200,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         u64* barrier = EARLY && i < STAGES ? &shared.has_x[i] : &shared.full[i % STAGES];
         if (lane == 0) {
             if (EARLY && i < STAGES) expect_bytes(barrier, X_BYTES);
-            copy_boxes(shared.stages[i % STAGES], x_map, first_token, (first_chunk + i) * (CHUNK / BOX), barrier);
+            copy_boxes(shared.stages[i % STAGES], x_map, first_token, (first_chunk + i) * (CHUNK / X_BOX), barrier);
         }
 #else
         char* to = shared.stages[i % STAGES] + W_BYTES;
@@ -349,9 +359,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 for (int j = 0; j < PIECES; ++j)
                     pieces[j] = load_piece(stage + codes_of_lane + box / 2 * CELL_BYTES + box % 2 * (2 * BLOCK_BYTES) + j * 512);
 #pragma unroll
-                for (int step = 0; step < 4; ++step) {
+                for (int step = 0; step < (FP8_TOKENS ? 2 : 4); ++step) {
                     const int span = (box * 4 + step) * 16 / SPAN;
-                    if constexpr (ROUNDS)
+                    if constexpr (FP8_TOKENS)
+                        w[box * 4 + step] = quads_of(pieces[step]);
+                    else if constexpr (ROUNDS)
                         w[box * 4 + step] = rounded_pairs(pieces, step, scale_of_span[span], shift_of_span[span]);
                     else
                         w[box * 4 + step] = pairs_of(pieces, step, words[span]);
@@ -384,8 +396,13 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     }
                     continue;
                 }
-                const u64 x = operand_at(stage + box * (TOKENS * BOX * 2));
+                const u64 x = operand_at(stage + (FP8_TOKENS ? box * BOX : box * (TOKENS * BOX * 2)));
                 begin_products();
+#if FP8_TOKENS
+#pragma unroll
+                for (int step = 0; step < 2; ++step)  // 32 columns are 32 bytes
+                    add_product_of_codes<TOKENS>(products[0][0], w[box * 4 + step], x + step * 2);
+#else
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     const int column = box * BOX + step * 16, span = column / SPAN, kept = span % KEPT;
@@ -399,6 +416,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                         begin_products();
                     }
                 }
+#endif
                 end_products();
                 if (!SCALES_SUMS) {
                     wait_for_products<1>();  // of the columns before
@@ -524,6 +542,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 const double square = shared.squares[0][own] + shared.squares[1][own] + shared.squares[2][own];
                 inverse = rsqrtf((float)square / (float)K + eps);
             }
+#if FP8_TOKENS
+            inverse *= load_float(token_scales + token);
+#endif
             double square = 0.0;
 #pragma unroll
             for (int turn = 0; turn < TURNS; ++turn) {
@@ -531,7 +552,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 const int pair = turn * 32 + lane;
                 const long long place = ((long long)token * N + first_row + pair * 2) * 2;
                 float2 total = sum_at(token, pair * 2);
-                if (PARTS) {
+                if (PARTS || FP8_TOKENS) {
                     total.x *= inverse;
                     total.y *= inverse;
                 }
@@ -541,8 +562,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 }
                 if (GATED) {
                     const float2 up = sum_at(token, OUT_ROWS + pair * 2);
-                    total.x = activate(total.x) * (PARTS ? up.x * inverse : up.x);
-                    total.y = activate(total.y) * (PARTS ? up.y * inverse : up.y);
+                    total.x = activate(total.x) * (PARTS || FP8_TOKENS ? up.x * inverse : up.x);
+                    total.y = activate(total.y) * (PARTS || FP8_TOKENS ? up.y * inverse : up.y);
                 }
                 if (!ADDS) {
                     *(u32*)(y + place) = pack(total);

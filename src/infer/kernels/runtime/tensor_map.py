@@ -3,7 +3,7 @@
 TMA (tensor memory accelerator) is the unit of Hopper and later GPUs that copies tiles without threads.
 
 The driver encodes that in 128 bytes, a *tensor map*, which a kernel takes as an argument. A box here is some
-rows of 64 elements, written to shared memory in the pattern that the matrix unit reads (linear/wgmma.cuh).
+rows of 128 bytes, written to shared memory in the pattern that the matrix unit reads (linear/wgmma.cuh).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 from infer.errors import DeviceLost
 from infer.kernels.runtime import cuda_build as build
 
-BOX_COLUMNS = 64
+BOX_BYTES = 128
+BOX_COLUMNS = BOX_BYTES // 2  # of 16-bit numbers
 
 _SIZE, _ALIGNMENT = 128, 64
-_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_DTYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
 
 
 class Boxes(NamedTuple):
-    """A matrix [rows, columns] of 16-bit numbers, and how many rows are copied at once."""
+    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and how many rows are copied at once."""
 
     address: int
     dtype: torch.dtype
@@ -46,15 +47,15 @@ class TensorMap(ctypes.Structure):
     def _set_value(self, boxes: Boxes) -> None:
         scratch = (ctypes.c_ubyte * (_SIZE + _ALIGNMENT))()
         aligned = -(-ctypes.addressof(scratch) // _ALIGNMENT) * _ALIGNMENT
-        rank = 3 if boxes.num_boxes else 2
+        rank, box_columns = 3 if boxes.num_boxes else 2, BOX_BYTES // boxes.dtype.itemsize
         sizes = (ctypes.c_uint64 * rank)(boxes.num_columns, boxes.num_rows)
         strides = (ctypes.c_uint64 * (rank - 1))(boxes.row_bytes)
-        box = (ctypes.c_uint32 * rank)(BOX_COLUMNS, boxes.box_rows)
+        box = (ctypes.c_uint32 * rank)(box_columns, boxes.box_rows)
         steps = (ctypes.c_uint32 * rank)(*(1,) * rank)
         if boxes.num_boxes:
-            assert boxes.num_columns % BOX_COLUMNS == 0, boxes
-            sizes[0], sizes[2] = BOX_COLUMNS, boxes.num_columns // BOX_COLUMNS
-            strides[1], box[2] = BOX_COLUMNS * 2, boxes.num_boxes
+            assert boxes.num_columns % box_columns == 0, boxes
+            sizes[0], sizes[2] = box_columns, boxes.num_columns // box_columns
+            strides[1], box[2] = BOX_BYTES, boxes.num_boxes
         code = encoder()(
             ctypes.c_void_p(aligned), _DTYPES[boxes.dtype], rank, ctypes.c_void_p(boxes.address),
             sizes, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_TO_256B, 0,
