@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from infer.cache.memory import kv_bytes_per_token
 from infer.kernels.attention.decode import DecodeConfig, attend_decode
 from infer.kernels.attention.decode_cuda import attend_decode_cuda
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.elementwise.kv_codes import KVScales, encode_reference
 from infer.kernels.runtime.dispatch import jit, num_sms, tl
 
@@ -160,10 +160,8 @@ def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfi
 
     def step() -> None:
         for (keys, values), scales in zip(layers.stores, layers.scales, strict=True):
-            attend_decode(
-                layers.q, keys, values, layers.tables, layers.rows, layers.lens, work,
-                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, scales=scales, out=out, config=config,
-            )  # fmt: skip
+            kv = PagedKV(keys, values, layers.tables, BLOCK_SIZE, H**-0.5, scales=scales)
+            attend_decode(layers.q, kv, layers.rows, layers.lens, work, out=out, config=config)
 
     return seconds_of_replay(captured(step)) / len(layers.stores)
 
@@ -175,10 +173,8 @@ def seconds_of_cuda(layers: Layers) -> float:
 
     def step() -> None:
         for (keys, values), scales in zip(layers.stores, layers.scales, strict=True):
-            attend_decode_cuda(
-                layers.q, keys, values, layers.tables, work,
-                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, scales=scales, out=out,
-            )  # fmt: skip
+            kv = PagedKV(keys, values, layers.tables, BLOCK_SIZE, H**-0.5, scales=scales)
+            attend_decode_cuda(layers.q, kv, work, out=out)
 
     return seconds_of_replay(captured(step)) / len(layers.stores)
 
@@ -187,11 +183,9 @@ def check_agreement(layers: Layers) -> None:
     """Both kernels on the first layer."""
     H, work = layers.shape[4], make_work(layers)
     work.plan(layers.rows, layers.lens)
-    inputs = (layers.q, *layers.stores[0], layers.tables)
-    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "scale": H**-0.5, "window": None}
-    how["scales"] = layers.scales[0]
-    triton = attend_decode(*inputs, layers.rows, layers.lens, work, **how)
-    cuda = attend_decode_cuda(*inputs, work, **how)
+    kv = PagedKV(*layers.stores[0], layers.tables, BLOCK_SIZE, H**-0.5, scales=layers.scales[0])
+    triton = attend_decode(layers.q, kv, layers.rows, layers.lens, work)
+    cuda = attend_decode_cuda(layers.q, kv, work)
     torch.testing.assert_close(cuda, triton, rtol=2e-2, atol=2e-2)
 
 

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.kernels.attention_decode import captured, seconds_of_replay
 from infer.kernels.attention.dense import DenseAttention
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import (
     PrefillChunk,
     PrefillChunks,
@@ -118,11 +119,8 @@ def seconds_paged(
 
     def step() -> None:
         for keys, values in prompts.stores:
-            attend_prefill(
-                prompts.q, keys, values, prompts.tables, chunks,
-                block_size=BLOCK_SIZE, scale=prompts.q.shape[2] ** -0.5, window=None, out=out, config=config,
-                num_splits=num_splits,
-            )  # fmt: skip
+            kv = PagedKV(keys, values, prompts.tables, BLOCK_SIZE, prompts.q.shape[2] ** -0.5)
+            attend_prefill(prompts.q, kv, chunks, out=out, config=config, num_splits=num_splits)
 
     return seconds_of_replay(captured(step)) / len(prompts.stores)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -36,18 +35,17 @@ def check_that_a_graph_follows_the_lengths(attend: Callable[..., torch.Tensor], 
     lens_S = torch.ones(8, dtype=torch.int32, device="cuda")
     q = torch.randn(8, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
     work = decode_work(heads, 8, 3000)
-    inputs = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-    how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": None}
+    inputs = (q, paged.kv(0.1), rows, lens_S)
 
     def step() -> list[torch.Tensor]:
         work.plan(rows, lens_S)
-        return [attend(*inputs, work=work, **how) for _ in range(3)]
+        return [attend(*inputs, work) for _ in range(3)]
 
     graph, outs = capture(step)
     for lens in ([3000] * 8, [0, 1, 2, 700, 0, 2999, 31, 33], [1] * 8, [2048, 0, 0, 0, 0, 0, 0, 1]):
         lens_S.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
         eager = step()[0]
-        expected = attend_decode_reference(*inputs, **how)
+        expected = attend_decode_reference(*inputs)
         torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
         assert all(torch.equal(out, eager) for out in outs)

@@ -10,6 +10,7 @@ from infer.kernels.attention.decode import (
     attend_projected,
     attend_projected_reference,
 )
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import (
     PrefillChunk,
     PrefillChunks,
@@ -48,17 +49,12 @@ class TestCompiledDecode(DecodeContract):
         scale = heads.head_dim**-0.5
 
         def attend() -> torch.Tensor:
-            return self.attend(
-                q, paged.keys, paged.values, paged.tables, rows, lens_S,
-                work=work, block_size=16, scale=scale, window=window,
-            )  # fmt: skip
+            return self.attend(q, paged.kv(scale, window), rows, lens_S, work)
 
         work.plan(rows, lens_S, window=window)
         first = attend()
-        exact = attend_decode_reference(
-            q.float(), paged.keys.float(), paged.values.float(), paged.tables, rows, lens_S,
-            block_size=16, scale=scale, window=window,
-        )  # fmt: skip
+        kv = PagedKV(paged.keys.float(), paged.values.float(), paged.tables, 16, scale, window)
+        exact = attend_decode_reference(q.float(), kv, rows, lens_S)
         for index in range(len(lens)):
             if lens[index]:
                 assert relative_error(first[index], exact[index]) < 1e-2, f"length {lens[index]}"
@@ -92,16 +88,11 @@ class TestCompiledProjected(ProjectedContract):
         work = decode_work(heads, len(lens), 32768)
         scale = heads.head_dim**-0.5
         exact_keys, exact_values = paged.keys.clone(), paged.values.clone()
-        expected = attend_projected_reference(
-            qkv, transform, exact_keys, exact_values, paged.tables, rows, lens_S,
-            block_size=16, scale=scale, window=window,
-        )  # fmt: skip
+        kv = PagedKV(exact_keys, exact_values, paged.tables, 16, scale, window)
+        expected = attend_projected_reference(qkv, transform, kv, rows, lens_S)
 
         def attend() -> torch.Tensor:
-            return attend_projected(
-                qkv, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                block_size=16, scale=scale, window=window,
-            )  # fmt: skip
+            return attend_projected(qkv, transform, paged.kv(scale, window), rows, lens_S, work)
 
         work.plan(rows, lens_S, window=window)
         first = attend()
@@ -128,16 +119,12 @@ class TestCompiledPrefill(PrefillContract):
         batch = as_batch(chunks, heads)
         q = torch.randn(first, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
         scale = heads.head_dim**-0.5
-        actual = attend_prefill(
-            q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=scale, window=window
-        )
+        actual = attend_prefill(q, paged.kv(scale, window), batch)
         for chunk in chunks:
             last = PrefillChunk(0, 1, chunk.row, chunk.start + chunk.num - 1)  # the reference takes its time
             q_last = q[chunk.first + chunk.num - 1 :][:1].float()
-            exact = attend_prefill_reference(
-                q_last, paged.keys.float(), paged.values.float(), paged.tables, as_batch([last], heads),
-                block_size=16, scale=scale, window=window,
-            )  # fmt: skip
+            kv = PagedKV(paged.keys.float(), paged.values.float(), paged.tables, 16, scale, window)
+            exact = attend_prefill_reference(q_last, kv, as_batch([last], heads))
             assert relative_error(actual[chunk.first + chunk.num - 1], exact[0]) < 1e-2, chunk
 
     def test_pytorchs_flash_attention_agrees_on_fresh_chunks(self) -> None:
@@ -151,9 +138,7 @@ class TestCompiledPrefill(PrefillContract):
         ])  # fmt: skip
         q = torch.randn(701, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
         batch = as_batch(chunks, heads)
-        expected = attend_prefill(
-            q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=0.1, window=None
-        )
+        expected = attend_prefill(q, paged.kv(0.1), batch)
         try:
             actual = attend_fresh(
                 q, paged.keys[slots], paged.values[slots], batch,
@@ -177,11 +162,10 @@ class TestCompiledPrefill(PrefillContract):
         q = torch.randn(703, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
         outs = [
             attend_prefill(
-                q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=0.1, window=window,
-                out=torch.full_like(q, 7.0), fresh_slots_T=fresh_slots,
+                q, paged.kv(0.1, window), batch, out=torch.full_like(q, 7.0), fresh_slots_T=fresh_slots
             )
             for fresh_slots in (None, slots)
-        ]  # fmt: skip
+        ]
         torch.testing.assert_close(outs[1], outs[0], rtol=2e-2, atol=2e-2)
         assert not torch.equal(outs[1], outs[0]), "both were computed by the same kernel"
 

@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_decode_reference
 from infer.kernels.attention.decode_cuda import DECODE, attend_decode_cuda
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.dispatch import launch_options
 from tests.gpu.attention import check_that_a_graph_follows_the_lengths, relative_error
@@ -53,13 +53,10 @@ def check(
     work.plan(rows, lens_S, window=window)
     wide = torch.randn(len(lens), heads.num_heads + 2, heads.head_dim, device="cuda").to(dtype)
     q = wide[:, : heads.num_heads]  # the queries of a fused projection are strided
-    how: dict[str, Any] = {"block_size": block_size, "scale": heads.head_dim**-0.5, "window": window}
-    outs = [
-        attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(repeats)
-    ]
-    exact = attend_decode_reference(
-        q.float(), paged.keys.float(), paged.values.float(), paged.tables, rows, lens_S, **how
-    )
+    kv = paged.kv(heads.head_dim**-0.5, window)
+    outs = [attend_decode_cuda(q, kv, work) for _ in range(repeats)]
+    wide_kv = kv._replace(keys_PGH=paged.keys.float(), values_PGH=paged.values.float())
+    exact = attend_decode_reference(q.float(), wide_kv, rows, lens_S)
     for index, length in enumerate(lens_S.tolist()):
         if length:
             assert relative_error(outs[0][index], exact[index]) < 1e-2, f"length {length}"
@@ -103,9 +100,10 @@ def test_at_real_sizes_two_hundred_times_bit_by_bit(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", MODELS[:2], ids=str)
 def test_a_replayed_graph_follows_the_lengths(heads: Heads) -> None:
-    def attend(*inputs: torch.Tensor, work: DecodeWork, **how: Any) -> torch.Tensor:
-        q, keys, values, tables, _, _ = inputs
-        return attend_decode_cuda(q, keys, values, tables, work, **how)
+    def attend(
+        q: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork
+    ) -> torch.Tensor:
+        return attend_decode_cuda(q, kv, work)
 
     check_that_a_graph_follows_the_lengths(attend, heads)
 

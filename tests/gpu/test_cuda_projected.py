@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -57,18 +56,14 @@ def check(
         scratch.fill_(torch.nan)
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     qkv = torch.randn(len(lens), width, device="cuda").bfloat16()
-    how: dict[str, Any] = {"block_size": 16, "scale": heads.head_dim**-0.5, "window": window}
+    kv = paged.kv(heads.head_dim**-0.5, window)
     stores = [store.clone() for store in (paged.keys, paged.values)]
-    expected = attend_projected_reference(
-        qkv, transform, stores[0], stores[1], paged.tables, rows, lens_S, **how
-    )
+    own = kv._replace(keys_PGH=stores[0], values_PGH=stores[1])
+    expected = attend_projected_reference(qkv, transform, own, rows, lens_S)
 
     def step() -> list[torch.Tensor]:
         work.plan(rows, lens_S, window=window)
-        return [
-            attend_projected_cuda(qkv, transform, paged.keys, paged.values, paged.tables, work, **how)
-            for _ in range(5)
-        ]
+        return [attend_projected_cuda(qkv, transform, kv, work) for _ in range(5)]
 
     outs = step()
     assert relative_error(outs[0], expected) < 2e-2

@@ -57,10 +57,9 @@ def test_cuda_at_real_sizes(
     work = DecodeWork(max_rows=len(LENS), max_len=max(LENS), device="cuda", **dataclasses.asdict(heads))
     work.plan(rows, lens_S, window=window)
     q = torch.randn(len(LENS), heads.num_heads, heads.head_dim, device="cuda").to(dtype)
-    how: dict[str, Any] = {"block_size": 16, "scale": heads.head_dim**-0.5, "window": window}
-    how["scales"] = paged.scales
-    outs = [attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(20)]
-    exact = attend_decode_reference(q.float(), paged.keys, paged.values, paged.tables, rows, lens_S, **how)
+    kv = paged.kv(heads.head_dim**-0.5, window)
+    outs = [attend_decode_cuda(q, kv, work) for _ in range(20)]
+    exact = attend_decode_reference(q.float(), kv, rows, lens_S)
     for index, length in enumerate(lens_S.tolist()):
         assert relative_error(outs[0][index], exact[index]) < 1e-2 if length else not outs[0][index].any()
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -87,10 +86,7 @@ def test_cuda_from_the_projection(heads: Heads, has_norm: bool, kept_as: torch.d
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     qkv = torch.randn(len(LENS), width, device="cuda").to(dtype)
     how: dict[str, Any] = {"scale": heads.head_dim**-0.5, "window": None}
-    actual = attend_projected_cuda(
-        qkv, transform, paged.keys, paged.values, paged.tables, work,
-        block_size=16, scales=paged.scales, **how,
-    )  # fmt: skip
+    actual = attend_projected_cuda(qkv, transform, paged.kv(**how), work)
     written = attend_written(qkv, transform, paged, rows, lens_S, **how)
     for index, length in enumerate(LENS):
         assert relative_error(actual[index], written[index].float()) < 2e-2 if length else True

@@ -64,32 +64,20 @@ class Step:
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Two kernels: heads, then attention."""
         q = self.write_heads(qkv)
-        return attend_decode(
-            q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
-            block_size=16, scale=H**-0.5, window=None,
-        )  # fmt: skip
+        return attend_decode(q, self.paged.kv(H**-0.5), self.rows, self.lens, self.work)
 
     def attend_cuda(self, qkv: torch.Tensor) -> torch.Tensor:
         """Two kernels, and the second asks for older keys and values while the first writes the newest."""
         q = self.write_heads(qkv)
-        return attend_decode_cuda(
-            q, self.paged.keys, self.paged.values, self.paged.tables, self.work,
-            block_size=16, scale=H**-0.5, window=None,
-        )  # fmt: skip
+        return attend_decode_cuda(q, self.paged.kv(H**-0.5), self.work)
 
     def attend_projected(self, qkv: torch.Tensor) -> torch.Tensor:
         """The same in one kernel."""
-        return attend_projected(
-            qkv, self.transform, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens,
-            self.work, block_size=16, scale=H**-0.5, window=None,
-        )  # fmt: skip
+        return attend_projected(qkv, self.transform, self.paged.kv(H**-0.5), self.rows, self.lens, self.work)
 
     def attend_projected_cuda(self, qkv: torch.Tensor) -> torch.Tensor:
         """And by hand."""
-        return attend_projected_cuda(
-            qkv, self.transform, self.paged.keys, self.paged.values, self.paged.tables, self.work,
-            block_size=16, scale=H**-0.5, window=None,
-        )  # fmt: skip
+        return attend_projected_cuda(qkv, self.transform, self.paged.kv(H**-0.5), self.work)
 
 
 UNEVEN = [70, 400, 1, 1000, 16, 33, 257, 64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import (
     PrefillChunk,
     PrefillChunks,
@@ -42,9 +43,12 @@ class TestCompiledSplits(SplitsContract):
 
         def attend(num_splits: int | None = None) -> None:
             attend_prefill(
-                q, paged.keys, paged.values, paged.tables, PrefillChunks.from_arrays(tiles_W4),
-                block_size=16, scale=scale, window=window, out=out, num_splits=num_splits,
-            )  # fmt: skip
+                q,
+                paged.kv(scale, window),
+                PrefillChunks.from_arrays(tiles_W4),
+                out=out,
+                num_splits=num_splits,
+            )
 
         def step() -> None:
             for _ in range(3):  # layers that share their scratch memory
@@ -76,9 +80,7 @@ class TestCompiledSplits(SplitsContract):
                     PrefillChunk(0, 1, chunk.row, chunk.start + chunk.num - 1)
                 ]  # the reference takes its time
                 batch = PrefillChunks.from_arrays(tiles_W4, last)
-                exact = attend_prefill_reference(
-                    q[place : place + 1].float(), paged.keys.float(), paged.values.float(), paged.tables,
-                    batch, block_size=16, scale=scale, window=window,
-                )  # fmt: skip
+                kv = PagedKV(paged.keys.float(), paged.values.float(), paged.tables, 16, scale, window)
+                exact = attend_prefill_reference(q[place : place + 1].float(), kv, batch)
                 error = (outs[0][place].float() - exact[0]).abs().max() / exact.abs().max()
                 assert error < 1e-2, chunk

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
 from infer.kernels.attention.decode import attend_decode, attend_decode_reference
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import (
     PrefillChunk,
     PrefillChunks,
@@ -68,6 +69,10 @@ class Paged:
             kept.append(codes)
         self.keys, self.values = kept
         self.scales = KVScales(*scales)
+
+    def kv(self, scale: float, window: int | None = None) -> PagedKV:
+        """What kernels are given of it."""
+        return PagedKV(self.keys, self.values, self.tables, self.block_size, scale, window, self.scales)
 
     def forget(self, row: int, num_tokens: int) -> None:
         """Put NaN where the first tokens of a row were: behind a window a block may be another sequence's."""
@@ -125,10 +130,11 @@ class OnDevice:
 class DecodeContract(OnDevice):
     """One query per row."""
 
-    def attend(self, *inputs: torch.Tensor, work: DecodeWork, **options: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: PagedKV, rows: torch.Tensor, lens: torch.Tensor, work: DecodeWork
+    ) -> torch.Tensor:
         """The kernel under test."""
-        q, keys, values, tables, rows, lens = inputs
-        return attend_decode(q, keys, values, tables, rows, lens, work, **options)
+        return attend_decode(q, kv, rows, lens, work)
 
     def check(
         self,
@@ -162,13 +168,11 @@ class DecodeContract(OnDevice):
         work.plan(rows, lens_S, window=window)
         for _ in range(num_layers):
             q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device=self.device).to(dtype)
-            arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-            options: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
-            options["scales"] = paged.scales
-            expected = attend_decode_reference(*arguments, **options)
+            kv = paged.kv(0.3, window)
+            expected = attend_decode_reference(q, kv, rows, lens_S)
             for row, length in enumerate(lens):
                 paged.forget(row, 0 if window is None else length - window)
-            actual = self.attend(*arguments, work=work, **options)
+            actual = self.attend(q, kv, rows, lens_S, work)
             assert_close(actual, expected)
         assert not work.tickets.any()
 
@@ -216,9 +220,8 @@ class DecodeContract(OnDevice):
             max_rows=2, max_len=64, num_heads=4, num_kv_heads=2, head_dim=32, device=self.device, split_len=32
         )
         work.plan(rows, lens)
-        arguments = (q, paged.keys, paged.values, paged.tables, rows, lens)
-        actual = self.attend(*arguments, work=work, block_size=16, scale=0.3, window=None)
-        assert_close(actual, attend_decode_reference(*arguments, block_size=16, scale=0.3, window=None))
+        actual = self.attend(q, paged.kv(0.3), rows, lens, work)
+        assert_close(actual, attend_decode_reference(q, paged.kv(0.3), rows, lens))
 
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
         heads, lens = Heads(4, 2, 32), [37, 100, 80, 0]
@@ -238,10 +241,7 @@ class DecodeContract(OnDevice):
         def attend(lens: list[int]) -> torch.Tensor:
             lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)
             work.plan(rows, lens_S)
-            return self.attend(
-                q, paged.keys, paged.values, paged.tables, rows, lens_S,
-                work=work, block_size=16, scale=0.3, window=None,
-            )  # fmt: skip
+            return self.attend(q, paged.kv(0.3), rows, lens_S, work)
 
         together = attend(lens)
         for row in range(3):
@@ -297,14 +297,11 @@ class PrefillContract(OnDevice):
         tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile, max_tiles=max_tiles)
         batch = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks)
         q = torch.randn(first, heads.num_heads, heads.head_dim, device=self.device).to(dtype)
-        arguments = (q, paged.keys, paged.values, paged.tables, batch)
-        out = torch.full_like(q, torch.nan)
-        options: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
-        options["scales"] = paged.scales
-        expected = attend_prefill_reference(*arguments, **options, out=torch.full_like(q, torch.nan))
+        out, kv = torch.full_like(q, torch.nan), paged.kv(0.3, window)
+        expected = attend_prefill_reference(q, kv, batch, out=torch.full_like(q, torch.nan))
         for row, (start, _) in enumerate(spans):
             paged.forget(row, 0 if window is None else start - window + 1)
-        actual = attend_prefill(*arguments, **options, out=out)
+        actual = attend_prefill(q, kv, batch, out=out)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         assert out.isnan().any() and not out.isnan().all()
@@ -351,10 +348,7 @@ class PrefillContract(OnDevice):
                 ]
                 tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
                 batch = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks)
-                return attend_prefill(
-                    q, paged.keys, paged.values, paged.tables, batch,
-                    block_size=16, scale=0.3, window=window, invariant=True,
-                )  # fmt: skip
+                return attend_prefill(q, paged.kv(0.3, window), batch, invariant=True)
 
             whole = attend([0])
             assert torch.equal(attend([0, 1, 33, 68, 69]), whole)

@@ -90,13 +90,11 @@ class SplitsContract(OnDevice):
         q, paged, batch = self.inputs(spans, heads, dtype, num_spare_tiles=1)
         given = batch if is_known else PrefillChunks.from_arrays(batch.tiles_W4)
         actual = attend_prefill(
-            q, paged.keys, paged.values, paged.tables, given, block_size=16, scale=0.3, window=window,
-            out=torch.full_like(q, torch.nan), num_splits=num_splits,
-        )  # fmt: skip
+            q, paged.kv(0.3, window), given, out=torch.full_like(q, torch.nan), num_splits=num_splits
+        )
         expected = attend_prefill_reference(
-            q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=0.3, window=window,
-            out=torch.full_like(q, torch.nan),
-        )  # fmt: skip
+            q, paged.kv(0.3, window), batch, out=torch.full_like(q, torch.nan)
+        )
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -135,10 +133,7 @@ class SplitsContract(OnDevice):
     def test_the_same_bits_come_twice(self) -> None:
         q, paged, batch = self.inputs([(200, 5)], Heads(2, 1, 64), torch.float16)
         first, second = (
-            attend_prefill(
-                q, paged.keys, paged.values, paged.tables, batch,
-                block_size=16, scale=0.3, window=None, out=torch.zeros_like(q), num_splits=4,
-            )
+            attend_prefill(q, paged.kv(0.3), batch, out=torch.zeros_like(q), num_splits=4)
             for _ in range(2)
         )  # fmt: skip
         assert self.num_split_calls == 2 and torch.equal(first, second)
@@ -151,11 +146,14 @@ class SplitsContract(OnDevice):
         tiles = (batch.tiles_W4, sparse_W4)
         whole, split = (
             attend_prefill(
-                q, paged.keys, paged.values, paged.tables, PrefillChunks.from_arrays(tiles_W4),
-                block_size=16, scale=0.3, window=None, out=torch.zeros_like(q), num_splits=num_splits,
+                q,
+                paged.kv(0.3),
+                PrefillChunks.from_arrays(tiles_W4),
+                out=torch.zeros_like(q),
+                num_splits=num_splits,
             )
             for tiles_W4, num_splits in zip(tiles, (1, 2), strict=True)
-        )  # fmt: skip
+        )
         assert self.num_split_calls == 1 and whole.any()
         torch.testing.assert_close(split, whole, rtol=2e-3, atol=2e-3)
 
@@ -169,19 +167,13 @@ class SplitsContract(OnDevice):
     def test_an_empty_list_that_a_graph_was_captured_with(self) -> None:
         q, paged, _ = self.inputs([(40, 3)], Heads(2, 1, 16), torch.float16)
         empty = PrefillChunks.from_arrays(torch.zeros((5, 4), dtype=torch.int32, device=self.device))
-        out = attend_prefill(
-            q, paged.keys, paged.values, paged.tables, empty,
-            block_size=16, scale=0.3, window=None, out=torch.full_like(q, 7.0),
-        )  # fmt: skip
+        out = attend_prefill(q, paged.kv(0.3), empty, out=torch.full_like(q, 7.0))
         assert self.num_split_calls == 1 and (out == 7.0).all()
 
     def test_an_invariant_tile_is_never_split(self) -> None:
         q, paged, batch = self.inputs([(1500, 5)], Heads(2, 1, 16), torch.float16)
         for num_splits in (None, 4):
-            attend_prefill(
-                q, paged.keys, paged.values, paged.tables, batch,
-                block_size=16, scale=0.3, window=None, invariant=True, num_splits=num_splits,
-            )  # fmt: skip
+            attend_prefill(q, paged.kv(0.3), batch, invariant=True, num_splits=num_splits)
         assert self.num_split_calls == 0
 
     def plan(self, spans: Spans, max_items: int, split_len: int, window: int = 2**30) -> list[int]:

@@ -22,6 +22,7 @@ from infer.kernels.attention.decode import (
     attend_projected_reference,
 )
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
 from infer.kernels.elementwise.kv_codes import KVScales, read_slots
@@ -92,10 +93,7 @@ def attend_written(
 ) -> torch.Tensor:  # fmt: skip
     """What rows attend to in the cache as it is now: the newest position included, as it was written."""
     q, _, _ = norm_rope_write_reference(qkv, transform, (lens_S.long() - 1).clamp(min=0))
-    return attend_decode_reference(
-        q, paged.keys, paged.values, paged.tables, rows_S, lens_S,
-        block_size=paged.block_size, scale=scale, window=window, scales=paged.scales,
-    )  # fmt: skip
+    return attend_decode_reference(q, paged.kv(scale, window), rows_S, lens_S)
 
 
 class ProjectedContract(OnDevice):
@@ -151,14 +149,9 @@ class ProjectedContract(OnDevice):
             num_heads = heads.num_heads + 2 * heads.num_kv_heads
             qkv = FramedTensor((num_rows, num_heads * heads.head_dim), dtype, device)
             with nan_in_fresh_memory():
-                actual = attend_projected(
-                    qkv.view, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                    block_size=block_size, scale=0.3, window=window, scales=paged.scales,
-                )  # fmt: skip
-            expected = attend_projected_reference(
-                qkv.view, transform, stores[0], stores[1], paged.tables, rows, lens_S,
-                block_size=block_size, scale=0.3, window=window, scales=scales,
-            )  # fmt: skip
+                actual = attend_projected(qkv.view, transform, paged.kv(0.3, window), rows, lens_S, work)
+            kv = PagedKV(stores[0], stores[1], paged.tables, block_size, 0.3, window, scales)
+            expected = attend_projected_reference(qkv.view, transform, kv, rows, lens_S)
             if paged.scales is not None and scales is not None:
                 written = attend_written(qkv.view, transform, paged, rows, lens_S, scale=0.3, window=window)
                 assert_close(actual, written)
@@ -244,10 +237,7 @@ class ProjectedContract(OnDevice):
         def attend(lens: list[int]) -> torch.Tensor:
             lens_S = torch.tensor(lens, dtype=torch.int32, device=device)
             work.plan(rows, lens_S)
-            return attend_projected(
-                qkv, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                block_size=16, scale=0.3, window=None,
-            )  # fmt: skip
+            return attend_projected(qkv, transform, paged.kv(0.3), rows, lens_S, work)
 
         together = attend(lens)
         for row in range(3):

@@ -30,10 +30,7 @@ def test_a_row_attends_to_the_blocks_of_its_table(window: int | None) -> None:
     work = DecodeWork(max_rows=3, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
     work.plan(rows, lens, window=window)
     out = torch.full_like(q, torch.nan)
-    got = attend_decode(
-        q, paged.keys, paged.values, paged.tables, rows, lens, work,
-        block_size=4, scale=0.3, window=window, out=out,
-    )  # fmt: skip
+    got = attend_decode(q, paged.kv(0.3, window), rows, lens, work, out=out)
     assert got is out
     assert torch.equal(got[1], torch.zeros(6, 8))
     for index, row, length in ((0, 1, 21), (2, 0, 3)):
@@ -58,10 +55,7 @@ def test_a_projection_is_written_to_the_cache_and_attends_to_itself_too(window: 
     positions = torch.tensor([20, 0, 2])
     q, k, v = norm_rope_write(qkv, transform, positions)
     before = paged.keys.clone()
-    got = attend_projected(
-        qkv, transform, paged.keys, paged.values, paged.tables, rows, lens, work,
-        block_size=4, scale=0.3, window=window,
-    )  # fmt: skip
+    got = attend_projected(qkv, transform, paged.kv(0.3, window), rows, lens, work)
     assert torch.equal(got[1], torch.zeros(6, 8))
     for index, row, length in ((0, 1, 21), (2, 0, 3)):
         slots = [int(paged.tables[row, p // 4]) * 4 + p % 4 for p in range(length)]

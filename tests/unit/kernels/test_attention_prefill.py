@@ -25,10 +25,7 @@ def test_a_chunk_attends_to_its_row_up_to_each_token(window: int | None) -> None
     chunks = [PrefillChunk(first=0, num=5, row=0, start=0), PrefillChunk(first=6, num=3, row=1, start=8)]
     tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
     q = torch.randn(10, 4, 8)
-    got = attend_prefill(
-        q, paged.keys, paged.values, paged.tables, PrefillChunks.from_arrays(torch.from_numpy(tiles), chunks),
-        block_size=4, scale=0.3, window=window,
-    )  # fmt: skip
+    got = attend_prefill(q, paged.kv(0.3, window), PrefillChunks.from_arrays(torch.from_numpy(tiles), chunks))
     for first, num, row, start in chunks:
         slots = [int(paged.tables[row, p // 4]) * 4 + p % 4 for p in range(start + num)]
         expected = attend_naive(

@@ -81,24 +81,10 @@ def check(
     q = wide[:, 2:-1].copy_(torch.randn(len(lens), heads.num_heads, heads.head_dim))
     work = make_work(heads, max_rows=len(lens) + 2, max_len=max(lens), split_len=split_len)
     plan_on_host(work, rows, lens_S, window=window)
-    expected = attend_decode_reference(
-        q,
-        paged.keys,
-        paged.values,
-        paged.tables,
-        rows,
-        lens_S,
-        block_size=block_size,
-        scale=0.3,
-        window=window,
-        scales=paged.scales,
-    )
+    expected = attend_decode_reference(q, paged.kv(0.3, window), rows, lens_S)
     for _ in range(2):  # the second time over the scratch memory and tickets that the first has left
         out = torch.full((len(lens), heads.num_heads, heads.head_dim), torch.nan, dtype=dtype)
-        actual = attend_decode_cuda(
-            q, paged.keys, paged.values, paged.tables, work,
-            block_size=block_size, scale=0.3, window=window, scales=paged.scales, out=out,
-        )  # fmt: skip
+        actual = attend_decode_cuda(q, paged.kv(0.3, window), work, out=out)
         assert actual is out
         assert_close(actual, expected)
         assert not work.tickets.any()
@@ -145,10 +131,8 @@ def test_weights_far_below_the_largest_are_not_lost(kept_as: torch.dtype) -> Non
     paged.keep_as(kept_as)
     work = make_work(heads, max_rows=1, max_len=num, split_len=512)
     plan_on_host(work, row, length)
-    inputs = (q.half(), paged.keys, paged.values, table)
-    how: dict[str, Any] = {"block_size": 16, "scale": 1.0, "window": None, "scales": paged.scales}
-    actual = attend_decode_cuda(*inputs, work, **how)
-    assert_close(actual, attend_decode_reference(*inputs, row, length, **how))
+    actual = attend_decode_cuda(q.half(), paged.kv(1.0), work)
+    assert_close(actual, attend_decode_reference(q.half(), paged.kv(1.0), row, length))
 
 
 @codes
@@ -167,10 +151,8 @@ def test_queries_beyond_float16(kept_as: torch.dtype, largest: float) -> None:
     paged.keep_as(kept_as)
     work = make_work(heads, max_rows=1, max_len=num, split_len=512)
     plan_on_host(work, row, length)
-    inputs = (q, paged.keys, paged.values, table)
-    how: dict[str, Any] = {"block_size": 16, "scale": 0.3, "window": None, "scales": paged.scales}
-    actual = attend_decode_cuda(*inputs, work, **how)
-    assert_close(actual, attend_decode_reference(*inputs, row, length, **how))
+    actual = attend_decode_cuda(q, paged.kv(0.3), work)
+    assert_close(actual, attend_decode_reference(q, paged.kv(0.3), row, length))
 
 
 @pytest.mark.parametrize("split_len", [16, 100, 1024])
@@ -198,12 +180,11 @@ def test_scores_far_from_zero_are_not_lost(split_len: int) -> None:
     q[0, :, 0] = torch.tensor([1.0, -1.0])
     table = torch.arange(32, dtype=torch.int32)[None]
     row, length = torch.zeros(1, dtype=torch.int32), torch.full((1,), 512, dtype=torch.int32)
-    inputs = (q.half(), keys.half(), torch.randn(512, 1, 64).half(), table)
+    kv = Paged(keys.half(), torch.randn(512, 1, 64).half(), table, 16).kv(1.0)
     work = make_work(heads, max_rows=1, max_len=512, split_len=split_len)
     plan_on_host(work, row, length)
-    actual = attend_decode_cuda(*inputs, work, block_size=16, scale=1.0, window=None)
-    expected = attend_decode_reference(*inputs, row, length, block_size=16, scale=1.0, window=None)
-    assert_close(actual, expected)
+    actual = attend_decode_cuda(q.half(), kv, work)
+    assert_close(actual, attend_decode_reference(q.half(), kv, row, length))
 
 
 def test_not_a_number_is_not_hidden() -> None:
@@ -213,9 +194,7 @@ def test_not_a_number_is_not_hidden() -> None:
     q[0, 1, 3] = torch.nan
     work = make_work(heads, max_rows=1, max_len=5, split_len=64)
     plan_on_host(work, torch.zeros(1, dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32))
-    out = attend_decode_cuda(
-        q, paged.keys, paged.values, paged.tables, work, block_size=16, scale=1.0, window=None
-    )
+    out = attend_decode_cuda(q, paged.kv(1.0), work)
     assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
 
 

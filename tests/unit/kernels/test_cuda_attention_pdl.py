@@ -73,9 +73,8 @@ class DependentLaunch:
             return launches[-1]
 
         self.monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)
-        how: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
-        actual = attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how)
-        expected = attend_decode_reference(q, paged.keys, paged.values, paged.tables, rows, lens_S, **how)
+        actual = attend_decode_cuda(q, paged.kv(0.3, window), work)
+        expected = attend_decode_reference(q, paged.kv(0.3, window), rows, lens_S)
         return Attended(lens_S.tolist(), actual, expected, launches[0].num_early_loads)
 
     def change(self, line: str, instead: str, folder: Path) -> None:

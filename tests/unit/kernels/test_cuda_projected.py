@@ -15,6 +15,7 @@ import torch
 from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_projected_reference
 from infer.kernels.attention.decode_cuda import PROJECTED, attend_projected_cuda
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.elementwise.kv_codes import KVScales
 from tests.unit.kernels.attention_contract import TOLERANCE, Heads, assert_close, codes, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
@@ -76,13 +77,9 @@ def check(
             wide = torch.full((len(lens), qkv.shape[1] + 16), torch.nan, dtype=dtype)
             qkv = wide[:, 8:-8].copy_(qkv)
         WRITTEN[:] = qkv.unbind()
-        how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": window}
-        actual = attend_projected_cuda(
-            qkv, transform, paged.keys, paged.values, paged.tables, work, scales=paged.scales, **how
-        )
-        expected = attend_projected_reference(
-            qkv, transform, stores[0], stores[1], paged.tables, rows, lens_S, scales=scales, **how
-        )
+        actual = attend_projected_cuda(qkv, transform, paged.kv(0.1, window), work)
+        kv = PagedKV(stores[0], stores[1], paged.tables, block_size, 0.1, window, scales)
+        expected = attend_projected_reference(qkv, transform, kv, rows, lens_S)
         if scales is not None:
             written = attend_written(qkv, transform, paged, rows, lens_S, scale=0.1, window=window)
             assert_close(actual, written)
@@ -130,10 +127,7 @@ def test_codes_of_tiny_heads_and_of_not_a_number(kept_as: torch.dtype, heads: He
     qkv[1, N:] *= 1e-37
     qkv[2, N:, H - 3] = torch.nan
     WRITTEN[:] = qkv.unbind()
-    actual = attend_projected_cuda(
-        qkv.flatten(1), transform, paged.keys, paged.values, paged.tables, work,
-        block_size=16, scale=0.1, window=None, scales=paged.scales,
-    )  # fmt: skip
+    actual = attend_projected_cuda(qkv.flatten(1), transform, paged.kv(0.1), work)
     assert paged.scales is not None
     for kept, side in zip((paged.keys, paged.values), paged.scales, strict=True):
         scales = side[newest // 16, :, newest % 16]

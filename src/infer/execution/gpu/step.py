@@ -45,6 +45,7 @@ from infer.kernels.attention.decode import attend_decode, attend_projected, is_p
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
@@ -112,20 +113,15 @@ class DeviceStep(StepContext):
             return None
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
-        return attend_projected(
-            qkv_TX,
-            transform,
-            store.keys[number],
-            store.values[number],
-            self._tables[store.tables[number]],
-            self._rows_S,
-            self._lens_S,
-            self._work,
-            block_size=self._block_size,
-            scale=layer.scale,
-            window=layer.window,
-            scales=store.scales[number],
-        )
+        kv = self._kv(layer)
+        return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)
+
+    def _kv(self, layer: AttentionLayer) -> PagedKV:
+        """The cache of one layer, as its tokens see it."""
+        store, (number, scale, window) = self._store, layer
+        tables_RB = self._tables[store.tables[number]]
+        keys, values, scales = store.keys[number], store.values[number], store.scales[number]
+        return PagedKV(keys, values, tables_RB, self._block_size, scale, window, scales)
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
@@ -133,43 +129,23 @@ class DeviceStep(StepContext):
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
-        number, scale, window = layer
-        store, num_rows = self._store, self._num_rows
-        keys, values, scales = store.keys[number], store.values[number], store.scales[number]
-        table, tables_RB = store.tables[number], self._tables[store.tables[number]]
+        kv, num_rows = self._kv(layer), self._num_rows
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         branch = self._branch(q_TNH)
         if branch is not None:
             branch.wait_stream(torch.cuda.current_stream())
         if num_rows:
-            attend_decode(
-                q_TNH[:num_rows],
-                keys,
-                values,
-                tables_RB,
-                self._rows_S,
-                self._lens_S,
-                self._work,
-                block_size=self._block_size,
-                scale=scale,
-                window=window,
-                scales=scales,
-                out=out_TNH[:num_rows],
-            )
+            out_SNH = out_TNH[:num_rows]
+            attend_decode(q_TNH[:num_rows], kv, self._rows_S, self._lens_S, self._work, out=out_SNH)
+        fresh_slots_T = self._slots[self._store.tables[layer.number]] if self._backend == "flash" else None
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):
                 attend_prefill(
                     q_TNH,
-                    keys,
-                    values,
-                    tables_RB,
+                    kv,
                     chunks,
-                    block_size=self._block_size,
-                    scale=scale,
-                    window=window,
-                    scales=scales,
                     out=out_TNH,
-                    fresh_slots_T=self._slots[table] if self._backend == "flash" else None,
+                    fresh_slots_T=fresh_slots_T,
                     invariant=self._backend == "invariant",
                 )
         if branch is not None:

@@ -1,7 +1,7 @@
 """Attention: what each token sees of its sequence, from queries, keys and values.
 
     reference.py       the formula over one sequence, in PyTorch
-    paged.py           one query per sequence over the paged cache, in PyTorch
+    paged.py           the paged cache as attention reads it; one query per sequence over it, in PyTorch
     dense.py           long prompts that start in this step, through cuDNN
     prefill.py         chunks of prompts over the paged cache (varlen), in Triton
     decode.py          one token per sequence, in Triton, and the choice between Triton and CUDA C++

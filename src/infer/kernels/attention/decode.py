@@ -2,8 +2,8 @@
 
     out[s] = softmax(scale * q[s] k^T) v        over the `lens_S[s]` positions that row s may see
 
-The keys and values of position p of a row live in slot  table[p // block_size] * block_size + p % block_size.
-Rows are cut into splits, and a grid as large as the machine strides over the list of them (decode_work.py).
+Keys and values are read where the block tables say (paged.py). Rows are cut into splits, and a grid as large
+as the machine strides over the list of them (decode_work.py).
 The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 
 Splits are merged in the same launch. A row of one split is written at once. Otherwise each program leaves its
@@ -65,9 +65,10 @@ import torch
 from infer.config.backends import REFERENCE
 from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
-from infer.kernels.elementwise.kv_codes import KVScales, encode_rows, load_scales, read_both, weigh_codes
+from infer.kernels.elementwise.kv_codes import encode_rows, load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.runtime.ptx import prefetch_l2
@@ -104,40 +105,29 @@ _PREFETCHED = 128  # positions of a program's first item; of few heads alone: al
 
 
 def attend_decode_reference(
-    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    rows_S: torch.Tensor, lens_S: torch.Tensor, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor
+) -> torch.Tensor:
     """The specification: gather the slots of one row after the other and attend to them."""
     out_SNH = torch.zeros_like(q_SNH)
     for index, (row, length) in enumerate(zip(rows_S.tolist(), lens_S.tolist(), strict=True)):
         if length == 0:
             continue
-        first = 0 if window is None else max(length - window, 0)
-        positions_L = torch.arange(first, length, device=q_SNH.device)
-        slots_L = tables_RB[row, positions_L // block_size].long() * block_size + positions_L % block_size
-        out_SNH[index] = attend_naive(
-            q_SNH[index : index + 1], *read_both(keys_PGH, values_PGH, scales, slots_L),
-            scale=scale, window=None,
-        )[0]  # fmt: skip
+        first = 0 if kv.window is None else max(length - kv.window, 0)
+        own, (keys_LGH, values_LGH) = q_SNH[index : index + 1], kv.read(row, first, length)
+        out_SNH[index] = attend_naive(own, keys_LGH, values_LGH, scale=kv.scale, window=None)[0]
     return out_SNH
 
 
 def attend_projected_reference(
-    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
-    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
-) -> torch.Tensor:  # fmt: skip
+    qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor
+) -> torch.Tensor:
     """The specification of the form that is given the fused projection: norm, rotate, write, then attend."""
     newest_S = (lens_S.long() - 1).clamp(min=0)
-    blocks_S = tables_RB[rows_S.long().clamp(min=0), newest_S // block_size].long()
-    slots_S = torch.where(lens_S > 0, blocks_S * block_size + newest_S % block_size, -1)
-    cache = CacheSlots(keys_PGH, values_PGH, slots_S, scales=scales)
+    blocks_S = kv.tables_RB[rows_S.long().clamp(min=0), newest_S // kv.block_size].long()
+    slots_S = torch.where(lens_S > 0, blocks_S * kv.block_size + newest_S % kv.block_size, -1)
+    cache = CacheSlots(kv.keys_PGH, kv.values_PGH, slots_S, scales=kv.scales)
     q_SNH, _, _ = norm_rope_write_reference(qkv_SX, transform, newest_S, cache)
-    return attend_decode_reference(
-        q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-        block_size=block_size, scale=scale, window=window, scales=scales,
-    )  # fmt: skip
+    return attend_decode_reference(q_SNH, kv, rows_S, lens_S)
 
 
 @jit
@@ -542,39 +532,27 @@ def is_projected_faster(num_rows: int, num_kv_heads: int) -> bool:
 
 
 def attend_decode(
-    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
-    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
-    out: torch.Tensor | None = None, config: DecodeConfig | None = None,
+    q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
+    *, out: torch.Tensor | None = None, config: DecodeConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
     S, N, H = q_SNH.shape
-    is_faster = scales is not None or not is_projected_faster(S, work.num_kv_heads)
+    is_faster = kv.scales is not None or not is_projected_faster(S, work.num_kv_heads)
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
-        return attend_decode_cuda(
-            q_SNH, keys_PGH, values_PGH, tables_RB, work,
-            block_size=block_size, scale=scale, window=window, scales=scales, out=out,
-        )  # fmt: skip
+        return attend_decode_cuda(q_SNH, kv, work, out=out)
     if work.backend == REFERENCE or not use_triton(q_SNH):
-        result = attend_decode_reference(
-            q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-            block_size=block_size, scale=scale, window=window, scales=scales,
-        )  # fmt: skip
+        result = attend_decode_reference(q_SNH, kv, rows_S, lens_S)
         return result if out is None else out.copy_(result)
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
-    _launch_decode(
-        q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), keys_PGH, values_PGH, tables_RB, work, None,
-        block_size=block_size, scale=scale, window=window, scales=scales, out=out, config=config,
-    )  # fmt: skip
+    _launch_decode(q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), kv, work, None, out=out, config=config)
     return out
 
 
 def attend_projected(
-    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
-    *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
+    qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor,
+    work: DecodeWork,
 ) -> torch.Tensor:  # fmt: skip
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
@@ -583,38 +561,29 @@ def attend_projected(
     """
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
     H = qkv_SX.shape[1] // (N + 2 * G)
-    is_faster = scales is not None or _CUDA_PROJECTED_HEADS.get(H, 0) >= S * G
+    is_faster = kv.scales is not None or _CUDA_PROJECTED_HEADS.get(H, 0) >= S * G
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
-        return attend_projected_cuda(
-            qkv_SX, transform, keys_PGH, values_PGH, tables_RB, work,
-            block_size=block_size, scale=scale, window=window, scales=scales,
-        )  # fmt: skip
+        return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):
-        return attend_projected_reference(
-            qkv_SX, transform, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
-            block_size=block_size, scale=scale, window=window, scales=scales,
-        )  # fmt: skip
+        return attend_projected_reference(qkv_SX, transform, kv, rows_S, lens_S)
     cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
     assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
-    assert keys_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
-    assert keys_PGH.dtype == qkv_SX.dtype or scales is not None, f"keys are {keys_PGH.dtype}"
+    assert kv.keys_PGH.shape[1:] == (G, H), f"keys are {tuple(kv.keys_PGH.shape)}"
+    assert kv.keys_PGH.dtype == qkv_SX.dtype or kv.scales is not None, f"keys are {kv.keys_PGH.dtype}"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
-    _launch_decode(
-        qkv_SX, (qkv_SX.stride(0), H), keys_PGH, values_PGH, tables_RB, work, transform,
-        block_size=block_size, scale=scale, window=window, scales=scales, out=out_SNH,
-    )  # fmt: skip
+    _launch_decode(qkv_SX, (qkv_SX.stride(0), H), kv, work, transform, out=out_SNH)
     return out_SNH
 
 
 def _launch_decode(
     q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
     q_strides: tuple[int, int],  # between rows and between heads
-    keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, work: DecodeWork,
-    transform: HeadTransform | None, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None, out: torch.Tensor, config: DecodeConfig | None = None,
+    kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
+    config: DecodeConfig | None = None,
 ) -> None:  # fmt: skip
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
     S, N, H = out.shape
     if S == 0:
         return

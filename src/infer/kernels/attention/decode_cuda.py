@@ -23,9 +23,9 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E
 from infer.kernels.elementwise.heads import HeadTransform
-from infer.kernels.elementwise.kv_codes import KVScales
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.runtime.dispatch import compiles_only, launch_options, nvidia_capability
 
@@ -137,10 +137,8 @@ def prepare_launch(kernel: CudaKernel, defines: Defines, device: int, pdl: bool)
 
 
 def attend_decode_cuda(
-    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    work: DecodeWork, *, block_size: int, scale: float, window: int | None, scales: KVScales | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q_SNH: torch.Tensor, kv: PagedKV, work: DecodeWork, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attend with each row's newest query; `work.plan` must have seen rows, lengths and window."""
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     assert not (q_SNH.stride(0) % 8 or q_SNH.stride(1) % 8 or q_SNH.data_ptr() % 16), (
@@ -151,18 +149,13 @@ def attend_decode_cuda(
     assert out.is_contiguous() and out.dtype == q_SNH.dtype, (
         "the output must be contiguous, of the queries' type"
     )
-    _launch_decode(
-        q_SNH, q_SNH.stride()[:2], keys_PGH, values_PGH, tables_RB, work, None,
-        block_size=block_size, scale=scale, window=window, scales=scales, out=out,
-    )  # fmt: skip
+    _launch_decode(q_SNH, q_SNH.stride()[:2], kv, work, None, out)
     return out
 
 
 def attend_projected_cuda(
-    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor, work: DecodeWork, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None = None,
-) -> torch.Tensor:  # fmt: skip
+    qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, work: DecodeWork
+) -> torch.Tensor:
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
     `work.plan` must have seen rows, lengths and window.
@@ -178,21 +171,17 @@ def attend_projected_cuda(
     q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)
     assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
-    _launch_decode(
-        qkv_SX, qkv_SX.stride()[:1], keys_PGH, values_PGH, tables_RB, work, transform,
-        block_size=block_size, scale=scale, window=window, scales=scales, out=out_SNH,
-    )  # fmt: skip
+    _launch_decode(qkv_SX, qkv_SX.stride()[:1], kv, work, transform, out_SNH)
     return out_SNH
 
 
 def _launch_decode(
     x: torch.Tensor,  # queries [S, N, H], or with a transform the projection [S, X]
     strides: tuple[int, ...],  # of the rows, and of queries also the heads
-    keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, work: DecodeWork,
-    transform: HeadTransform | None, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None, out: torch.Tensor,
+    kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
     (S, N, H), G = out.shape, work.num_kv_heads
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     assert keys_PGH.shape[1:] == values_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"

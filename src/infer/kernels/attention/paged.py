@@ -1,4 +1,7 @@
-"""Decode attention over a paged cache: one query per sequence, keys wherever the block table says.
+"""The paged cache as attention reads it, and decode attention over it in PyTorch.
+
+The keys and values of position p of a row live in slot  table[p // block_size] * block_size + p % block_size:
+`PagedKV` is what the kernels of this folder are given of one layer. In PyTorch, one query per sequence:
 
     out_s = softmax(scale * q_s K[slots_s]^T) V[slots_s]
 
@@ -10,16 +13,38 @@ one head, so keys and values are read once per group.
 Memory-bound: reads 2 * L * G * H elements per row. The gather writes and reads them once more, which
 is why rows of very different lengths should come in separate calls (execution/batch.py groups them).
 
-Shapes:  S sequences, L positions (padded), N query heads, G kv heads, M = N / G, H head size, P slots.
+Shapes:  S sequences, L positions (padded), N query heads, G kv heads, M = N / G, H head size, P slots, R rows
+         of the block tables, B blocks per row.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.kv_codes import KVScales, read_both
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of one layer in the paged cache, and how they are attended to."""
+
+    keys_PGH: torch.Tensor
+    values_PGH: torch.Tensor
+    tables_RB: torch.Tensor  # int32: the blocks of each row
+    block_size: int
+    scale: float  # of the products of queries and keys
+    window: int | None = None  # positions that a token sees, its own included; None: all
+    scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
+
+    def read(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a row from position `first` to `end`, [L, G, H] each."""
+        positions_L = torch.arange(first, end, device=self.keys_PGH.device)
+        blocks_L = self.tables_RB[row, positions_L // self.block_size].long()
+        slots_L = blocks_L * self.block_size + positions_L % self.block_size
+        return read_both(self.keys_PGH, self.values_PGH, self.scales, slots_L)
 
 
 def attend_paged_reference(

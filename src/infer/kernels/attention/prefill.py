@@ -63,8 +63,9 @@ import numpy.typing as npt
 import torch
 
 from infer.errors import ConfigError
+from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
-from infer.kernels.elementwise.kv_codes import KVScales, load_scales, read_both, weigh_codes
+from infer.kernels.elementwise.kv_codes import load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import (
     gpu_capability,
     jit,
@@ -177,20 +178,14 @@ def build_prefill_chunks(
 
 
 def attend_prefill_reference(
-    q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None = None, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q_TNH: torch.Tensor, kv: PagedKV, chunks: PrefillChunks, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The specification: gather the slots of one chunk after the other and attend to them."""
     out = torch.zeros_like(q_TNH) if out is None else out
     for first, num, row, start in chunks.chunks:
-        lowest = 0 if window is None else max(start - window + 1, 0)
-        positions_L = torch.arange(lowest, start + num, device=q_TNH.device)
-        slots_L = tables_RB[row, positions_L // block_size].long() * block_size + positions_L % block_size
-        out[first : first + num] = attend_naive(
-            q_TNH[first : first + num], *read_both(keys_PGH, values_PGH, scales, slots_L),
-            scale=scale, window=window,
-        )  # fmt: skip
+        lowest = 0 if kv.window is None else max(start - kv.window + 1, 0)
+        own, (keys_LGH, values_LGH) = q_TNH[first : first + num], kv.read(row, lowest, start + num)
+        out[first : first + num] = attend_naive(own, keys_LGH, values_LGH, scale=kv.scale, window=kv.window)
     return out
 
 
@@ -451,9 +446,7 @@ def _merge_kernel(
 
 
 def attend_prefill(
-    q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
-    chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
-    scales: KVScales | None = None, fresh_slots_T: torch.Tensor | None = None,
+    q_TNH: torch.Tensor, kv: PagedKV, chunks: PrefillChunks, *, fresh_slots_T: torch.Tensor | None = None,
     out: torch.Tensor | None = None, config: PrefillConfig | None = None, invariant: bool = False,
     num_splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -466,12 +459,9 @@ def attend_prefill(
     knows no block tables, so keys and values are copied together first, which costs as much as reading them.
     """
     if not use_triton(q_TNH):
-        return attend_prefill_reference(
-            q_TNH, keys_PGH, values_PGH, tables_RB, chunks,
-            block_size=block_size, scale=scale, window=window, scales=scales, out=out,
-        )  # fmt: skip
-    T, N, H = q_TNH.shape
-    G = keys_PGH.shape[1]
+        return attend_prefill_reference(q_TNH, kv, chunks, out=out)
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
+    (T, N, H), G = q_TNH.shape, keys_PGH.shape[1]
     if out is None:
         out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
     if fresh_slots_T is not None and scales is None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
