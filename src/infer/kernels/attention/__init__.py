@@ -11,5 +11,5 @@
 A decode step has four kernels to choose from: in Triton and in CUDA C++, each over the cache alone and from
 the fused projection. None is fastest everywhere: decode.py says which runs for how many rows, and why.
 `attention_backend=auto` uses the CUDA C++ kernels where they can be compiled, `attention_backend=cuda`
-insists on them. The compiler is NVRTC, which comes with PyTorch, or nvcc.
+insists on them. The compiler is NVRTC, which comes with PyTorch.
 """

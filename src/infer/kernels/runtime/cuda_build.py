@@ -1,7 +1,6 @@
 """Compile a CUDA C++ file while the program runs, load it into the GPU, launch what is in it.
 
     source, defines ──► NVRTC, a library that comes with PyTorch for CUDA ──► cubin ──► driver ──► launch
-                   └──► nvcc, where there is no such library ──────────────┘
 
 A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
 number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
@@ -15,10 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,17 +26,16 @@ from infer.errors import ConfigError, DeviceLost
 from infer.kernels.runtime.cubin_cache import cached
 from infer.kernels.runtime.dispatch import compiles_only, gpu_capability
 
-TIMEOUT = 120.0  # seconds for nvcc
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this GPU, unsupported or no PTX
 
 
 class BuildError(Exception):
-    """A compiler or the driver made no kernel; the reason is one line."""
+    """NVRTC or the driver made no kernel; the reason is one line."""
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
-    """Flags for either compiler: the GPU, and a define for everything that is constant."""
+    """Flags of the compiler: the GPU, and a define for everything that is constant."""
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
@@ -49,7 +44,7 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
 
 
 def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """`make_cubin` for a backend that was asked for by name: ConfigError where no compiler makes it."""
+    """`make_cubin` for a backend that was asked for by name: ConfigError where NVRTC does not make it."""
     try:
         return make_cubin(source, arch, defines)
     except BuildError as error:
@@ -60,16 +55,11 @@ def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes
 
 
 def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of a file, kept or from the first compiler that makes one; BuildError if none does."""
-    flags, reasons = options(arch, defines), []
+    """The cubin of a file, kept or compiled now; BuildError where that fails."""
+    flags = options(arch, defines)
     text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
-    for version, compiler in ((nvrtc_version, compile_with_nvrtc), (nvcc_version, compile_with_nvcc)):
-        try:
-            key = [version().encode(), *(flag.encode() for flag in flags), *text]
-            return cached(key, functools.partial(compiler, source, flags))
-        except BuildError as error:
-            reasons.append(str(error))
-    raise BuildError(f"neither NVRTC nor nvcc could: {'; '.join(reasons)}")
+    key = [nvrtc_version().encode(), *(flag.encode() for flag in flags), *text]
+    return cached(key, functools.partial(compile_with_nvrtc, source, flags))
 
 
 # -- NVRTC ----------------------------------------------------------------------------------------
@@ -134,45 +124,6 @@ def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
         return cubin.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-# -- nvcc -----------------------------------------------------------------------------------------
-
-
-def find_nvcc() -> str:
-    """Path of nvcc; BuildError where it is not on the PATH."""
-    if (nvcc := shutil.which("nvcc")) is None:
-        raise BuildError("nvcc is not on the PATH")
-    return nvcc
-
-
-def nvcc_version() -> str:
-    """Version of nvcc, as the command prints it; BuildError where it does not run."""
-    return _run(find_nvcc(), "--version")
-
-
-def compile_with_nvcc(source: Path, flags: Sequence[str]) -> bytes:
-    """The cubin of a file, made by the nvcc command."""
-    nvcc = find_nvcc()
-    with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch) / "kernels.cubin"
-        _run(nvcc, "-cubin", *flags, str(source), "-o", str(made))
-        try:
-            return made.read_bytes()
-        except OSError as error:
-            raise BuildError(f"{nvcc} made nothing: {error.strerror}") from None
-
-
-def _run(nvcc: str, *arguments: str) -> str:
-    try:
-        answer = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=TIMEOUT)
-    except OSError as error:
-        raise BuildError(f"{nvcc} does not run: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{nvcc} did not finish within {TIMEOUT:.0f} s") from None
-    if answer.returncode != 0:
-        raise BuildError(f"{nvcc} failed: {first_error(answer.stderr)}")
-    return answer.stdout
 
 
 def first_error(log: str) -> str:
