@@ -204,6 +204,7 @@ def _forms_json(forms: Forms) -> dict[str, Any]:
 
 def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     """Return the plan as a table."""
+    from infer.engine.cache_fit import cache_share
     from infer.tools.memory_plan import format_bytes, in_form
 
     cache = plan.cache
@@ -241,8 +242,9 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             f"{plan.longest_sequence}."
         )
         given = plan.resolved.settings.cache
-        if plan.machine.cache_share < 1 and not (given.kv_cache_memory or given.num_blocks):
-            share = given.kv_cache_share or plan.machine.cache_share
+        usual = cache_share(plan.machine.device)
+        if usual < 1 and not (given.kv_cache_memory or given.num_blocks):
+            share = given.kv_cache_share or usual
             lines.append(
                 f"It has {share:.0%} of what weights leave; --kv-cache-memory or --kv-cache-share gives more."
             )

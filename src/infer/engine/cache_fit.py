@@ -17,6 +17,7 @@ from infer.cache.memory import (
     GRAPH_WORKSPACE,
     NO_SCRATCH,
     CacheSize,
+    DeviceMemory,
     Scratch,
     StepBytes,
     check_host_blocks,
@@ -55,26 +56,38 @@ def fit_to_device(
     `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
     steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
     """
-    on_gpu = is_gpu(loaded.device)
     free_host = free_host_bytes()
+    memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
+    step = step or compute_step(config, loaded, scratch)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step)
+    free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes
+    check_host_blocks(config.settings.cache.swap_blocks, size, free_host)
+    return size
+
+
+def fit_to_memory(
+    config: ResolvedConfig, loaded: LoadedModel | LoadChoice, memory: DeviceMemory, step: StepBytes
+) -> CacheSize:
+    """Return the size of the cache in this memory, of which the weights are taken off already."""
     cache = config.settings.cache
-    kept = kept_cache(loaded.config, cache, loaded.dtype, config.max_seq_len, gathers=config.gathers_kv)
-    memory = look(loaded.device, cache.device_memory, free_host=free_host).with_weights(weight_bytes)
-    size = fit_cache(
+    kept = kept_cache(config, loaded)
+    return fit_cache(
         cache,
         config.scheduler,
-        step or compute_step(config, loaded, scratch),
+        step,
         max_seq_len=config.max_seq_len,
         bytes_per_token=kept.bytes_per_token,
         free_bytes=memory.room,
-        share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
+        share=cache.kv_cache_share or cache_share(loaded.device),
         workspace=kept.workspace,
         left=memory.describe(),
         layout=kept.layout,
     )
-    free_host -= 0 if on_gpu else weight_bytes + size.num_bytes
-    check_host_blocks(cache.swap_blocks, size, free_host)
-    return size
+
+
+def cache_share(device: torch.device) -> float:
+    """Return the share of what is left beside weights and steps that a cache takes unless told otherwise."""
+    return 1.0 if is_gpu(device) else CPU_SHARE
 
 
 def compute_step(
@@ -162,16 +175,15 @@ class KeptCache(NamedTuple):
     workspace: float  # what attention needs of the cache's size once more
 
 
-def kept_cache(
-    model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, max_seq_len: int, *, gathers: bool
-) -> KeptCache:
-    """Return what a cache of this model takes; attention that `gathers` unpacks codes, beside the codes."""
-    layout, kept = kv_layout(model, cache, max_seq_len), kept_as(cache, dtype)
+def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> KeptCache:
+    """Return what a cache of this model takes; attention that gathers unpacks codes, beside the codes."""
+    model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
+    layout, kept = kv_layout(model, cache, config.max_seq_len), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
     return KeptCache(
         layout,
         kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize),
-        workspace_share(layout.num_planes, gathers=gathers, widening=widening),
+        workspace_share(layout.num_planes, gathers=config.gathers_kv, widening=widening),
     )
 
 

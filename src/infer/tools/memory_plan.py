@@ -31,17 +31,16 @@ from infer.cache.memory import (
     DeviceMemory,
     StepBytes,
     check_host_blocks,
-    fit_cache,
     free_host_bytes,
     kv_bytes_per_token,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config.defaults import CPU_SHARE, GPU_SHARE
+from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import compute_step, fit_to_device, kept_as, kept_cache, scratch_of
+from infer.engine.cache_fit import compute_step, fit_to_device, fit_to_memory, kept_as, kept_cache, scratch_of
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
 from infer.errors import CheckpointError, ConfigError, NoRoom
@@ -77,24 +76,30 @@ CONCURRENCIES = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """How much memory there is for an engine, and what part of it a cache takes unless a size is given."""
+    """The device that an engine would be on, here or elsewhere, and its memory."""
 
-    kind: str  # "gpu" or "cpu"
-    memory: int  # for this engine: what is free, or what `device_memory` leaves
-    share: float = 1.0  # of it, once the weights are there, for steps and KV cache
-    cache_share: float  # of what is left once the weights are there
-    runtime: int = 0  # of `memory`, for what a GPU's runtime takes
-    total: int | None = None  # of a GPU for this engine, whatever is free of it
-    others: int = 0  # held by other processes
+    device: torch.device
+    found: DeviceMemory  # before the weights are there
+    runtime: int = 0  # of what is held: by the runtime of a GPU that no process uses yet
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors would live."""
-        return torch.device("cuda" if self.kind == "gpu" else "cpu")
+    def kind(self) -> str:
+        """The kind of the device: "gpu" or "cpu"."""
+        return "gpu" if is_gpu(self.device) else "cpu"
+
+    @property
+    def memory(self) -> int:
+        """Bytes for this engine: what is free, or what `device_memory` leaves."""
+        return self.runtime + (self.found.free if self.found.limit is None else max(self.found.room, 0))
+
+    @property
+    def others(self) -> int:
+        """Bytes of a GPU that other processes hold."""
+        return self.found.others if is_gpu(self.device) else 0
 
     def resolve(self, config: EngineConfig, choice: LoadChoice) -> ResolvedConfig:
         """Return what an engine would decide at its start there, whatever of the memory others use."""
-        total = (self.total or self.memory) if self.kind == "gpu" else None
+        total = (self.found.limit or self.found.total) if is_gpu(self.device) else None
         machine = replace(machine_of(choice), gpu_memory=total)
         return config.resolve(machine, facts_of(choice))
 
@@ -198,26 +203,15 @@ def plan_memory(
     config = resolved.settings
     step = steps_of(resolved, choice, kept_in)
     activations = step.activations
-    layout, bytes_per_token, share = kept_cache(
-        headers.config, config.cache, choice.dtype, max_seq_len, gathers=resolved.gathers_kv
-    )
-    left = int(machine.share * (machine.memory - weights - machine.runtime))
+    layout, bytes_per_token, share = kept_cache(resolved, choice)
+    beside = machine.found.with_weights(weights)
+    left = beside.room
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
         needs = f"{in_form(choice.weights)} needs {parts}"
         raise NoRoom(_too_small(config, choice, machine, needs, step) if advises else needs)
-    cache = fit_cache(
-        config.cache,
-        resolved.scheduler,
-        step,
-        max_seq_len=max_seq_len,
-        bytes_per_token=bytes_per_token,
-        free_bytes=left,
-        share=config.cache.kv_cache_share or machine.cache_share,
-        workspace=share,
-        layout=layout,
-    )
+    cache = fit_to_memory(resolved, choice, beside, step)
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
@@ -293,7 +287,8 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory)
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
         beside = max(step.total, loading) + 2 * config.cache.block_size * token
-        needed = weights + int(beside / machine.share) + machine.runtime
+        share = machine.found.share if machine.found.limit is None else 1.0
+        needed = weights + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
         if needed <= machine.memory:
@@ -422,34 +417,18 @@ def find_machine(device: str, gpu_memory: str | None, device_memory: str | None 
 
     An engine gets as much of either as `device_memory` lets it have.
     """
-    if gpu_memory is not None:
-        total = parse_bytes(gpu_memory, "gpu_memory")
-        found = DeviceMemory(total=total, free=total, held=0, share=GPU_SHARE)
-        if device_memory is not None:
-            found = replace(found, limit=device_limit(device_memory, total))
-        return _machine_with(found, runtime=GPU_RUNTIME_BYTES)
-    return machine_on(choose_device(device), device_memory)
+    if gpu_memory is None:
+        return machine_on(choose_device(device), device_memory)
+    total = parse_bytes(gpu_memory, "gpu_memory")
+    limit = None if device_memory is None else device_limit(device_memory, total)
+    found = DeviceMemory(total=total, free=total, held=0, limit=limit, share=GPU_SHARE)
+    taken = found.with_weights(GPU_RUNTIME_BYTES)
+    return MachineMemory(device=torch.device("cuda"), found=taken, runtime=GPU_RUNTIME_BYTES)
 
 
 def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
     """What an engine would find on a device of this machine now."""
-    found = look(device, device_memory, free_host=free_host_bytes())
-    if not is_gpu(device):
-        return MachineMemory(kind="cpu", memory=found.room, cache_share=CPU_SHARE)
-    return _machine_with(found)
-
-
-def _machine_with(found: DeviceMemory, *, runtime: int = 0) -> MachineMemory:
-    """A GPU with this memory; `runtime` is still to be taken of it."""
-    return MachineMemory(
-        kind="gpu",
-        memory=found.free if found.limit is None else max(found.room, 0),
-        share=found.share if found.limit is None else 1.0,
-        cache_share=1.0,
-        runtime=runtime,
-        total=found.limit or found.total,
-        others=found.others,
-    )
+    return MachineMemory(device=device, found=look(device, device_memory, free_host=free_host_bytes()))
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
