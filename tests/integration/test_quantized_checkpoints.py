@@ -276,7 +276,8 @@ def test_the_start_line_says_what_was_found_and_what_became_of_it(root: Path, ca
         caplog.clear()
         with caplog.at_level(logging.INFO):
             answers(path)
-        assert re.search(r", kept as [^\"]*int4 [\d.]+MiB", caplog.text)
+        # codes of the file, and the head, whose plain numbers became codes here
+        assert re.search(r", kept as [^\"]*int4 [\d.]+MiB, rounded to int8 [\d.]+MiB\"", caplog.text)
 
 
 @pytest.mark.parametrize("recipe", ["gptq", "fp8-block", "nf4"])

@@ -250,7 +250,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
     named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
-    lines.append(f"Start with: infer generate {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
+    lines.append(f"Start with: infer serve {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -37,6 +37,7 @@ from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor, read_header, write_safetensors
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.placement import Move
+from infer.log import progress
 from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.quant.projection import Projection
@@ -92,6 +93,11 @@ class CodeCache:
             )
         return cls(made, None)
 
+    @property
+    def schemes(self) -> set[str]:
+        """The schemes of the codes: int8 of the head, say, beside int4."""
+        return {projection.scheme for projection in self.projections.values()}
+
     def holds(self, move: Move, model: Model) -> bool:
         """Whether the file has what a move would bring into place."""
         return move.place.module in self.projections and move.projection(model) is not None
@@ -124,23 +130,26 @@ class CodeCache:
         log.info("codes were read from the cache path=%s", self.path)
         return True
 
-    def keep(self) -> None:
+    def keep(self, *, show_progress: bool = False) -> None:
         """Write the file, if making the codes took long; a disk that cannot take it is a line in the log."""
         seconds = sum(projection.making_seconds() for projection in self.projections.values())
         if self.path is None or seconds <= SLOW_SECONDS:
             return
         tensors = self._tensors()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        size = short_bytes(num_bytes)
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(self.path.parent)
             _make_room(self.path.parent, num_bytes)
             sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
-            _write_whole(self.path, {**tensors, _CHECKSUMS: sums})
+            with progress(
+                f"keeping rounded weights for the next start, {size}", None, is_shown=show_progress
+            ):
+                _write_whole(self.path, {**tensors, _CHECKSUMS: sums})
         except _FAILURES as error:
             log.warning("codes are not kept for the next start path=%s reason=%s", self.path, error)
             return
-        size = short_bytes(num_bytes)
         log.info("codes are kept for the next start path=%s size=%s seconds=%.1f", self.path, size, seconds)
 
     def _tensors(self) -> dict[str, torch.Tensor]:

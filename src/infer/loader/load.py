@@ -192,12 +192,17 @@ def load_model(
     codes = CodeCache.of(model, moves, source)
     is_cached = codes.read()
     left = [move for move in moves if not (is_cached and codes.holds(move, model))]
-    _fill(model, left, label=f"loading {source.name}", show_progress=show_progress)
+    label = f"loading {source.name}"
+    if codes.projections and not is_cached:
+        made, schemes = len(codes.projections), "+".join(sorted(codes.schemes))
+        label += f", rounding weights to {schemes}"
+        log.info("weights are rounded while they are loaded matrices=%d to=%s", made, schemes)
+    _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
-        codes.keep()
+        codes.keep(show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
     kept_as = (
-        describe_packed(model, weights, chosen_dtype, headers.tensors, matrices)
+        describe_packed(model, weights, chosen_dtype, headers.tensors, matrices, codes.projections.values())
         if home == "cpu"
         else describe_kept(model, weights, chosen_dtype, headers.tensors, family.weight_map)
     )

@@ -36,6 +36,7 @@ head always has 8. The choice depends on the files and the machine, never on a t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ from infer.kernels.linear.coded import CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
-from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, format_names, quantized_tensors, short_bytes
 from infer.loader.formats.stored_module import Settings
@@ -451,7 +452,7 @@ def describe_kept(
     kept = kept_schemes(model, dtype)
     if len(kept) == 1:
         return ""
-    text = " + ".join(f"{name} {short_bytes(size)}" for name, size in kept.items())
+    text = _spell_sizes(kept)
     if form in SCHEMES:
         return f"rounded to {text}{SCHEMES[form].cost and ', ' + SCHEMES[form].cost}"
     is_dense = {
@@ -478,22 +479,31 @@ def describe_packed(
     dtype: torch.dtype,
     tensors: Mapping[str, StoredTensor],
     matrices: Mapping[str, StoredMatrix],
+    rounded: Iterable[Projection] = (),
 ) -> str:
     """What a CPU has made of the weights of a file, for the start line; "": they are plain numbers.
 
     `Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers, `BF16 256.5MiB, rounded to ...`
     with the cost for plain numbers, `Q6_K ..., in int8 ...` where it depends on the block format (cpu.md).
+    A file with codes and plain numbers has both: those of `rounded` were made of plain numbers here.
     """
     if form not in PACKED:
         return ""
-    text = " + ".join(f"{name} {short_bytes(size)}" for name, size in kept_schemes(model, dtype).items())
+    kept, made = kept_schemes(model, dtype), Counter[str]()
+    for projection in rounded:
+        made[projection.scheme] += projection.num_bytes()
     stored = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) >= 2}
     found = "" if quantized_tensors(tensors) else f"{describe(stored)}, "
-    if form == "int4" and all(matrix.bits == 4 for matrix in matrices.values()):
-        return f"{found}kept as {text}"
-    if all(tensor.dtype is not None for tensor in stored.values()):
-        return f"{found}rounded to {text}{_ROUNDING_COSTS.get(form, '')}"
-    return f"{found}in {text}"
+    if all(tensor.type_name in FLOATS for tensor in stored.values()):
+        return f"{found}rounded to {_spell_sizes(kept)}{_ROUNDING_COSTS.get(form, '')}"
+    from_file = {name: size - made[name] for name, size in kept.items() if size > made[name]}
+    is_kept = form == "int4" and all(matrix.bits == 4 for matrix in matrices.values())
+    text = f"{found}{'kept as' if is_kept else 'in'} {_spell_sizes(from_file)}"
+    return f"{text}, rounded to {_spell_sizes(made)}" if made else text
+
+
+def _spell_sizes(sizes: Mapping[str, int]) -> str:
+    return " + ".join(f"{name} {short_bytes(size)}" for name, size in sizes.items())
 
 
 def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:

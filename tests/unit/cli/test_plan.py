@@ -13,6 +13,7 @@ from infer.cache import memory
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
+from infer.cli.serve import read_models
 from infer.config.defaults import GPU_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
@@ -103,7 +104,7 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     text = infer("plan", str(shape), "--gpu-memory", "24GiB").out
     assert "8,030 M parameters in bfloat16" in text
     assert "The model's context is 131072 tokens; this cache serves sequences of up to" in text
-    assert "infer generate --model MODEL --max-seq-len" in text
+    assert "infer serve --model MODEL --max-seq-len" in text
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,8 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
     plan = planned(infer, model, *knobs)
     text = infer("plan", str(model), *knobs).out
     command = text.splitlines()[-1].removeprefix("Start with: infer ")
-    config = EngineConfig.from_knobs(**knobs_from(build_parser().parse_args(shlex.split(command))))
+    args = build_parser().parse_args(shlex.split(command))
+    ((_, config),) = read_models(args, knobs_from(args, with_server=True))[0].items()
     assert config.load.model == str(model)
     max_seq_len = config.load.max_seq_len or 256
     assert max_seq_len == plan["max_seq_len"]

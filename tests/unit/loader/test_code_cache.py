@@ -98,6 +98,22 @@ def test_a_second_start_reads_what_the_first_made(
     assert_same(first, second)
 
 
+def test_the_log_says_that_weights_are_rounded_and_that_they_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    with caplog.at_level("INFO"):
+        load(path, "int4")
+    said = [message.partition("=")[0] for message in caplog.messages]
+    assert said.index("weights are rounded while they are loaded matrices") < said.index(
+        "codes are kept for the next start path"
+    )
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        load(path, "int4")
+    assert "rounded" not in caplog.text and "codes were read from the cache" in caplog.text
+
+
 def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path / "m")
     assert tokens_of(load(path, "int4")) == tokens_of(load(path, "int4"))
