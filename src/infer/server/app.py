@@ -93,7 +93,7 @@ def build_app(
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
     for model in state.models.values():
         model.clients = [
-            client if isinstance(client, MeteredClient) else MeteredClient(client, model.name, fleet.metrics)
+            client if isinstance(client, MeteredClient) else fleet.metrics.add(model.name, client)
             for client in model.clients
         ]
     # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.

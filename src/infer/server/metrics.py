@@ -3,7 +3,7 @@
 Everything here is touched by one event loop only, so observing a token is an addition to a plain list:
 no lock, no label lookup. prometheus-client is asked at a scrape, to write what `collect` yields.
 
-    requests ──► EngineMeter, one per engine     (what its requests took, seen from this side of the wire)
+    requests ──► MeteredClient, one per engine   (what its requests took, seen from this side of the wire)
     engine   ──► EngineStats, its last snapshot  (running, waiting, cache; read at the scrape)
     HTTP     ──► ServerMetrics.count_http
     GPU      ──► NVML, asked at the scrape       (tools/nvml.py; nothing on a CPU)
@@ -26,92 +26,10 @@ from prometheus_client.registry import Collector
 from infer.client.client import EngineClient, failure_of
 from infer.config.settings import CacheConfig
 from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineStats, Histogram
+from infer.server.fleet.metered_client import COUNTED, MEASURED, MeteredClient
 from infer.tools.nvml import GpuReading, read_gpu
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-TOKEN_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_S = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-
-# What is counted and measured here, for each request: a row makes the count, its help and its page.
-COUNTED = {
-    "prompt_tokens": "prompt tokens of requests that began to answer",
-    "prompt_tokens_cached": "of these, found in the prefix cache",
-    "generation_tokens": "tokens made",
-}
-MEASURED = {
-    "time_to_first_token_seconds": ("from arrival to the first token", FIRST_TOKEN_S),
-    "inter_token_latency_seconds": ("from one token to the next", TOKEN_S),
-    "request_time_per_output_token_seconds": ("mean of a request, after its first", TOKEN_S),
-    "e2e_request_latency_seconds": ("from arrival to the last token", REQUEST_S),
-    "request_queue_time_seconds": ("waiting for the first step", REQUEST_S),
-    "request_prefill_time_seconds": ("from the first step to the first token", REQUEST_S),
-    "request_decode_time_seconds": ("from the first token to the last", REQUEST_S),
-    "request_inference_time_seconds": ("from the first step to the last token", REQUEST_S),
-    "request_prompt_tokens": ("prompt length", TOKENS),
-    "request_generation_tokens": ("output length, all choices together", TOKENS),
-    "request_max_num_generation_tokens": ("its longest choice", TOKENS),
-    "request_params_n": ("outputs asked for", CHOICES),
-    "request_params_max_tokens": ("max_tokens, where it was given", TOKENS),
-}
-
-
-class EngineMeter:
-    """The counts and times of the requests of one engine."""
-
-    def __init__(self, model: str, engine: str, client: EngineClient) -> None:
-        self.labels = (model, engine)
-        self.client = client
-        self.counts: Counter[str] = Counter()  # by the names of COUNTED
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
-        self.finished: Counter[str] = Counter()  # by reason
-        self.is_down = False  # when last looked at
-        self.cache: CacheConfig | None = None  # how its cache was asked for
-
-    def observe(self, name: str, value: float) -> None:
-        """Count a value of one of MEASURED."""
-        self.histograms[name].observe(value)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What was counted here, as plain data for another process."""
-        return {
-            "labels": self.labels,
-            "counts": dict(self.counts),
-            "finished": dict(self.finished),
-            "histograms": {name: (mine.counts, mine.total) for name, mine in self.histograms.items()},
-        }
-
-    def add(self, snapshot: Mapping[str, Any]) -> None:
-        """Add what another process counted for the same engine."""
-        self.counts.update(snapshot["counts"])
-        self.finished.update(snapshot["finished"])
-        for name, (counts, total) in snapshot["histograms"].items():
-            mine = self.histograms[name]
-            mine.counts = [a + b for a, b in zip(mine.counts, counts, strict=True)]
-            mine.total += total
-
-    @property
-    def cache_labels(self) -> dict[str, str]:
-        """The labels of `cache_config_info`, in vLLM's words."""
-        stats = self.client.stats()
-        labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
-        if self.cache is not None:
-            labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
-            labels["kv_cache_backend"] = self.cache.kv_cache_backend
-            labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
-        return labels
 
 
 def _filled(bounds: tuple[float, ...], counts: Sequence[int], total: float) -> Histogram:
@@ -170,25 +88,26 @@ class ServerMetrics(Collector):
         self._prefix = f"{prefix}:" if prefix == "vllm" else f"{prefix}_"
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self.meters: list[EngineMeter] = []
+        self.meters: list[MeteredClient] = []
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._errors: Counter[str] = Counter()  # by the code in the body
         self._num_gone = 0
 
-    def add(self, model: str, client: EngineClient, label: str | None = None) -> EngineMeter:
-        """Add a meter for one more engine of a model, under a label that was chosen or a free one."""
+    def add(
+        self, model: str, client: EngineClient, *, label: str | None = None, cache: CacheConfig | None = None
+    ) -> MeteredClient:
+        """Meter one more engine of a model, under a label that was chosen or a free one."""
         if label is None:
             taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
             label = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
-        meter = EngineMeter(model, label, client)
-        self.meters.append(meter)
-        return meter
+        self.meters.append(MeteredClient(client, (model, label), cache))
+        return self.meters[-1]
 
     def remove(self, client: EngineClient) -> None:
         """Stop reporting an engine that is no longer there."""
-        self.meters = [meter for meter in self.meters if meter.client is not client]
+        self.meters = [meter for meter in self.meters if meter is not client]
 
     def count_http(
         self, method: str, route: str, status: int, *, is_gone: bool, error_code: str | None = None
@@ -213,10 +132,7 @@ class ServerMetrics(Collector):
         """The counts of this process and of others; what the engines count themselves is taken from here."""
         total = ServerMetrics(self._prefix)
         total._prefix, total.startup_s = self._prefix, self.startup_s
-        for meter in self.meters:
-            summed = EngineMeter(*meter.labels, meter.client)
-            summed.cache = meter.cache
-            total.meters.append(summed)
+        total.meters = [MeteredClient(meter.client, meter.labels, meter.cache) for meter in self.meters]
         by_labels = {meter.labels: meter for meter in total.meters}
         for snapshot in (self.snapshot(), *snapshots):
             for counted in snapshot["meters"]:
@@ -236,9 +152,9 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, as prometheus-client wants it."""
-        meters = [(meter, meter.client.stats()) for meter in self.meters]
+        meters = [(meter, meter.stats()) for meter in self.meters]
         for name, (text, gauge) in GAUGES.items():
-            yield self._gauge(name, text, [(meter.labels, gauge(meter.client)) for meter, _ in meters])
+            yield self._gauge(name, text, [(meter.labels, gauge(meter)) for meter, _ in meters])
         for name, (text, counter) in COUNTERS.items():
             yield self._counter(name, text, [(meter.labels, counter(stats)) for meter, stats in meters])
         for name, text in COUNTED.items():
@@ -266,7 +182,7 @@ class ServerMetrics(Collector):
         """Yield what the GPUs of engines say of themselves: nothing on a CPU, or where NVML is not there."""
         readings = {}
         for meter in self.meters:
-            name = meter.client.stats().gpu
+            name = meter.stats().gpu
             if name and (reading := read_gpu(name)) is not None:
                 readings[(*meter.labels, name)] = reading
         for name, text, value in GPU_GAUGES if readings else ():

@@ -21,8 +21,8 @@ from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
-from infer.server.fleet.metered_client import MeteredClient
-from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
+from infer.server.fleet.metered_client import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, MeteredClient
+from infer.server.metrics import ServerMetrics
 from infer.server.protocol.stream import merge
 from infer.server.state import RequestRecord, recording
 from tests.support.app import Site
@@ -60,7 +60,7 @@ def test_buckets_rise() -> None:
 
 def test_a_request_leaves_its_counts_and_times() -> None:
     metrics = ServerMetrics("infer")
-    client = MeteredClient(FakeClient(delay_s=0.002), "m", metrics)
+    client = metrics.add("m", FakeClient(delay_s=0.002))
 
     async def read() -> int:
         return len([output async for output in client.generate(request(max_tokens=5, n=2))])
@@ -86,7 +86,7 @@ def read_two(client: MeteredClient, end: str) -> None:
     async def read() -> None:
         async with aclosing(client.generate(request(max_tokens=50))) as outputs:
             async for _ in outputs:
-                if client.meter.counts["generation_tokens"] == 2:
+                if client.counts["generation_tokens"] == 2:
                     break
             if end == "time is up":
                 with pytest.raises(TimeoutError):
@@ -115,9 +115,9 @@ def read_two(client: MeteredClient, end: str) -> None:
 )
 def test_a_reader_that_stops_early_has_seen_enough_only_if_it_says_so(end: str, reason: str) -> None:
     fake = FakeClient()
-    client = MeteredClient(fake, "m", ServerMetrics("infer"))
+    client = ServerMetrics("infer").add("m", fake)
     read_two(client, end)
-    assert client.meter.finished == {reason: 1}
+    assert client.finished == {reason: 1}
     assert fake.num_open == 0, "leaving the outer iterator closes the inner one"
 
 
@@ -127,7 +127,7 @@ def test_an_abort_of_the_engine_is_a_stop_only_for_the_reader_who_asked(says_so:
         for output in outputs_of(request, [5, 6], "abort"):
             yield output
 
-    client = MeteredClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+    client = ServerMetrics("infer").add("m", ScriptedClient(script))
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -135,7 +135,7 @@ def test_an_abort_of_the_engine_is_a_stop_only_for_the_reader_who_asked(says_so:
                 client.abort("r", 0)
 
     asyncio.run(read())
-    assert client.meter.finished == {reason: 1}
+    assert client.finished == {reason: 1}
 
 
 def test_of_two_choices_one_that_is_cut_off_makes_the_request_an_abort() -> None:
@@ -143,7 +143,7 @@ def test_of_two_choices_one_that_is_cut_off_makes_the_request_an_abort() -> None
         yield outputs_of(request, [5])[0]  # choice 0 has ended with "length"
         await asyncio.sleep(3600)
 
-    client = MeteredClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+    client = ServerMetrics("infer").add("m", ScriptedClient(script))
 
     async def read() -> None:
         async with asyncio.timeout(0.01), aclosing(client.generate(request(n=2))) as outputs:
@@ -152,7 +152,7 @@ def test_of_two_choices_one_that_is_cut_off_makes_the_request_an_abort() -> None
 
     with pytest.raises(TimeoutError):
         asyncio.run(read())
-    assert client.meter.finished == {"abort": 1}
+    assert client.finished == {"abort": 1}
 
 
 def test_when_one_prompt_of_a_body_fails_the_others_are_aborts() -> None:
@@ -165,7 +165,7 @@ def test_when_one_prompt_of_a_body_fails_the_others_are_aborts() -> None:
         await asyncio.sleep(3600)
 
     metrics = ServerMetrics("infer")
-    clients = [MeteredClient(ScriptedClient(script), "m", metrics) for script in (fails, hangs)]
+    clients = [metrics.add("m", ScriptedClient(script)) for script in (fails, hangs)]
 
     async def read() -> None:
         async with aclosing(merge([client.generate(request()) for client in clients])) as outputs:
@@ -174,7 +174,7 @@ def test_when_one_prompt_of_a_body_fails_the_others_are_aborts() -> None:
 
     with pytest.raises(EngineStopped):
         asyncio.run(read())
-    assert [client.meter.finished for client in clients] == [{"error": 1}, {"abort": 1}]
+    assert [client.finished for client in clients] == [{"error": 1}, {"abort": 1}]
 
 
 def test_a_request_that_runs_out_of_time_over_http_is_an_abort(oracle: LLM) -> None:
@@ -199,7 +199,7 @@ def test_a_failure_is_counted_and_passed_on() -> None:
     fake = FakeClient()
     fake.failure = EngineStopped("dead")
     metrics = ServerMetrics("infer")
-    client = MeteredClient(fake, "m", metrics)
+    client = metrics.add("m", fake)
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -207,7 +207,7 @@ def test_a_failure_is_counted_and_passed_on() -> None:
 
     with pytest.raises(EngineStopped):
         asyncio.run(read())
-    assert client.meter.finished == {"error": 1}
+    assert client.finished == {"error": 1}
     assert numbers(metrics)[f"infer_engine_up{LABELS}"] == 0
 
 
@@ -229,7 +229,7 @@ def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
 def test_a_full_queue_is_no_success_either() -> None:
     fake = FakeClient()
     fake.failure = QueueFull("too many are waiting")
-    client = MeteredClient(fake, "m", ServerMetrics("infer"))
+    client = ServerMetrics("infer").add("m", fake)
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -237,7 +237,7 @@ def test_a_full_queue_is_no_success_either() -> None:
 
     with pytest.raises(QueueFull):
         asyncio.run(read())
-    assert client.meter.finished.total() == 0
+    assert client.finished.total() == 0
 
 
 def test_a_stream_that_breaks_off_is_an_error_though_its_status_is_200(oracle: LLM) -> None:
@@ -332,7 +332,7 @@ def test_the_parts_of_a_request_s_time_add_up() -> None:
             await asyncio.sleep(0.002)
 
     metrics = ServerMetrics("infer")
-    client = MeteredClient(ScriptedClient(script), "m", metrics)
+    client = metrics.add("m", ScriptedClient(script))
 
     async def read() -> None:
         async for _ in client.generate(request(max_tokens=3)):
@@ -362,7 +362,7 @@ def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
         yield msgspec.structs.replace(outputs_of(request, [5])[0], index=1)
 
     metrics = ServerMetrics("infer")
-    client = MeteredClient(ScriptedClient(script), "m", metrics)
+    client = metrics.add("m", ScriptedClient(script))
 
     async def read() -> None:
         async for _ in client.generate(request(n=2)):
@@ -421,11 +421,10 @@ def test_counters_of_an_engine_s_lives_add_up_and_gauges_do_not() -> None:
 
 def test_a_new_engine_gets_a_number_that_is_free() -> None:
     metrics = ServerMetrics("infer")
-    clients = [FakeClient() for _ in range(4)]
-    first = [metrics.add("m", client).labels[1] for client in clients[:3]]
+    clients = [metrics.add("m", FakeClient()) for _ in range(3)]
+    assert [client.labels[1] for client in clients] == ["0", "1", "2"]
     metrics.remove(clients[0])
-    assert first == ["0", "1", "2"]
-    assert metrics.add("m", clients[3]).labels == ("m", "0")
+    assert metrics.add("m", FakeClient()).labels == ("m", "0")
 
 
 def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
@@ -445,6 +444,6 @@ def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
 def test_the_metrics_say_whether_prefixes_are_cached_and_not_whether_it_was_asked(
     backend: str, is_on: str
 ) -> None:
-    client = MeteredClient(FakeClient(), "m", ServerMetrics("infer"))
-    client.meter.cache = CacheConfig(use_prefix_caching=True, kv_cache_backend=backend)
-    assert client.meter.cache_labels["enable_prefix_caching"] == is_on
+    client = ServerMetrics("infer").add("m", FakeClient())
+    client.cache = CacheConfig(use_prefix_caching=True, kv_cache_backend=backend)
+    assert client.cache_labels["enable_prefix_caching"] == is_on

@@ -232,10 +232,9 @@ def test_the_sum_over_processes_is_what_one_process_would_have_counted() -> None
 def test_counts_are_summed_under_the_labels_that_process_0_chose() -> None:
     """A model is loaded again while a request holds the old one in process 0, but none in the other."""
     zero, other = ServerMetrics("infer"), ServerMetrics("infer")
-    old = FakeClient()
-    zero.add("m", old)
+    old = zero.add("m", FakeClient())
     label = zero.add("m", FakeClient()).labels[1]
-    other.add("m", FakeClient(), label).counts["generation_tokens"] += 1000
+    other.add("m", FakeClient(), label=label).counts["generation_tokens"] += 1000
     zero.remove(old)
     (meter,) = zero.sum_with([other.snapshot()]).meters
     assert (meter.labels, meter.counts["generation_tokens"]) == (("m", "1"), 1000)

@@ -31,7 +31,6 @@ from infer.errors import ConfigError, EngineLost, NameTaken, RequestError, Unkno
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.loader.text_headers import TextHeaders
-from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
 from infer.server.state import ServedModel, ServerState
@@ -190,10 +189,8 @@ class Fleet:
         told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
         labels = []
         for number, engine in enumerate(model.clients):
-            client = MeteredClient(engine, model.name, self.metrics)
-            client.meter.cache = config.cache
-            model.clients[number] = client
-            labels.append(client.meter.labels[1])
+            model.clients[number] = client = self.metrics.add(model.name, engine, cache=config.cache)
+            labels.append(client.labels[1])
         logger.info(
             "model loaded model=%s engines=%d seconds=%.2f%s", model.name, len(model.clients), seconds, told
         )
@@ -263,7 +260,7 @@ class Fleet:
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
-                failure = failure_of(meter.client)
+                failure = failure_of(meter)
                 if failure is not None and not meter.is_down:
                     logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
                 elif failure is None and meter.is_down:
@@ -274,7 +271,7 @@ class Fleet:
 
     def _check_all_lost(self) -> None:
         """Say that the server is lost if every engine is down for good."""
-        failures = [failure_of(meter.client) for meter in self.metrics.meters]
+        failures = [failure_of(meter) for meter in self.metrics.meters]
         lost = self._workers.lost
         if lost.done() or not failures or self._is_loading:
             return

@@ -17,34 +17,75 @@ among the HTTP errors alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from time import perf_counter
+from typing import Any
 
 from infer.client.client import EngineClient
-from infer.engine.stats import EngineStats
+from infer.config.settings import CacheConfig
+from infer.engine.stats import EngineStats, Histogram
 from infer.errors import QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
-from infer.server.metrics import EngineMeter, ServerMetrics
 from infer.server.state import RequestRecord, current_record
+
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+# What is counted and measured here, for each request: a row makes the count, its help and its page.
+COUNTED = {
+    "prompt_tokens": "prompt tokens of requests that began to answer",
+    "prompt_tokens_cached": "of these, found in the prefix cache",
+    "generation_tokens": "tokens made",
+}
+MEASURED = {
+    "time_to_first_token_seconds": ("from arrival to the first token", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("from one token to the next", TOKEN_S),
+    "request_time_per_output_token_seconds": ("mean of a request, after its first", TOKEN_S),
+    "e2e_request_latency_seconds": ("from arrival to the last token", REQUEST_S),
+    "request_queue_time_seconds": ("waiting for the first step", REQUEST_S),
+    "request_prefill_time_seconds": ("from the first step to the first token", REQUEST_S),
+    "request_decode_time_seconds": ("from the first token to the last", REQUEST_S),
+    "request_inference_time_seconds": ("from the first step to the last token", REQUEST_S),
+    "request_prompt_tokens": ("prompt length", TOKENS),
+    "request_generation_tokens": ("output length, all choices together", TOKENS),
+    "request_max_num_generation_tokens": ("its longest choice", TOKENS),
+    "request_params_n": ("outputs asked for", CHOICES),
+    "request_params_max_tokens": ("max_tokens, where it was given", TOKENS),
+}
 
 
 class MeteredClient:
-    """An `EngineClient` whose requests are metered."""
+    """An `EngineClient`, and the counts and times of its requests; `ServerMetrics.add` makes one."""
 
-    def __init__(
-        self, client: EngineClient, model: str, metrics: ServerMetrics, label: str | None = None
-    ) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, labels: tuple[str, str], cache: CacheConfig | None) -> None:
+        self.labels = labels  # the model's name, and the engine's number
+        self.cache = cache  # how its cache was asked for, where that is known
+        self.counts: Counter[str] = Counter()  # by the names of COUNTED
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
+        self.finished: Counter[str] = Counter()  # by reason
+        self.is_down = False  # when last looked at
+        self.client = client
         self._open: dict[str, _RequestTimes] = {}  # by request id
-        self.meter = metrics.add(model, self, label)
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""
         record = current_record() or RequestRecord(request_id="", arrived_at=perf_counter())
-        times = self._open[request.request_id] = _RequestTimes(request, record, self.meter)
+        times = self._open[request.request_id] = _RequestTimes(request, record, self)
         try:
-            async with aclosing(self._client.generate(request)) as outputs:
+            async with aclosing(self.client.generate(request)) as outputs:
                 async for output in outputs:
                     times.take(output)
                     yield output
@@ -63,29 +104,62 @@ class MeteredClient:
         """End a request, or one sequence of it, before the next step; it counts as stopped."""
         if (times := self._open.get(request_id)) is not None:
             times.stop(index)
-        self._client.abort(request_id, index)
+        self.client.abort(request_id, index)
 
     def stats(self) -> EngineStats:
         """Return the engine's last snapshot of itself."""
-        return self._client.stats()
+        return self.client.stats()
 
     def check_health(self) -> None:
         """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
-        self._client.check_health()
+        self.client.check_health()
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self._client.reset_prefix_cache()
+        return await self.client.reset_prefix_cache()
 
     async def close(self) -> None:
         """Stop the engine; open requests get `EngineStopped`."""
-        await self._client.close()
+        await self.client.close()
+
+    def observe(self, name: str, value: float) -> None:
+        """Count a value of one of MEASURED."""
+        self.histograms[name].observe(value)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was counted here, as plain data for another process."""
+        return {
+            "labels": self.labels,
+            "counts": dict(self.counts),
+            "finished": dict(self.finished),
+            "histograms": {name: (mine.counts, mine.total) for name, mine in self.histograms.items()},
+        }
+
+    def add(self, snapshot: Mapping[str, Any]) -> None:
+        """Add what another process counted for the same engine."""
+        self.counts.update(snapshot["counts"])
+        self.finished.update(snapshot["finished"])
+        for name, (counts, total) in snapshot["histograms"].items():
+            mine = self.histograms[name]
+            mine.counts = [a + b for a, b in zip(mine.counts, counts, strict=True)]
+            mine.total += total
+
+    @property
+    def cache_labels(self) -> dict[str, str]:
+        """The labels of `cache_config_info`, in vLLM's words."""
+        stats = self.stats()
+        labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
+        if self.cache is not None:
+            labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
+            labels["kv_cache_backend"] = self.cache.kv_cache_backend
+            labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
+        return labels
 
 
 class _RequestTimes:
     """The times of one request, written to the meter token by token and at the end."""
 
-    def __init__(self, request: Request, record: RequestRecord, meter: EngineMeter) -> None:
+    def __init__(self, request: Request, record: RequestRecord, meter: MeteredClient) -> None:
         self._request = request
         self._record = record
         self._meter = meter

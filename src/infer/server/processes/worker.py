@@ -36,7 +36,6 @@ from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
 from infer.server.fleet.fleet import Fleet, make_encoder
-from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
@@ -160,7 +159,7 @@ class Worker:
                     start_again=self._feeds[engine].next,
                     policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
                 )
-                clients.append(MeteredClient(client, name, self._metrics, label))
+                clients.append(self._metrics.add(name, client, label=label))
             config = EngineConfig.from_knobs(**knobs)
             encoder = await make_encoder(config.load, text, readies)
             if not self._feeds.keys() >= set(engines):
