@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.ipc_engine import make_engine
 from infer.client.client import EngineClient, InProcessClient
 from infer.client.process_client import ProcessClient
+from infer.client.supervisor import ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -64,7 +65,7 @@ def config_for(streams: int, pace: int) -> EngineConfig:
 
 async def measure_streams(streams: int, num_tokens: int, pace: int) -> tuple[float, float, float]:
     """Tokens per second, and the CPU share of server and engine."""
-    client = await ProcessClient.start(config_for(streams, pace), module=MODULE)
+    client = await ProcessClient.start(config_for(streams, pace), ProcessOptions(module=MODULE))
     assert client.pid is not None
     clock = Clock(client.pid)
     await asyncio.gather(*(read_one(client, f"request-{i:032}", num_tokens) for i in range(streams)))
@@ -75,7 +76,7 @@ async def measure_streams(streams: int, num_tokens: int, pace: int) -> tuple[flo
 
 async def measure_idle(seconds: float) -> tuple[float, float]:
     """Return the CPU share of server and engine without requests."""
-    client = await ProcessClient.start(config_for(1, 0), module=MODULE)
+    client = await ProcessClient.start(config_for(1, 0), ProcessOptions(module=MODULE))
     await read_one(client, "warm", 5)
     assert client.pid is not None
     clock = Clock(client.pid)
@@ -106,7 +107,7 @@ async def measure(streams: int, num_tokens: int, pace: int) -> None:
     print(f"paced      {rate / streams:,.0f} steps/s: server {own:.1%}, engine {other:.1%} of a core")
     own, other = await measure_idle(5.0)
     print(f"idle       server {own:.2%}, engine {other:.2%} of a core")
-    process = await ProcessClient.start(config_for(1, 0), module=MODULE)
+    process = await ProcessClient.start(config_for(1, 0), ProcessOptions(module=MODULE))
     median, p99 = await measure_latency(process, 500)
     print(f"latency    in a process: median {median:.3f} ms, p99 {p99:.3f} ms")
     median, p99 = await measure_latency(InProcessClient(make_engine(config_for(1, 0))), 500)

@@ -1,6 +1,6 @@
 """An engine process whose model costs nothing, for benchmarks of everything around the model.
 
-Started in place of `infer.client.process`: `ProcessClient.start(config, module="benchmarks.ipc_engine")`.
+Started in place of `infer.client.process`: `ProcessOptions(module="benchmarks.ipc_engine")`.
 Scheduler, cache books, loop and messages are the real ones; a step "samples" token 1 for every sequence, at
 once, or at the pace that the `seed` knob gives in steps per second.
 """

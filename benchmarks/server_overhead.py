@@ -27,6 +27,7 @@ from pathlib import Path
 
 from benchmarks.machine import facts, parse, write
 from infer.client.process_client import ProcessClient
+from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.sampling.params import SamplingParams
@@ -118,7 +119,7 @@ async def ask_engine(client: ProcessClient, name: str, num_tokens: int) -> list[
 async def engine_times(streams: int, num_tokens: int, pace: int, num_rounds: int) -> list[list[float]]:
     """The times of `num_rounds` rounds of `streams` requests at once, without a server."""
     config = EngineConfig.from_knobs(seed=pace, max_batch_size=max(streams, 2))
-    client = await ProcessClient.start(config, module=ENGINE)
+    client = await ProcessClient.start(config, ProcessOptions(module=ENGINE))
     found: list[list[float]] = []
     for number in range(num_rounds):
         names = [f"{number}-{i}" for i in range(streams)]

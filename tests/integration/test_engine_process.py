@@ -23,7 +23,7 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.client.client import embed
 from infer.client.process_client import ProcessClient
-from infer.client.supervisor import EngineProcess, RestartPolicy
+from infer.client.supervisor import EngineProcess, ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request
@@ -50,10 +50,9 @@ async def running(
     *, module: str = FAULTY, knobs: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[ProcessClient]:
     sys.path[:0] = [path for path in (str(ROOT),) if path not in sys.path]  # the child imports what we can
+    options = {"policy": RestartPolicy(first_delay=0.05)} | options
     client = await ProcessClient.start(
-        EngineConfig.from_knobs(**(knobs or {})),
-        module=module,
-        **({"policy": RestartPolicy(first_delay=0.05)} | options),
+        EngineConfig.from_knobs(**(knobs or {})), ProcessOptions(module=module, **options)
     )
     try:
         yield client
@@ -460,8 +459,9 @@ import asyncio, sys
 sys.path[:0] = {path!r}
 from infer.config.settings import EngineConfig
 from infer.client.process_client import ProcessClient
+from infer.client.supervisor import ProcessOptions
 async def main():
-    client = await ProcessClient.start(EngineConfig(), module={module!r})
+    client = await ProcessClient.start(EngineConfig(), ProcessOptions(module={module!r}))
     print(client.pid, client._process.directory, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

@@ -17,13 +17,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import replace
 
 from infer.cache.memory import CacheSize
 from infer.client import spawn
 from infer.client.process import main as engine_main
 from infer.client.process_client import ProcessClient
-from infer.client.supervisor import RestartPolicy
+from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
@@ -65,10 +65,10 @@ def make_engine(config: EngineConfig) -> Engine:
     )
 
 
-async def start_faulty(config: Any, **options: Any) -> ProcessClient:
+async def start_faulty(config: EngineConfig, options: ProcessOptions) -> ProcessClient:
     """What `ProcessClient.start` does, with the other engine."""
     policy = RestartPolicy(max_restarts=MAX_RESTARTS, first_delay=0.01, max_delay=0.01)
-    return await _start(config, module=THIS, policy=policy, **options)
+    return await _start(config, replace(options, module=THIS, policy=policy))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 from infer.client import messages
 from infer.client.link import EngineLink
 from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
-from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy, SpawnOptions
+from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -53,16 +53,11 @@ class ProcessClient:
         self,
         process: EngineLink,
         ready: messages.Ready,
-        *,
-        stuck_timeout: float,
+        options: ProcessOptions,
         start_again: Callable[[], Coroutine[Any, Any, tuple[EngineLink, messages.Ready]]] | None,
-        policy: RestartPolicy,
-        on_down: Callable[[str], None] | None = None,
     ) -> None:
-        self._stuck_timeout = stuck_timeout
+        self._options = options
         self._start_again = start_again
-        self._policy = policy
-        self._on_down = on_down
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
@@ -73,31 +68,12 @@ class ProcessClient:
         self._supervisor = asyncio.ensure_future(self._supervise())
 
     @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        *,
-        stuck_timeout: float = 120.0,
-        restart: bool = True,
-        policy: RestartPolicy | None = None,
-        on_down: Callable[[str], None] | None = None,
-        **options: Any,
-    ) -> ProcessClient:
-        """Start an engine and wait for its model; what stops it from starting is raised here.
-
-        A `stuck_timeout` of 0 means never. `policy` is when to start it again, `on_down` gets the reason each
-        time it is gone, and `options` say how it is started: the fields of `SpawnOptions`.
-        """
-        start = partial(EngineProcess.start, config, SpawnOptions(**options))
+    async def start(cls, config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
+        """Start an engine and wait for its model; what stops it from starting is raised here."""
+        options = options or ProcessOptions()
+        start = partial(EngineProcess.start, config, options)
         process, ready = await start()
-        return cls(
-            process,
-            ready,
-            stuck_timeout=stuck_timeout,
-            start_again=start if restart else None,
-            policy=policy or RestartPolicy(),
-            on_down=on_down,
-        )
+        return cls(process, ready, options, start if options.restart else None)
 
     @property
     def pid(self) -> int | None:
@@ -211,8 +187,7 @@ class ProcessClient:
             total = self.stats()
             self._past = total
             self._stats = EngineStats(num_blocks=total.num_blocks, block_size=total.block_size)
-            if self._on_down is not None:
-                self._on_down(reason.removesuffix(STARTED_AGAIN))
+            self._options.on_down(reason.removesuffix(STARTED_AGAIN))
         self._down = reason
         for queue in self._readers.values():
             queue.put_nowait(EngineStopped(reason))
@@ -235,7 +210,8 @@ class ProcessClient:
 
     async def _watch(self) -> str:
         """Wait for the end of the process and return the reason; one that is stuck is ended here."""
-        interval = min(CHECK_INTERVAL, self._stuck_timeout / 4) if self._stuck_timeout else None
+        timeout = self._options.stuck_timeout
+        interval = min(CHECK_INTERVAL, timeout / 4) if timeout else None
         while not self._process.exited.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
@@ -250,14 +226,14 @@ class ProcessClient:
 
     def _ping_if_idle(self) -> None:
         idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
-        if idle_s > min(PING_INTERVAL, self._stuck_timeout) > 0:
+        if idle_s > min(PING_INTERVAL, self._options.stuck_timeout) > 0:
             with contextlib.suppress(EngineStopped):  # its exit is about to be known
                 self._send(messages.Ping())
 
     async def _restart(self, reason: str) -> bool:
         if self._start_again is None:
             return False
-        while (delay := self._policy.next_delay(time.monotonic())) is not None:
+        while (delay := self._options.policy.next_delay(time.monotonic())) is not None:
             await asyncio.sleep(delay)
             try:
                 process, ready = await self._start_again()
@@ -269,7 +245,9 @@ class ProcessClient:
             self._adopt(process, ready)
             logger.warning("engine restarted pid=%s", process.pid)
             return True
-        self._down = f"the engine stays down after {self._policy.max_restarts} restarts; the last: {reason}"
+        self._down = (
+            f"the engine stays down after {self._options.policy.max_restarts} restarts; the last: {reason}"
+        )
         logger.error("engine lost reason=%r", self._down)
         return False
 
@@ -285,7 +263,7 @@ class ProcessClient:
         return time.monotonic() - self._progress_at if self._owes_us else 0.0
 
     def _is_stuck(self) -> bool:
-        if not 0 < self._stuck_timeout < self._silent_s():
+        if not 0 < self._options.stuck_timeout < self._silent_s():
             return False
         self._process.receive_all()  # its reports may be here, unread
-        return self._silent_s() > self._stuck_timeout
+        return self._silent_s() > self._options.stuck_timeout

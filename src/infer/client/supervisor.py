@@ -69,21 +69,25 @@ def _write_to_stderr(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnOptions:
-    """How an engine process is started, the first time and again."""
+class ProcessOptions:
+    """How an engine process is started, the first time and again, and when it is."""
 
     module: str = ENGINE_MODULE  # that the child runs
     spawn: Spawn = spawn  # gives a child that runs it, perhaps since a while ago
     on_log: Callable[[str], None] = _write_to_stderr  # gets each line that it writes, from a thread
     num_links: int = 1  # above 1 other processes serve the same engine
     on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets those that these are to bind
+    on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
     replica: Replica = ALONE  # which of several engines it is
+    stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
+    restart: bool = True  # whether it is started again
+    policy: RestartPolicy = field(default_factory=RestartPolicy)  # and when
 
 
 class EngineProcess(EngineLink):
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
-    def __init__(self, config: EngineConfig, options: SpawnOptions) -> None:
+    def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
         self._on_log = options.on_log
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._exit_code: int | None = None
@@ -109,7 +113,7 @@ class EngineProcess(EngineLink):
         give_orders(self._process, launch)
 
     @classmethod
-    async def start(cls, config: EngineConfig, options: SpawnOptions) -> tuple[EngineProcess, Ready]:
+    async def start(cls, config: EngineConfig, options: ProcessOptions) -> tuple[EngineProcess, Ready]:
         """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
         process = cls(config, options)
         options.on_spawn(process.endpoints[1:])

@@ -29,7 +29,7 @@ from infer.client.messages import (
 )
 from infer.client.process import EngineServer
 from infer.client.process_client import ProcessClient
-from infer.client.supervisor import EngineProcess, RestartPolicy
+from infer.client.supervisor import EngineProcess, ProcessOptions
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
@@ -241,13 +241,8 @@ class SilentProcess:
 
 async def silent_client(stuck_timeout: float) -> tuple[SilentProcess, ProcessClient]:
     process = SilentProcess()
-    client = ProcessClient(
-        cast(EngineProcess, process),
-        Ready(EngineStats()),
-        stuck_timeout=stuck_timeout,
-        start_again=None,
-        policy=RestartPolicy(),
-    )
+    options = ProcessOptions(stuck_timeout=stuck_timeout)
+    client = ProcessClient(cast(EngineProcess, process), Ready(EngineStats()), options, None)
     return process, client
 
 
@@ -297,8 +292,3 @@ def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytes
         await client.close()
 
     asyncio.run(main())
-
-
-def test_an_option_that_is_misspelt_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'on_logs'"):
-        asyncio.run(ProcessClient.start(EngineConfig(), on_logs=print))

@@ -17,13 +17,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
 from infer.client.messages import Ready, Replica
 from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
+from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.phases import spell_phases
@@ -224,14 +225,19 @@ class Fleet:
         # first: it fetches what every engine will read
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
         start_reading_ahead(source)
-        server = self.state.config
-        options: dict[str, Any] = {"stuck_timeout": server.stuck_timeout, "restart": server.restart_engine}
-        options["spawn"] = self._spares.take
+        server, workers = self.state.config, self._workers
         starts = []
         for number, engine in enumerate(shared):
-            replica = Replica(number=number, count=len(shared), shares_device=server.share_device)
-            start = ProcessClient.start(config, **options, **self._workers.hooks(engine), replica=replica)
-            starts.append(asyncio.create_task(start))
+            options = ProcessOptions(
+                stuck_timeout=server.stuck_timeout,
+                restart=server.restart_engine,
+                spawn=self._spares.take,
+                replica=Replica(number=number, count=len(shared), shares_device=server.share_device),
+                num_links=workers.num_processes,
+                on_spawn=partial(workers.tell_spawned, engine),
+                on_down=partial(workers.tell_down, engine),
+            )
+            starts.append(asyncio.create_task(ProcessClient.start(config, options)))
         # beside the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         try:

@@ -29,7 +29,7 @@ from infer.client.link import EngineLink
 from infer.client.messages import Ready
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
-from infer.client.supervisor import RestartPolicy
+from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
@@ -152,13 +152,9 @@ class Worker:
             for engine, label in zip(engines, labels, strict=True):
                 link, ready = await self._feeds[engine].next()
                 readies.append(ready)
-                client = ProcessClient(
-                    link,
-                    ready,
-                    stuck_timeout=0.0,  # process 0 decides
-                    start_again=self._feeds[engine].next,
-                    policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
-                )
+                policy = RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0)
+                options = ProcessOptions(stuck_timeout=0.0, policy=policy)  # process 0 decides
+                client = ProcessClient(link, ready, options, self._feeds[engine].next)
                 clients.append(self._metrics.add(name, client, label=label))
             config = EngineConfig.from_knobs(**knobs)
             encoder = await make_encoder(config.load, text, readies)

@@ -25,7 +25,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -113,13 +113,15 @@ class Workers:
         """Numbers for engines that are about to be started; their restarts keep them."""
         return list(itertools.islice(self._engines, number))
 
-    def hooks(self, engine: int) -> dict[str, Any]:
-        """The options of `ProcessClient.start` by which the other processes follow an engine's life."""
-        return {
-            "num_links": self.num_processes,
-            "on_spawn": partial(self._tell_spawned, engine),
-            "on_down": lambda reason: self.tell("down", engine=engine, reason=reason),
-        }
+    def tell_spawned(self, engine: int, endpoints: Sequence[str]) -> None:
+        """Tell each process the endpoint that an engine, started a moment ago, will connect to."""
+        for process, endpoint in zip(self._processes, endpoints, strict=True):
+            with contextlib.suppress(EngineStopped):
+                process.channel.tell("spawned", {"engine": engine, "endpoint": endpoint})
+
+    def tell_down(self, engine: int, reason: str) -> None:
+        """Tell every process that an engine has ended."""
+        self.tell("down", engine=engine, reason=reason)
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
         """Let every process serve a model and count its engines under these labels; returns when all do."""
@@ -177,11 +179,6 @@ class Workers:
         await asyncio.gather(*running, return_exceptions=True)
 
     # -- life and death -----------------------------------------------------------------------------
-
-    def _tell_spawned(self, engine: int, endpoints: Sequence[str]) -> None:
-        for process, endpoint in zip(self._processes, endpoints, strict=True):
-            with contextlib.suppress(EngineStopped):
-                process.channel.tell("spawned", {"engine": engine, "endpoint": endpoint})
 
     async def _run(self, process: _Process) -> None:
         await process.channel.run()
