@@ -77,7 +77,7 @@ async def run_server(model: str, streams: int, pace: int) -> None:
     ProcessClient.start = start_null  # type: ignore[method-assign]
     assert streams <= SERVER_MAX_QUEUE
     config = EngineConfig.from_knobs(model=model, seed=pace, max_batch_size=streams)
-    await serve.run({"null": config}, ServerConfig(port=0), announce=lambda url: print(url, flush=True))
+    await serve.serve({"null": config}, ServerConfig(port=0), announce=lambda url: print(url, flush=True))
 
 
 async def stream(port: int, num_tokens: int, num_requests: int = 1) -> list[list[float]]:

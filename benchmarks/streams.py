@@ -54,7 +54,8 @@ def serve_null(model: str, streams: int, pace: int, num_processes: int) -> None:
         model=model, seed=pace, max_batch_size=streams, max_queue=8 * streams, max_num_batched_tokens=8192
     )
     server = ServerConfig(port=0, api_processes=num_processes)
-    serve.serve({"null": config}, server, announce=lambda url: print(url, flush=True))
+    with asyncio.Runner(loop_factory=serve.loop_factory()) as runner:
+        runner.run(serve.serve({"null": config}, server, announce=lambda url: print(url, flush=True)))
 
 
 class Stream(asyncio.Protocol):

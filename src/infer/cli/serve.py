@@ -62,13 +62,20 @@ def run(args: argparse.Namespace) -> int:
     try:
         with SpareEngines(0 if config.in_process else config.replicas) as spares:
             with importing():
-                from infer.server.serve import serve
+                import asyncio
 
-            serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True), spares=spares)
+                from infer.server.serve import loop_factory, serve
+
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(serve(models, config, announce=_announce, spares=spares))
     except EngineLost as error:
         logger.critical("server ends error=%s", error)
         return 1
     return 0
+
+
+def _announce(url: str) -> None:
+    print(f"ready: {url}", flush=True)
 
 
 def read_models(

@@ -58,13 +58,13 @@ _IMPORTED_AT = time.perf_counter()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (`run` tells it when to stop), on a socket that may be shared."""
+    """uvicorn without its signal handlers (`serve` tells it when to stop), on a socket that may be shared."""
 
     _shared: tuple[socket.socket, Board] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `run`."""
+        """Leave signals to `serve`."""
         yield
 
     def share(self, listener: socket.socket, board: Board) -> None:
@@ -100,18 +100,6 @@ class _CountedConnection(GuardedConnection):
         super().connection_lost(exc)
 
 
-def serve(
-    models: Mapping[str, EngineConfig],
-    config: ServerConfig,
-    *,
-    announce: Callable[[str], None],
-    spares: SpareEngines | None = None,
-) -> None:
-    """Serve models as `run` does, in an event loop of its own."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(run(models, config, announce=announce, spares=spares))
-
-
 def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
     """Whether every model is on a GPU, as far as can be told without importing torch."""
     has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
@@ -119,7 +107,7 @@ def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
     return all(device.startswith("cuda") or (device == "auto" and has_gpu) for device in devices)
 
 
-async def run(
+async def serve(
     models: Mapping[str, EngineConfig],
     config: ServerConfig,
     *,

@@ -25,7 +25,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient
-from infer.config.settings import ServerConfig
+from infer.config.settings import SchedulerConfig, ServerConfig
 from infer.errors import UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
@@ -49,8 +49,7 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
-    max_queue: int | None = None  # sequences that may wait for each engine
-    scheduler_policy: str = "fcfs"  # of its engines: one of them reads a request's priority
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
 

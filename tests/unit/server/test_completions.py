@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infer.config.settings import SchedulerConfig
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.wire import Wire, read_events
@@ -237,7 +238,7 @@ def test_a_priority_that_no_policy_reads_is_named_in_a_header(wire: Wire) -> Non
     assert wire.post(PATH, body).headers["x-infer-ignored"] == "priority"
     assert "x-infer-ignored" not in wire.post(PATH, body | {"priority": 0}).headers, "the default"
     (model,) = wire.state.models.values()
-    model.scheduler_policy = "priority"
+    model.scheduler = SchedulerConfig(scheduler_policy="priority")
     assert "x-infer-ignored" not in wire.post(PATH, body).headers
 
 

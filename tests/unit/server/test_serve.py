@@ -19,7 +19,7 @@ from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.serve import _loop_name, bind, drain, loop_factory, run, warn_if_open
+from infer.server.serve import _loop_name, bind, drain, loop_factory, serve, warn_if_open
 from infer.server.state import ServerState
 
 
@@ -51,7 +51,7 @@ def test_a_certificate_that_cannot_be_used_leaves_no_socket_behind(tmp_path: Pat
     cert.write_text("no certificate")
     config = ServerConfig(uds=str(path), tls_cert=str(cert), tls_key=str(cert))
     with pytest.raises(ConfigError, match="cannot use tls_cert and tls_key"):
-        asyncio.run(run({}, config, announce=print))
+        asyncio.run(serve({}, config, announce=print))
     assert not path.exists()
 
 
@@ -96,7 +96,7 @@ def test_the_last_line_of_a_server_that_was_stopped_says_so(
     monkeypatch.setattr("gc.freeze", lambda: None)  # other tests follow in this process
     caplog.set_level(logging.INFO, logger="infer")
     config = ServerConfig(uds=str(tmp_path / "s"))
-    asyncio.run(run({}, config, announce=lambda url: interrupt_self()))
+    asyncio.run(serve({}, config, announce=lambda url: interrupt_self()))
     assert [message.partition(" ")[0] for message in caplog.messages[-2:]] == ["draining", "stopped"]
 
 
@@ -106,7 +106,7 @@ def test_a_server_that_cannot_start_has_not_stopped_but_failed(
     caplog.set_level(logging.INFO, logger="infer")
     models = {"": EngineConfig.from_knobs(model=str(tmp_path / "absent"))}
     with pytest.raises(ModelSourceError):
-        asyncio.run(run(models, ServerConfig(uds=str(tmp_path / "s")), announce=print))
+        asyncio.run(serve(models, ServerConfig(uds=str(tmp_path / "s")), announce=print))
     assert "stopped" not in caplog.messages
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.settings import SchedulerConfig, ServerConfig
 from infer.errors import RequestError, TemplateError, UnknownModel
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
@@ -199,7 +199,7 @@ def test_more_prompts_than_may_ever_wait_are_refused_for_good(
     oracle: LLM, num_clients: int, max_queue: int, fits: bool
 ) -> None:
     state = make_state(oracle.encoder, *[FakeClient() for _ in range(num_clients)])
-    state.models["tiny"].max_queue = max_queue
+    state.models["tiny"].scheduler = SchedulerConfig(max_queue=max_queue)
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
         return

@@ -170,8 +170,7 @@ class Fleet:
             encoder=encoder,
             clients=engines,
             created=int(time.time()),
-            max_queue=config.scheduler.max_queue,
-            scheduler_policy=config.scheduler.scheduler_policy,
+            scheduler=config.scheduler,
             engines=shared,
         )
         try:

@@ -108,7 +108,7 @@ class AccessLog:
             if record.status:
                 raise  # half an answer is out: all that is left is to close the connection
             message = "the server failed to answer this request; its log says why"
-            await ApiError(status=500, message=message).send(sending)
+            await ApiError(status=500, message=message).response()(scope, receive, sending)
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         method = scope["method"]

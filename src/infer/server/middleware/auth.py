@@ -86,7 +86,7 @@ class Auth:
         if is_admin(path):
             if not self._admins:
                 message = "admin routes are off; start the server with an admin key to use them"
-                await ApiError(status=404, message=message).send_unread(scope, send)
+                await ApiError(status=404, message=message).send_unread(scope, receive, send)
                 return
             ring = self._admins
         elif is_open(path, has_page=self._has_page) or not self._clients:
@@ -99,7 +99,7 @@ class Auth:
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
-        await error.send_unread(scope, send)
+        await error.send_unread(scope, receive, send)
 
 
 def _key_of(scope: Scope) -> bytes:

@@ -49,7 +49,7 @@ class HostCheck:
                     f"this server answers for this machine only, not for host {host[:100]!r}; "
                     "start it with --allowed-host NAME, with --api-key, or on another --host"
                 )
-                await ApiError(status=403, message=message).send_unread(scope, send)
+                await ApiError(status=403, message=message).send_unread(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -51,11 +51,11 @@ class BodyLimit:
                 body = await self._read(receive)
         except BodyTooLarge:
             message = f"the request body is larger than {self._max_text} (max_body_size); send less at a time"
-            await ApiError(status=413, message=message, headers=CLOSE).send(send)
+            await ApiError(status=413, message=message, headers=CLOSE).response()(scope, receive, send)
             return
         except TimeoutError:
             message = f"the request body did not arrive within {self._timeout_s:g} s"
-            await ApiError(status=408, message=message, headers=CLOSE).send(send)
+            await ApiError(status=408, message=message, headers=CLOSE).response()(scope, receive, send)
             return
         if body is not None:  # None: the client left before its end
             mark("receive")
@@ -106,7 +106,7 @@ class Gate:
                 what = "draining and takes no new requests" if board.is_draining else "starting"
                 message = f"the server is {what}; try again in a few seconds"
                 headers = {"retry-after": str(RETRY_LATER_S)}
-                await ApiError(status=503, message=message, headers=headers).send(send)
+                await ApiError(status=503, message=message, headers=headers).response()(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
         finally:

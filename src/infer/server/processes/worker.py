@@ -136,13 +136,7 @@ class Worker:
                 await self.on_unserve(model.name)
 
     async def on_serve(
-        self,
-        name: str,
-        knobs: dict[str, Any],
-        engines: list[int],
-        labels: list[str],
-        created: int,
-        max_queue: int | None,
+        self, name: str, knobs: dict[str, Any], engines: list[int], labels: list[str], created: int
     ) -> None:
         """Serve a model with these engines, which are ready and counted under these labels."""
         text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
@@ -163,10 +157,9 @@ class Worker:
         except BaseException:
             await self._close(clients)
             raise
-        self._state.models[name] = model = ServedModel(
-            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue, engines=engines
+        self._state.models[name] = ServedModel(
+            name, encoder, clients, created, scheduler=config.scheduler, engines=engines
         )
-        model.scheduler_policy = config.scheduler.scheduler_policy
         gc.collect()
         gc.freeze()  # what start-up made stays
 

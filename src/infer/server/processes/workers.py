@@ -131,7 +131,6 @@ class Workers:
             "engines": list(model.engines),
             "labels": list(labels),
             "created": model.created,
-            "max_queue": model.max_queue,
         }
         try:
             await asyncio.gather(*(process.channel.call("serve", body) for process in self._processes))

@@ -34,7 +34,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
-from starlette.types import Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from infer.errors import (
     ContextOverflow,
@@ -170,18 +170,11 @@ class ApiError:
         return self.rendered()[1]
 
     def response(self) -> Response:
-        """The error as a whole answer."""
+        """The error as a whole answer, of a route or (it is ASGI) of a layer around the routes."""
         status, body = self.rendered()
         return Response(body, status, headers=dict(self.headers), media_type="application/json")
 
-    async def send(self, send: Send) -> None:
-        """Answer from bare ASGI: middleware stands outside of the framework's exception handlers."""
-        response = self.response()
-        start = {"type": "http.response.start", "status": response.status_code}
-        await send({**start, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body})
-
-    async def send_unread(self, scope: Scope, send: Send) -> None:
+    async def send_unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose body has not been read; if it has a body, its connection ends here.
 
         Keeping the connection would mean to read, and throw away, all that a refused sender likes to send.
@@ -190,8 +183,8 @@ class ApiError:
             name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
             for name, value in scope["headers"]
         )
-        closing = {**self.headers, "connection": "close"}
-        await (replace(self, headers=closing) if has_body else self).send(send)
+        told = replace(self, headers={**self.headers, "connection": "close"}) if has_body else self
+        await told.response()(scope, receive, send)
 
 
 def scrub(message: str) -> str:

@@ -148,7 +148,7 @@ def make_job(
     """The job of a body: a fresh id, and a numbered request for each prompt."""
     mark("tokenize")
     check_supported(body, params)
-    if body.priority and model.scheduler_policy != "priority":
+    if body.priority and model.scheduler.scheduler_policy != "priority":
         body.note_ignored(["priority"])
     is_chat = isinstance(body, ChatRequest)
     job_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -226,7 +226,8 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
     """Refuse a body with more prompts than an empty queue could hold: no retry could succeed."""
-    room = num_prompts if model.max_queue is None else model.max_queue * len(model.clients)
+    max_queue = model.scheduler.max_queue
+    room = num_prompts if max_queue is None else max_queue * len(model.clients)
     if num_prompts > room:
         raise RequestError(
             f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "

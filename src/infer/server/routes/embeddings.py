@@ -90,7 +90,7 @@ async def _embed(
     A thread writes each as soon as it is there. Millions of numbers take half a gigabyte as Python's floats,
     and to write them at once would keep the interpreter's lock from every stream.
     """
-    window = asyncio.Semaphore(min(MAX_TOGETHER, model.max_queue or MAX_TOGETHER))
+    window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
 
     async def embed_one(index: int, request: Request) -> bytes:
         async with window:
