@@ -30,7 +30,7 @@ import difflib
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 MIN_ALIKE = 0.75  # letters that two names share in the same order, of all letters of both
 MIN_BEGUN = 3  # letters: fewer begin too many names
@@ -67,6 +67,11 @@ class RequestError(InferError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param  # the JSON field to blame, echoed in the OpenAI error body
+
+    @classmethod
+    def about(cls, param: str, problem: str) -> Self:
+        """Return the error of a field, whose message begins with the field's name."""
+        return cls(f"{param} {problem}", param=param)
 
 
 class ContextOverflow(RequestError):

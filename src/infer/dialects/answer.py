@@ -118,9 +118,8 @@ def _find_end(think: Think, tokenizer: Tokenizer, max_tokens: int | None) -> Rea
         return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced)
     if max_tokens is None:
         return None  # an engine cannot see the end: a constraint holds from the start
-    raise RequestError(
-        f"max_reasoning_tokens needs a model in whose vocabulary {think.end} is one token",
-        param="max_reasoning_tokens",
+    raise RequestError.about(
+        "max_reasoning_tokens", f"needs a model in whose vocabulary {think.end} is one token"
     )
 
 
@@ -164,7 +163,7 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if not given:
         return ()
     if len(given) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(given)} entries, at most {MAX_TOOLS} are allowed", param="tools")
+        raise RequestError.about("tools", f"has {len(given)} entries, at most {MAX_TOOLS} are allowed")
     tools = tuple(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
     for i, tool in enumerate(tools):
         if tool.name in (other.name for other in tools[:i]):
@@ -180,9 +179,8 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
         what = what if kind != "function" else f"its function is {show_value(tool.get('function'))}"
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
             what = "name, description and parameters belong inside of function, as a chat has them"
-        raise RequestError(
-            f'{where} must look like {{"type": "function", "function": {{"name": ...}}}}; {what}',
-            param=where,
+        raise RequestError.about(
+            where, f'must look like {{"type": "function", "function": {{"name": ...}}}}; {what}'
         )
     for key, value in tool.items():
         if key not in ("type", "function") and value is not None:
@@ -197,19 +195,17 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         must = f"must be 1 to 64 letters, digits, underscores or dashes, got {show_value(name)}"
-        raise _wrong_field(where, "name", must)
+        raise RequestError.about(f"{where}.name", must)
     if name in CHOICES:
         values = f"a value of tool_choice ({', '.join(CHOICES)})"
-        raise _wrong_field(where, "name", f"cannot be {name!r}, which is {values}; rename the tool")
+        raise RequestError.about(f"{where}.name", f"cannot be {name!r}, which is {values}; rename the tool")
     if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
-        raise _wrong_field(where, "description", f"must be a text of at most {MAX_DESCRIPTION} characters")
+        raise RequestError.about(
+            f"{where}.description", f"must be a text of at most {MAX_DESCRIPTION} characters"
+        )
     if not isinstance(strict, bool | None):
-        raise _wrong_field(where, "strict", f"must be true or false, got {show_value(strict)}")
+        raise RequestError.about(f"{where}.strict", f"must be true or false, got {show_value(strict)}")
     return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
-
-
-def _wrong_field(where: str, key: str, must: str) -> RequestError:
-    return RequestError(f"{where}.{key} {must}", param=f"{where}.{key}")
 
 
 def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
@@ -217,9 +213,8 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise RequestError(
-            f'{where} must be the JSON schema of an object: {{"type": "object", "properties": ...}}',
-            param=where,
+        raise RequestError.about(
+            where, 'must be the JSON schema of an object: {"type": "object", "properties": ...}'
         )
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not all(
@@ -238,7 +233,7 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
     if given in ("none", "auto") or (given == "required" and tools):
         return str(given) if tools else "none"
     if given == "required":
-        raise RequestError("tool_choice is 'required', but there are no tools", param="tool_choice")
+        raise RequestError.about("tool_choice", "is 'required', but there are no tools")
     kind = given.get("type") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and kind == "function":
         function = given.get("function")
@@ -246,9 +241,7 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         if any(name == tool.name for tool in tools):
             return str(name)
         names = ", ".join(tool.name for tool in tools) or "none"
-        raise RequestError(
-            f"tool_choice names {show_value(name)}, but the tools are: {names}", param="tool_choice"
-        )
+        raise RequestError.about("tool_choice", f"names {show_value(name)}, but the tools are: {names}")
     what = f"{show_value(kind)} is not supported; " if kind is not None else ""
     raise RequestError(
         f"{what}tool_choice must be 'auto', 'none', 'required' or "

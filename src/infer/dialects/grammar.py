@@ -205,10 +205,10 @@ class _Lines:
     def other(self, text: Structured) -> str:
         """A rule for answers that are no calls."""
         if text.kind not in ("json_schema", "json_object"):
-            raise RequestError(
-                f"{text.param} is a {text.kind} for the whole answer and leaves no room for calls of tools; "
+            raise RequestError.about(
+                text.param,
+                f"is a {text.kind} for the whole answer and leaves no room for calls of tools; "
                 "set tool_choice to 'none', or leave one of the two out",
-                param=text.param,
             )
         schema = json.loads(text.text) if text.kind == "json_schema" else {"type": "object"}
         whole = dict(schema) if isinstance(schema, Mapping) else {}

@@ -149,8 +149,8 @@ def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
-        raise RequestError(
-            f"tools must be a list of functions or schemas, got {type(tools).__name__}", param="tools"
+        raise RequestError.about(
+            "tools", f"must be a list of functions or schemas, got {type(tools).__name__}"
         )
     return [PythonTool(tool).schema if callable(tool) else tool for tool in tools]
 

@@ -230,16 +230,13 @@ class PromptEncoder:
     def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:
         """How many tokens of reasoning are allowed; None: any number."""
         if effort is not None and effort not in EFFORTS:
-            raise RequestError(
-                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}",
-                param="reasoning_effort",
+            raise RequestError.about(
+                "reasoning_effort", f"must be one of {', '.join(EFFORTS)}, got {effort!r:.80}"
             )
         if effort is None and max_tokens is None:
             return None
         if max_tokens is not None and max_tokens < 0:
-            raise RequestError(
-                f"max_reasoning_tokens must be at least 0, got {max_tokens}", param="max_reasoning_tokens"
-            )
+            raise RequestError.about("max_reasoning_tokens", f"must be at least 0, got {max_tokens}")
         budget = EFFORTS[effort] if max_tokens is None and effort is not None else max_tokens
         if self.think is None and budget != 0:
             raise RequestError(
@@ -265,7 +262,7 @@ class PromptEncoder:
         if params is None:
             params = self.default_params(len(ids))
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+            raise RequestError.about("params", f"must be SamplingParams, got {type(params).__name__}")
         if options.get("request_id") is None:
             options["request_id"] = self.next_id()
         return Request(prompt=tuple(ids), params=params, **options)
@@ -376,19 +373,19 @@ def _check_options(options: RequestOptions) -> None:
     """Refuse unknown options and those of the wrong type."""
     for name in options:
         if name in SamplingParams.__dataclass_fields__:
-            raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
+            raise RequestError.about(name, f"belongs to the params: SamplingParams({name}=...)")
         if name not in RequestOptions.__annotations__:
             if name in CHAT_OPTIONS:
-                raise RequestError(f"{name} is an option of a chat: use chat or stream_chat", param=name)
+                raise RequestError.about(name, "is an option of a chat: use chat or stream_chat")
             hint = closest(name, list(ChatOptions.__annotations__), listed="known")
             raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):
-        raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
+        raise RequestError.about("priority", f"must be an integer, got {priority!r}")
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
-        raise RequestError(f"deadline must be a number of seconds, got {deadline!r}", param="deadline")
+        raise RequestError.about("deadline", f"must be a number of seconds, got {deadline!r}")
     if not isinstance(options.get("cache_salt", ""), str):
-        raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
+        raise RequestError.about("cache_salt", f"must be text, got {options['cache_salt']!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class Fleet:
         if name not in self.state.models:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         if not alias:
-            raise RequestError("alias must not be empty", param="alias")
+            raise RequestError.about("alias", "must not be empty")
         if alias in self.state.models or alias in self._is_loading:
             what = "is served" if alias in self.state.models else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")

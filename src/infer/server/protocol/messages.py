@@ -190,9 +190,8 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
     if is_answered and body.messages and body.messages[-1].get("role") == "assistant":
-        raise RequestError(
-            "messages ends with the assistant's turn, which this server cannot continue; end with a user's",
-            param="messages",
+        raise RequestError.about(
+            "messages", "ends with the assistant's turn, which this server cannot continue; end with a user's"
         )
     fields: dict[str, Any] = {"model": body.model, "messages": turns.messages()}
     if body.tools:
@@ -268,7 +267,7 @@ def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
 def _tool_choice(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
     choice = turns.read(TOOL_CHOICES, given, ("tool_choice",))
     if (choice.name is None) == (given["type"] == "tool"):
-        raise RequestError("tool_choice has a name if its type is 'tool', and only then", param="tool_choice")
+        raise RequestError.about("tool_choice", "has a name if its type is 'tool', and only then")
     named = {"type": "function", "function": {"name": choice.name}}
     chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[given["type"]]
     return {"tool_choice": chosen, "parallel_tool_calls": not choice.disable_parallel_tool_use}

@@ -217,9 +217,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
         turns.ignored |= {f"reasoning.{name}": None for name in body.reasoning.ignored_fields}
     for kind in body.include or ():
         if kind != "reasoning.encrypted_content":  # reasoning is shown as it is
-            raise RequestError(
-                f"include may hold 'reasoning.encrypted_content', got {kind[:80]!r}", param="include"
-            )
+            raise RequestError.about("include", f"may hold 'reasoning.encrypted_content', got {kind[:80]!r}")
         turns.ignored["include"] = None
     for name in ("model", "parallel_tool_calls", "temperature", "top_p", "stream"):
         fields[name] = getattr(body, name)
@@ -232,7 +230,7 @@ def _add_item(turns: Turns, given: Any, path: Path) -> None:
         case MessageItem(role=role, content=content):
             if role not in ROLES:
                 where = spell_path((*path, "role"))
-                raise RequestError(f"{where} is {role[:40]!r}, allowed are {', '.join(ROLES)}", param=where)
+                raise RequestError.about(where, f"is {role[:40]!r}, allowed are {', '.join(ROLES)}")
             for text in _texts(turns, content, (*path, "content")):
                 turns.say("system" if role == "developer" else role, text)
         case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):

@@ -194,10 +194,10 @@ class Conversation(Body):
 def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
     """Refuse the result of a tool call that no message before it makes; a call without an id may be any."""
     if isinstance(call_id, str) and call_id not in call_ids and None not in call_ids:
-        raise MalformedRequest(
-            f"{where} is {call_id[:80]!r}, which is not the id of a tool call before it; "
+        raise MalformedRequest.about(
+            where,
+            f"is {call_id[:80]!r}, which is not the id of a tool call before it; "
             "send the assistant's message with that call, or leave its result out",
-            param=where,
         )
 
 
@@ -249,9 +249,8 @@ def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
     ):
         return
     allowed = " or ".join(["null", *map(show_value, neutral.values)])
-    raise RequestError(
-        f"{name} is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}",
-        param=name,
+    raise RequestError.about(
+        name, f"is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}"
     )
 
 

@@ -92,7 +92,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
 def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
     """Refuse a format without a schema; `form` is how the route writes one."""
     if given.get("schema") is None:
-        raise RequestError(f'{param} has no schema; give {{"type": "json_schema", {form}}}', param=param)
+        raise RequestError.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
 
 
 def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | None:
@@ -102,17 +102,14 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     account_for(given, (*KINDS, *OPTIONS), NEUTRAL, where=f"{param}.")
     for name in ("json_object", "disable_any_whitespace"):
         if not isinstance(given.get(name), bool | None):
-            raise MalformedRequest(
-                f"{param}.{name} must be true or false, got {show_value(given[name])}",
-                param=f"{param}.{name}",
+            raise MalformedRequest.about(
+                f"{param}.{name}", f"must be true or false, got {show_value(given[name])}"
             )
     asked = [name for name in KINDS if given.get(name) is not None]
     asked += ["json_object"] if given.get("json_object") else []
     if len(asked) != 1:
         allowed = ", ".join((*KINDS, "json_object"))
-        raise RequestError(
-            f"{param} must hold one of {allowed}, got {' and '.join(asked) or 'none'}", param=param
-        )
+        raise RequestError.about(param, f"must hold one of {allowed}, got {' and '.join(asked) or 'none'}")
     blanks = given.get("whitespace_pattern")
     if given.get("disable_any_whitespace"):
         if blanks is not None:
@@ -131,7 +128,7 @@ def _read_guided(body: SamplingBody) -> list[Structured]:
     asked = {kind: value for kind in KINDS if (value := getattr(body, f"guided_{kind}")) is not None}
     blanks = body.guided_whitespace_pattern
     if not asked and blanks is not None:
-        raise RequestError("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
+        raise RequestError.about("guided_whitespace_pattern", "needs guided_json")
     return [
         KINDS[kind](value, param=f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
         for kind, value in asked.items()
@@ -143,12 +140,11 @@ def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:
     if pattern is None:
         return {}
     if not kind.startswith("json"):
-        raise RequestError(f"{param} is about blanks in JSON and says nothing about {kind}", param=param)
+        raise RequestError.about(param, f"is about blanks in JSON and says nothing about {kind}")
     if not isinstance(pattern, str):
-        raise MalformedRequest(f"{param} must be a string, got {show_value(pattern)}", param=param)
+        raise MalformedRequest.about(param, f"must be a string, got {show_value(pattern)}")
     if len(pattern) > 200 or not _BLANKS.fullmatch(pattern):
-        raise RequestError(
-            f"{param} must match blanks of JSON only, such as '[ \\n\\t]{{0,8}}', got {show_value(pattern)}",
-            param=param,
+        raise RequestError.about(
+            param, f"must match blanks of JSON only, such as '[ \\n\\t]{{0,8}}', got {show_value(pattern)}"
         )
     return {"whitespace": pattern}

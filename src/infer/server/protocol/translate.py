@@ -73,9 +73,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0:
         if not body.echo:
-            raise RequestError(
-                "max_tokens is 0, which needs echo; set echo or max_tokens >= 1", param="max_tokens"
-            )
+            raise RequestError.about("max_tokens", "is 0, which needs echo; set echo or max_tokens >= 1")
         max_tokens = 1  # the engine computes a prompt by sampling what follows; the sample is not returned
     params = make_params(
         body,
@@ -103,7 +101,7 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
     if is_agent and model.encoder.think is None:
         _ignore_limits(body)
     if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise RequestError.about("top_logprobs", "needs logprobs to be true")
     structured = await find_structured(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     asked = {"structured": structured, "max_tokens": body.max_tokens, "logprobs": logprobs}
@@ -201,7 +199,7 @@ async def find_structured(body: SamplingBody) -> Structured | None:
 def check_supported(body: SamplingBody, params: SamplingParams) -> None:
     """Refuse combinations that cannot be honoured."""
     if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options needs stream to be true", param="stream_options")
+        raise RequestError.about("stream_options", "needs stream to be true")
     if body.stream:
         check_streams(params, "leave stream out")
 
@@ -214,13 +212,11 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
     if isinstance(given, str):
         return [given]
     if not given:
-        raise RequestError(f"{param} is an empty list; give at least one prompt", param=param)
+        raise RequestError.about(param, "is an empty list; give at least one prompt")
     if isinstance(given[0], int):
         return [given]
     if len(given) > most:
-        raise RequestError(
-            f"{param} is a list of {len(given)}, at most {most} are allowed; {advice}", param=param
-        )
+        raise RequestError.about(param, f"is a list of {len(given)}, at most {most} are allowed; {advice}")
     return list(given)
 
 
@@ -229,10 +225,10 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
     max_queue = model.scheduler.max_queue
     room = num_prompts if max_queue is None else max_queue * len(model.clients)
     if num_prompts > room:
-        raise RequestError(
-            f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
+        raise RequestError.about(
+            "prompt",
+            f"holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
             "send fewer at a time",
-            param="prompt",
         )
 
 
@@ -258,10 +254,10 @@ def _read_bias(given: dict[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 19):
-            raise RequestError(
-                'logit_bias maps token ids to numbers from -100 to 100, as {"17": -1.5}, '
+            raise RequestError.about(
+                "logit_bias",
+                'maps token ids to numbers from -100 to 100, as {"17": -1.5}, '
                 f"got the key {key[:40]!r}; /tokenize gives the ids of a text",
-                param="logit_bias",
             )
         bias[int(key)] = value
     return bias

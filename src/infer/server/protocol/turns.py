@@ -78,7 +78,7 @@ class Turns:
         """
         where = spell_path(path)
         if not isinstance(given, dict):
-            raise MalformedRequest(f"{where} must be an object, got {json_type(given)}", param=where)
+            raise MalformedRequest.about(where, f"must be an object, got {json_type(given)}")
         kind = given.get("type", default)
         if not isinstance(kind, str):
             message = f"{where}.type must be a string: {', '.join(kinds)}; got {show_value(kind)}"
@@ -86,7 +86,7 @@ class Turns:
         if kind not in kinds:
             reason = refused if isinstance(refused, str) else refused.get(kind)
             hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
-            raise RequestError(f"{where} has type {kind[:80]!r}, which is not supported{hint}", param=where)
+            raise RequestError.about(where, f"has type {kind[:80]!r}, which is not supported{hint}")
         try:
             made = kinds[kind].model_validate({name: given[name] for name in given if name != "type"})
         except ValidationError as error:

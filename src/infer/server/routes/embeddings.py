@@ -43,9 +43,8 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     model = state.get_model(body.model)
     encoding = body.encoding_format or FORMATS[0]
     if encoding not in FORMATS:
-        raise RequestError(
-            f"encoding_format must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}",
-            param="encoding_format",
+        raise RequestError.about(
+            "encoding_format", f"must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}"
         )
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
     mark("parse")

@@ -136,7 +136,7 @@ def check_fields(body: bytes) -> None:
     sizes = {name: len(bytes(getattr(fields, name))) for name in (*MAX_FIELD_BYTES, *LARGE_FIELDS)}
     for name, limit in MAX_FIELD_BYTES.items():
         if sizes[name] > limit:
-            raise RequestError(f"{name} has {sizes[name]} bytes, at most {limit} are allowed", param=name)
+            raise RequestError.about(name, f"has {sizes[name]} bytes, at most {limit} are allowed")
     if (rest := len(body) - sum(sizes.values())) > MAX_REST_BYTES:
         raise RequestError(
             f"the body has {rest} bytes in other fields than {', '.join(sizes)}, or in one of these that is "
