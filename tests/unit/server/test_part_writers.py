@@ -19,10 +19,9 @@ from infer.errors import EngineError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
-from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.stream import Generation, Piece
 from infer.server.routes.messages import MessageWriter
-from infer.server.routes.responses import ResponseWriter
+from infer.server.routes.responses import ResponsesRequest, ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -284,6 +284,12 @@ PromptField = Annotated[Prompts, PlainValidator(_check_prompts, json_schema_inpu
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 
 
+class AskingBody(Body):
+    """A body that asks for text, whole or as a stream."""
+
+    stream: bool | None = None
+
+
 class StreamOptions(Body):
     """What a stream carries beside its tokens."""
 
@@ -294,7 +300,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(AskingBody):
     """The fields that completions and chat share."""
 
     model: Name | None = None
@@ -316,7 +322,6 @@ class SamplingBody(Body):
     n: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

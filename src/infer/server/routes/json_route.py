@@ -27,14 +27,7 @@ from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.logprobs import count_logprobs
-from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
-from infer.server.protocol.responses import ResponsesRequest
-from infer.server.protocol.schemas import (
-    MAX_CONSTRAINT_BYTES,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-)
+from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
 from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
@@ -43,8 +36,8 @@ from infer.server.state import ServerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Asking = TypeVar("Asking", CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
-Agent = TypeVar("Agent", CountTokensRequest, MessagesRequest, ResponsesRequest)
+Asking = TypeVar("Asking", bound=AskingBody)
+Agent = TypeVar("Agent", bound=Body)
 
 LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 

@@ -1,5 +1,14 @@
 """`POST /v1/responses`: OpenAI's newer API, as a chat in other words, and without a memory.
 
+    instructions, input items    ──►  messages             turns.py
+    tools, tool_choice           ──►  tools, tool_choice   flat here, nested there
+    text.format                  ──►  response_format
+    reasoning.effort             ──►  reasoning_effort
+    max_output_tokens            ──►  max_tokens
+
+Nothing is kept between requests: the whole conversation comes with each, and fields that point to an earlier
+response are refused by name. The answer is items; every event of a stream has a number of its own, from 0.
+
     response.created, response.in_progress
     response.output_item.added                    an item: reasoning, a message, or a function call
       response.content_part.added                 its text, if it is no call
@@ -8,22 +17,274 @@
     response.output_item.done
     response.completed | response.incomplete      the whole response; incomplete: its limit was reached
     response.failed, error                        in place of the rest, if it fails
-
-Every event has a number of its own, from 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
 
-from infer.server.protocol.errors import to_api_error
+from infer.errors import RequestError
+from infer.server.protocol.errors import Path, spell_path, to_api_error
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.responses import ResponsesRequest, responses_to_chat
+from infer.server.protocol.schemas import ABOUT_THE_CLIENT, AskingBody, Body, ChatRequest, Name, Neutral
 from infer.server.protocol.stream import Generation, named_event
+from infer.server.protocol.structured import check_has_schema
+from infer.server.protocol.turns import Turns
 from infer.server.routes.json_route import answer, make_router, open_agent
+from infer.tokenizer.chat_template import map_strings
+
+_NOT_KEPT = "this server keeps nothing between requests; send the whole conversation as input"
+_NO_HOSTED_TOOLS = "tools run where the client runs; describe one with type function, name and parameters"
+_TEXT_ONLY = "this server reads and writes text"
+_DIRECT = Neutral(({"type": "direct"},), _NO_HOSTED_TOOLS)
+
+
+class TextPart(Body):
+    """Text of a message, or what a tool said."""
+
+    ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+
+    text: str
+
+
+class RefusalPart(Body):
+    """What an earlier answer said in place of a text."""
+
+    refusal: str
+
+
+class MessageItem(Body):
+    """What a user, an operator or the assistant said."""
+
+    ignored = frozenset({"id", "phase", "status"})
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class FunctionCallItem(Body):
+    """A tool call of an earlier answer."""
+
+    ignored = frozenset({"id", "parsed_arguments", "status"})
+    neutral = {"caller": _DIRECT, "namespace": Neutral((), _NO_HOSTED_TOOLS)}
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(Body):
+    """What a tool call came to."""
+
+    ignored = frozenset({"id", "status"})
+    neutral = {"caller": _DIRECT}
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer: its text, or a summary where there is no text."""
+
+    ignored = frozenset({"encrypted_content", "id", "status"})
+
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+
+
+class ResponsesTool(Body):
+    """A tool that the client runs."""
+
+    ignored = frozenset({"output_schema"})
+    elsewhere = {"function": 'tools are flat here: {"type": "function", "name": ..., "parameters": {...}}'}
+    neutral = {
+        "allowed_callers": Neutral((["direct"],), _NO_HOSTED_TOOLS),
+        "defer_loading": Neutral((False,), "all tools are shown to the model"),
+    }
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    name: str
+
+
+class TextOptions(Body):
+    """The form of the answer's text."""
+
+    where = "text."
+    neutral = {"verbosity": Neutral(("medium",), "ask for short answers in the input")}
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(Body):
+    """How much the model reasons before it answers."""
+
+    where = "reasoning."
+    ignored = frozenset({"summary", "generate_summary"})  # reasoning is shown as it is
+    neutral = {"context": Neutral(("auto",), _NOT_KEPT), "mode": Neutral(("standard",), "there is one mode")}
+
+    effort: str | None = None
+
+
+ITEMS: dict[str, type[Body]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+PARTS: dict[str, type[Body]] = {"input_text": TextPart, "output_text": TextPart, "refusal": RefusalPart}
+REASONING_PARTS: dict[str, type[Body]] = {"reasoning_text": TextPart, "summary_text": TextPart}
+REFUSED_ITEMS = {"item_reference": _NOT_KEPT, "compaction": _NOT_KEPT}
+REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
+ROLES = ("user", "assistant", "system", "developer")
+
+
+class ResponseStreamOptions(Body):
+    """What a stream carries beside its events."""
+
+    where = "stream_options."
+    neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
+
+
+class ResponsesRequest(AskingBody):
+    """`POST /v1/responses`."""
+
+    neutral = {
+        "background": Neutral((False,), "an answer comes on the connection that asked for it"),
+        "context_management": Neutral(([],), _NOT_KEPT),
+        "conversation": Neutral((), _NOT_KEPT),
+        "max_tool_calls": Neutral((), "tools run where the client runs: it counts their calls"),
+        "moderation": Neutral((), "this server does not moderate"),
+        "previous_response_id": Neutral((), _NOT_KEPT),
+        "prompt": Neutral((), "this server keeps no prompts; send instructions and input"),
+        "store": Neutral((False,), "this server keeps nothing between requests"),
+        "top_logprobs": Neutral((0,), "logprobs are a part of /v1/chat/completions"),
+        "truncation": Neutral(("disabled",), "a prompt is never cut; shorten it before sending"),
+    }
+    ignored = ABOUT_THE_CLIENT - {"metadata", "store", "user"}
+    elsewhere = {
+        "max_tokens": "this route takes max_output_tokens",
+        "messages": "messages go to /v1/chat/completions, this route takes input",
+        "prompt": "plain prompts go to /v1/completions, this route takes input",
+        "response_format": "this route takes text.format",
+    }
+    renamed = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
+
+    model: Name | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+
+
+def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
+    """The chat that a response answers; raises a `RequestError` that names the field of this API."""
+    turns = Turns()
+    if body.instructions is not None:
+        turns.say("system", body.instructions)
+    if isinstance(body.input, str):
+        turns.say("user", body.input)
+    else:
+        for i, item in enumerate(body.input):
+            _add_item(turns, item, ("input", i))
+    fields: dict[str, Any] = {"messages": turns.messages(), "max_tokens": body.max_output_tokens}
+    if body.tools:
+        fields["tools"] = [_tool(turns, tool, ("tools", i)) for i, tool in enumerate(body.tools)]
+    if isinstance(body.tool_choice, dict):
+        named = turns.read(
+            {"function": NamedTool}, body.tool_choice, ("tool_choice",), refused=_NO_HOSTED_TOOLS
+        )
+        fields["tool_choice"] = {"type": "function", "function": {"name": named.name}}
+    else:
+        fields["tool_choice"] = body.tool_choice
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _format(body.text.format)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+        turns.ignored |= {f"reasoning.{name}": None for name in body.reasoning.ignored_fields}
+    for kind in body.include or ():
+        if kind != "reasoning.encrypted_content":  # reasoning is shown as it is
+            raise RequestError.about("include", f"may hold 'reasoning.encrypted_content', got {kind[:80]!r}")
+        turns.ignored["include"] = None
+    for name in ("model", "parallel_tool_calls", "temperature", "top_p", "stream"):
+        fields[name] = getattr(body, name)
+    body.note_ignored(turns.ignored)
+    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def _add_item(turns: Turns, given: Any, path: Path) -> None:
+    match turns.read(ITEMS, given, path, refused=REFUSED_ITEMS, default="message"):
+        case MessageItem(role=role, content=content):
+            if role not in ROLES:
+                where = spell_path((*path, "role"))
+                raise RequestError.about(where, f"is {role[:40]!r}, allowed are {', '.join(ROLES)}")
+            for text in _texts(turns, content, (*path, "content")):
+                turns.say("system" if role == "developer" else role, text)
+        case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            turns.call(call_id, name, arguments)
+        case CallOutputItem(call_id=call_id, output=output):
+            text = "\n".join(_texts(turns, output, (*path, "output")))
+            turns.answer_call(call_id, text, (*path, "call_id"))
+        case ReasoningItem(content=content, summary=summary):
+            which = "content" if content else "summary"
+            for text in _texts(turns, content or summary or [], (*path, which), REASONING_PARTS):
+                turns.think(text)
+
+
+def _texts(
+    turns: Turns, content: str | list[dict[str, Any]], path: Path, kinds: Mapping[str, type[Body]] = PARTS
+) -> list[str]:
+    """The texts of a list of parts."""
+    if isinstance(content, str):
+        return [content]
+    texts: list[str] = []
+    for i, given in enumerate(content):
+        match turns.read(kinds, given, (*path, i), refused=REFUSED_PARTS):
+            case TextPart(text=text) | RefusalPart(refusal=text):
+                texts.append(text)
+    return texts
+
+
+def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
+    tool = turns.read({"function": ResponsesTool}, given, path, refused=_NO_HOSTED_TOOLS)
+    map_strings(given, str)  # bounds its depth: tools are sent back, also those that no template sees
+    return {"type": "function", "function": tool.model_dump(exclude_none=True)}
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    """The format of a chat, where a schema stands one level deeper."""
+    if given.get("type") != "json_schema":
+        return given
+    check_has_schema(given, "text.format", '"name": ..., "schema": {...}')
+    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
+
 
 router = make_router()
 
