@@ -24,6 +24,7 @@ from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.build import build_engine
 from infer.engine.stats import EngineStats
+from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder, open_model
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
@@ -75,8 +76,9 @@ class Remembering:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def check_health(self) -> None:
-        self._engine.check_health()
+    @property
+    def failure(self) -> EngineError | None:
+        return self._engine.failure
 
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()

@@ -16,7 +16,7 @@ class FakeClient:
     def __init__(self, *, delay_s: float = 0.0, first_token: int = 65) -> None:
         self.delay_s = delay_s
         self.first_token = first_token
-        self.failure: EngineError | None = None  # what check_health raises
+        self.failure: EngineError | None = None  # why it cannot serve
         self.snapshot = EngineStats(num_blocks=8)
         self.requests: list[Request] = []
         self.num_open = 0
@@ -54,10 +54,6 @@ class FakeClient:
 
     def stats(self) -> EngineStats:
         return self.snapshot
-
-    def check_health(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
     async def reset_prefix_cache(self) -> int:
         self.num_resets += 1

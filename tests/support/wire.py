@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
 from infer.engine.stats import EngineStats
+from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.errors import install_error_handlers
@@ -107,6 +108,8 @@ Script = Callable[[Request], AsyncGenerator[StepOutput, None]]
 class ScriptedClient:
     """An engine client that runs a script for each request and remembers what was asked of it."""
 
+    failure: EngineError | None = None  # why it cannot serve
+
     def __init__(self, script: Script) -> None:
         self._script = script
         self.requests: list[Request] = []
@@ -126,9 +129,6 @@ class ScriptedClient:
 
     def stats(self) -> EngineStats:
         return EngineStats()
-
-    def check_health(self) -> None:
-        return None
 
     async def reset_prefix_cache(self) -> int:
         return 0

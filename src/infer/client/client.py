@@ -48,8 +48,9 @@ class EngineClient(Protocol):
         """Return the engine's last snapshot of itself, without asking it."""
         ...
 
-    def check_health(self) -> None:
-        """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
+    @property
+    def failure(self) -> EngineError | None:
+        """Why it cannot serve: `EngineStopped` if it is dead, `EngineError` if it is stuck; None: it can."""
         ...
 
     async def reset_prefix_cache(self) -> int:
@@ -71,15 +72,6 @@ async def embed(client: EngineClient, request: Request) -> list[float]:
                 f"embedding {request.request_id} failed: {output.error or output.finish_reason}"
             )
     raise EngineError(f"embedding {request.request_id} has no output")
-
-
-def failure_of(client: EngineClient) -> EngineError | None:
-    """The error that `check_health` raises; None if the engine can serve."""
-    try:
-        client.check_health()
-    except EngineError as error:
-        return error
-    return None
 
 
 class InProcessClient:
@@ -113,14 +105,14 @@ class InProcessClient:
         """Return the snapshot taken after the last step."""
         return self._stats
 
-    def check_health(self) -> None:
-        """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
-        if self._stopped is not None:
-            raise self._stopped
+    @property
+    def failure(self) -> EngineError | None:
+        """`EngineStopped` if the thread is dead, `EngineError` if it makes no progress; else None."""
         owes = self._inbox or self._engine.has_work
         busy_s = time.monotonic() - self._progress_at if owes else 0.0
-        if 0 < self._stuck_timeout < busy_s:
-            raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
+        if self._stopped is None and 0 < self._stuck_timeout < busy_s:
+            return EngineError(f"the engine has made no progress for {busy_s:.0f} s")
+        return self._stopped
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""

@@ -92,12 +92,14 @@ class ProcessClient:
         """The last snapshot that arrived; counters go on counting over restarts."""
         return add_counters(self._stats, self._past)
 
-    def check_health(self) -> None:
-        """Raise `EngineStopped` if the process is dead, or `EngineError` if it makes no progress."""
+    @property
+    def failure(self) -> EngineError | None:
+        """`EngineStopped` if the process is dead, `EngineError` if it makes no progress; else None."""
         if self._down is not None:
-            raise EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
+            return EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
         if self._is_stuck():
-            raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
+            return EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
+        return None
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""

@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from infer.client.client import EngineClient, failure_of
+from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineStats, Histogram
 from infer.server.fleet.metered_client import COUNTED, MEASURED, MeteredClient
@@ -49,7 +49,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "num_requests_running": ("sequences being computed", lambda c: c.stats().num_running),
     "num_requests_waiting": ("sequences waiting for room", lambda c: c.stats().num_waiting),
     "kv_cache_usage_perc": ("share of KV-cache blocks in use, 0 to 1", _cache_use),
-    "engine_up": ("1 if the engine is alive and makes progress", lambda c: failure_of(c) is None),
+    "engine_up": ("1 if the engine is alive and makes progress", lambda c: c.failure is None),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up", lambda s: s.num_queried_tokens),

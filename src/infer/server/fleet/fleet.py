@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from infer.client.client import EngineClient, InProcessClient, failure_of
+from infer.client.client import EngineClient, InProcessClient
 from infer.client.messages import Ready, Replica
 from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
@@ -265,7 +265,7 @@ class Fleet:
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
-                failure = failure_of(meter)
+                failure = meter.failure
                 if failure is not None and not meter.is_down:
                     logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
                 elif failure is None and meter.is_down:
@@ -276,7 +276,7 @@ class Fleet:
 
     def _check_all_lost(self) -> None:
         """Say that the server is lost if every engine is down for good."""
-        failures = [failure_of(meter) for meter in self.metrics.meters]
+        failures = [meter.failure for meter in self.metrics.meters]
         lost = self._workers.lost
         if lost.done() or not failures or self._is_loading:
             return

@@ -25,7 +25,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import EngineStats, Histogram
-from infer.errors import QueueFull, RequestError
+from infer.errors import EngineError, QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
 from infer.server.state import RequestRecord, current_record
 
@@ -110,9 +110,10 @@ class MeteredClient:
         """Return the engine's last snapshot of itself."""
         return self.client.stats()
 
-    def check_health(self) -> None:
-        """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
-        self.client.check_health()
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine cannot serve; None: it can."""
+        return self.client.failure
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""

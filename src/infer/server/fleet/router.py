@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from infer.client.client import EngineClient, failure_of
+from infer.client.client import EngineClient
 from infer.scheduling.request import Request
 
 PREFIX_BLOCK = 16  # tokens hashed at a time
@@ -52,7 +52,7 @@ class Router:
         """Choose the replica for this request, and remember the choice."""
         if len(clients) == 1:
             return clients[0]
-        up = [client for client in clients if failure_of(client) is None] or list(clients)
+        up = [client for client in clients if client.failure is None] or list(clients)
         loads = [self._load(client) for client in up]
         least = min(loads)
         keys = _prefix_keys(request)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from infer import __version__
-from infer.client.client import failure_of
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
@@ -27,7 +26,7 @@ def why_unwell(state: ServerState) -> str | None:
         return "draining: no new requests are taken"
     for model in state.models.values():
         for number, client in enumerate(model.clients):
-            reason = failure_of(client)
+            reason = client.failure
             if reason is not None:
                 return f"engine {number} of {model.name}: {reason}"
     return None
