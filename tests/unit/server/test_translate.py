@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,12 +66,12 @@ def test_a_completion_makes_16_tokens_and_a_chat_as_many_as_fit(state: ServerSta
 def test_the_models_defaults_stand_where_the_client_says_nothing(oracle: LLM) -> None:
     defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
-    class Front:
-        sampling_defaults = defaults
+    model: Any = SimpleNamespace(encoder=SimpleNamespace(sampling_defaults=defaults))
 
     def made(**fields: Any) -> SamplingParams:
         body = CompletionRequest.model_validate({"prompt": "x"} | fields)
-        return make_params(body, Front(), ServerConfig().max_n, max_tokens=4, logprobs=None)  # type: ignore[arg-type]
+        state = ServerState(config=ServerConfig())
+        return asyncio.run(make_params(body, model, state, max_tokens=4, logprobs=None))
 
     assert made() == SamplingParams(max_tokens=4, **defaults)  # type: ignore[arg-type]
     assert made(temperature=0) == SamplingParams(max_tokens=4, **defaults | {"temperature": 0})  # type: ignore[arg-type]

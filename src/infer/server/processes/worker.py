@@ -49,7 +49,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     num_processes: int
-    knobs: dict[str, Any]  # of the ServerConfig
+    config: ServerConfig
     models: list[dict[str, Any]]  # knobs of the models that will be served first
     listener: int  # file descriptors
     channel: int
@@ -203,12 +203,8 @@ class Worker:
 
 async def run(launch: WorkerLaunch) -> None:
     """Answer requests until process 0 says that it is the end."""
-    knobs = dict(launch.knobs)
-    for name, value in knobs.items():
-        knobs[name] = tuple(value) if isinstance(value, list) else value
-    config = ServerConfig(**knobs)
-    state = ServerState(config=config, board=Board(launch.num_processes, launch.number, launch.board))
-    metrics = ServerMetrics(config.metrics_prefix)
+    board = Board(launch.num_processes, launch.number, launch.board)
+    state, metrics = ServerState(launch.config, board=board), ServerMetrics(launch.config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
     await channel.open()

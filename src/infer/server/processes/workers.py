@@ -24,7 +24,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -95,7 +95,7 @@ class Workers:
             launch = {
                 "number": number,
                 "num_processes": self.num_processes,
-                "knobs": asdict(self._config),
+                "config": self._config,
                 "models": list(knobs),
                 "log_level": log_level(),
                 **fds,

@@ -22,7 +22,6 @@ from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import SamplingParams, check_num_sequences
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
@@ -75,11 +74,10 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         if not body.echo:
             raise RequestError.about("max_tokens", "is 0, which needs echo; set echo or max_tokens >= 1")
         max_tokens = 1  # the engine computes a prompt by sampling what follows; the sample is not returned
-    params = make_params(
+    params = await make_params(
         body,
-        model.encoder,
-        state.config.max_n,
-        structured=await find_structured(body),
+        model,
+        state,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -102,10 +100,8 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
         _ignore_limits(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError.about("top_logprobs", "needs logprobs to be true")
-    structured = await find_structured(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    asked = {"structured": structured, "max_tokens": body.max_tokens, "logprobs": logprobs}
-    params = make_params(body, model.encoder, state.config.max_n, **asked)
+    params = await make_params(body, model, state, max_tokens=body.max_tokens, logprobs=logprobs)
     check_has_template(model.encoder)
     ids, bound, form = await asyncio.to_thread(
         model.encoder.open_chat,
@@ -118,8 +114,8 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
         max_reasoning_tokens=body.max_reasoning_tokens,
         template_options=body.chat_template_kwargs,
     )
-    if structured is not None and form is not None and form.is_forced:
-        body.note_ignored([structured.param.partition(".")[0]])  # the answer is calls
+    if params.structured is not None and form is not None and form.is_forced:
+        body.note_ignored([params.structured.param.partition(".")[0]])  # the answer is calls
     return make_job(body, model, state.config, [ids], bound or params, form=form)
 
 
@@ -175,25 +171,28 @@ def make_job(
     )
 
 
-def make_params(body: SamplingBody, encoder: PromptEncoder, max_n: int, **asked: Any) -> SamplingParams:
-    """The client's fields over the model's defaults; beam search takes no defaults.
-
-    `asked` are the parameters that each route reads in its own way.
-    """
-    fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(encoder.sampling_defaults)
+async def make_params(
+    body: SamplingBody,
+    model: ServedModel,
+    state: ServerState,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The client's fields over the model's defaults; each route reads the last three in its own way."""
+    fields: dict[str, Any] = dict(model.encoder.sampling_defaults)
+    if body.use_beam_search:  # takes no defaults
+        fields = {"temperature": 0.0}
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
-        check_num_sequences(name, fields.get(name, 1), max_n)
+        check_num_sequences(name, fields.get(name, 1), state.config.max_n)
     if body.logit_bias is not None:
         fields["logit_bias"] = _read_bias(body.logit_bias)
-    return SamplingParams(**fields, **asked)
-
-
-async def find_structured(body: SamplingBody) -> Structured | None:
-    """The constraint that a body asks for; a thread reads it, because a schema may take milliseconds."""
-    if not any(getattr(body, name) is not None for name in CONSTRAINTS):
-        return None
-    return await asyncio.to_thread(read_structured, body)
+    if any(getattr(body, name) is not None for name in CONSTRAINTS):  # a schema may take milliseconds
+        fields["structured"] = await asyncio.to_thread(read_structured, body)
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return SamplingParams(**fields)
 
 
 def check_supported(body: SamplingBody, params: SamplingParams) -> None:
