@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.machine import facts, parse, write
@@ -71,8 +71,8 @@ async def run_server(model: str, streams: int, pace: int) -> None:
 
     start_real = ProcessClient.start
 
-    async def start_null(config: EngineConfig, **options: object) -> ProcessClient:
-        return await start_real(config, module=ENGINE, **options)  # type: ignore[arg-type]
+    async def start_null(config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
+        return await start_real(config, replace(options or ProcessOptions(), module=ENGINE))
 
     ProcessClient.start = start_null  # type: ignore[method-assign]
     assert streams <= SERVER_MAX_QUEUE

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ Answer = tuple[float, list[float], bytes]  # when it was asked for, when its eve
 def serve_null(model: str, streams: int, pace: int, num_processes: int) -> None:
     """The server's process: the whole application around a null engine; its URL on standard output."""
     from infer.client.process_client import ProcessClient
+    from infer.client.supervisor import ProcessOptions
     from infer.config.settings import EngineConfig, ServerConfig
     from infer.log import setup_logging
     from infer.server import serve
@@ -46,8 +48,8 @@ def serve_null(model: str, streams: int, pace: int, num_processes: int) -> None:
     setup_logging("warning")
     start_real = ProcessClient.start
 
-    async def start_null(config: EngineConfig, **options: object) -> ProcessClient:
-        return await start_real(config, module=ENGINE, **options)  # type: ignore[arg-type]
+    async def start_null(config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
+        return await start_real(config, replace(options or ProcessOptions(), module=ENGINE))
 
     ProcessClient.start = start_null  # type: ignore[method-assign]
     config = EngineConfig.from_knobs(

@@ -65,10 +65,10 @@ def make_engine(config: EngineConfig) -> Engine:
     )
 
 
-async def start_faulty(config: EngineConfig, options: ProcessOptions) -> ProcessClient:
+async def start_faulty(config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
     """What `ProcessClient.start` does, with the other engine."""
     policy = RestartPolicy(max_restarts=MAX_RESTARTS, first_delay=0.01, max_delay=0.01)
-    return await _start(config, replace(options, module=THIS, policy=policy))
+    return await _start(config, replace(options or ProcessOptions(), module=THIS, policy=policy))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infer.frontend.outputs import RequestOutput
 from infer.sampling.params import RowLogprobs
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
@@ -59,17 +58,6 @@ class CompletionLogprobs:
         for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
             top.setdefault(spell(self._tokenizer, token_id), to_json_number(logprob))
         return top
-
-
-def count_logprobs(answers: Sequence[RequestOutput]) -> int:
-    """How many tokens and alternatives there are to spell."""
-    count = 0
-    for answer in answers:
-        for rows in (answer.prompt_logprobs, *(output.logprobs for output in answer.outputs)):
-            if rows:
-                last = rows[-1]  # the first of a prompt has no logprob
-                count += len(rows) * (1 if last is None else 1 + len(last.top))
-    return count
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
-from infer.server.protocol.logprobs import count_logprobs
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
 from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
 from infer.server.protocol.structured import CONSTRAINTS
@@ -191,7 +190,9 @@ async def answer(
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
         answers = await unless_disconnected(http.receive, writer.generation.collect())
-    content = await in_thread_if_large(count_logprobs(answers), writer.whole, answers)
+    num_tokens, logprobs = writer.generation.usage()["total_tokens"], writer.generation.job.params.logprobs
+    num_spelled = 0 if logprobs is None else num_tokens * (1 + logprobs)  # and the alternatives of each
+    content = await in_thread_if_large(num_spelled, writer.whole, answers)
     return json_response(content, body)
 
 
