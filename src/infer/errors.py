@@ -73,6 +73,13 @@ class RequestError(InferError):
         """Return the error of a field, whose message begins with the field's name."""
         return cls(f"{param} {problem}", param=param)
 
+    def of_prompt(self, place: str, param: str) -> Self:
+        """Return the error with the caller's names for a prompt: `prompt 1` in the text, `input` as param."""
+        if (said := str(self)).startswith("prompt "):
+            self.args = (place + said.removeprefix("prompt"), *self.args[1:])
+        self.param = param if self.param == "prompt" else self.param
+        return self
+
 
 class ContextOverflow(RequestError):
     """Prompt plus requested output exceeds the context window."""

@@ -385,13 +385,14 @@ class AnswerParser:
             inside.add(char)
             self._argue(char)
 
-    def _value(self, first: str) -> Reader[str]:
-        """A JSON value as it was written; `first` is its first character."""
+    def _value(self, first: str, brackets: tuple[str, str, str] = JSON) -> Reader[str]:
+        """A JSON value, or what Python's brackets hold, as it was written; `first` is its first character."""
         if not first or first in ",:}]<":
             self._unread(first)
             raise _NotACall
-        read, inside = first, _Nesting(*JSON, begun=first)
-        while inside.is_open or first not in '{["':
+        opening, _, quotes = brackets
+        read, inside = first, _Nesting(*brackets, begun=first)
+        while inside.is_open or first not in opening + quotes:
             char = yield from self._char()
             if not char:
                 raise _NotACall
@@ -489,24 +490,13 @@ class AnswerParser:
         if char != "(" or (is_bare and text not in self._tools):
             self._unread(char)
             raise _NotACall
-        text += yield from self._parentheses()
+        text += yield from self._value("(", PYTHON)
         call = python_call(text, {name: list(tool.properties) for name, tool in self._tools.items()})
         if call is None:
             raise _NotACall
         self._start(self._known(call[0], is_bare=is_bare))
         self._argue(call[1])
         self._end_call()
-
-    def _parentheses(self) -> Reader[str]:
-        """From an opening parenthesis, which was read, to the closing one; quotes are those of Python."""
-        read, inside = "(", _Nesting(*PYTHON, begun="(")
-        while inside.is_open:
-            char = yield from self._char()
-            if not char:
-                raise _NotACall
-            inside.add(char)
-            read += char
-        return read
 
 
 def _escape(text: str) -> str:

@@ -155,7 +155,7 @@ class PromptEncoder:
                     self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
                 )
         except RequestError as error:
-            raise blame(number(error, places[len(ids)]), param) from None
+            raise error.of_prompt(places[len(ids)], param) from None
         return ids
 
     def encode_chat(
@@ -174,7 +174,7 @@ class PromptEncoder:
         try:
             return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
         except ContextOverflow as error:
-            raise blame(error.of(self.model_len), "messages") from None
+            raise error.of(self.model_len).of_prompt("prompt", "messages") from None
 
     def open_chat(
         self,
@@ -278,21 +278,6 @@ class PromptEncoder:
     def next_id(self) -> str:
         """An id for a request that was given none: the next number."""
         return f"request-{next(self._numbers)}"
-
-
-def blame(error: RequestError, param: str) -> RequestError:
-    """The error with another name for the prompt: `messages` of a chat, `input` of an embedding."""
-    if error.param == "prompt":
-        error.param = param
-    return error
-
-
-def number(error: RequestError, place: str) -> RequestError:
-    """The error with the place of the prompt in a list, such as `prompt 1`."""
-    said = str(error)
-    if said.startswith("prompt "):
-        error.args = (place + said.removeprefix("prompt"), *error.args[1:])
-    return error
 
 
 def is_token_id(value: object) -> bool:

@@ -35,7 +35,6 @@ from starlette.types import Receive, Scope, Send
 from infer.dialects.events import TextDelta
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
 from infer.frontend.outputs import OutputBuilder, RequestOutput
-from infer.frontend.prompts import blame, number
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.schemas import SamplingBody
@@ -164,7 +163,7 @@ class Generation:
                 raise self._timeout() from None
             raise
         except RequestError as error:
-            raise blame(error, "messages" if self.job.is_chat else "prompt") from None
+            raise error.of_prompt("prompt", "messages" if self.job.is_chat else "prompt") from None
         except StopAsyncIteration:
             raise EngineError("the engine ended a request without its last token") from None
         finally:
@@ -207,7 +206,7 @@ async def merge(
             if message is None:
                 num_open -= 1
             elif isinstance(message, RequestError):
-                raise number(message, f"prompt {where}")
+                raise message.of_prompt(f"prompt {where}", "prompt")
             elif isinstance(message, Exception):
                 raise message
             else:

@@ -21,7 +21,7 @@ from fastapi import Response
 
 from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
-from infer.frontend.prompts import blame, open_embeddings
+from infer.frontend.prompts import open_embeddings
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
@@ -99,7 +99,7 @@ async def _embed(
     try:
         return await asyncio.gather(*tasks)
     except RequestError as error:
-        raise blame(error, "input") from None
+        raise error.of_prompt("prompt", "input") from None
     finally:
         for task in tasks:
             task.cancel()
