@@ -57,12 +57,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def show_answer(
-    deltas: Iterator[TextDelta],
-    show: Callable[[str], None],
-    is_stopped: Callable[[], bool] = lambda: False,
-    show_reasoning: Callable[[str], None] = lambda text: None,
+    deltas: Iterator[TextDelta], screen: Screen | None, is_stopped: Callable[[], bool] = lambda: False
 ) -> ShownAnswer:
-    """Pass each piece of text to `show` as it comes, until the end or until `is_stopped` says so."""
+    """Read an answer to its end, or until `is_stopped` says so; a screen shows each piece as it comes."""
     started = perf_counter()
     first_token_s = 0.0
     pieces: list[str] = []
@@ -78,15 +75,16 @@ def show_answer(
             token_ids += delta.token_ids
             finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
             events += delta.events
-            for thought in _reasoning_of(delta.events):
-                show_reasoning(thought)
-            if delta.text:
-                pieces.append(delta.text)
-                show(delta.text)
+            pieces.append(delta.text)
+            if screen is not None:
+                screen.show(delta)
             if is_stopped():
                 break
     except KeyboardInterrupt:
         is_interrupted = True
+    finally:
+        if screen is not None:
+            screen.end()
     total_s = perf_counter() - started
     if hasattr(deltas, "seconds") and token_ids:  # it ran before this began to read
         first_token_s, total_s = deltas.seconds
@@ -122,19 +120,18 @@ class Screen:
         self._is_reasoning = False
         self._is_begun = False  # text was written
 
-    def show(self, piece: str) -> None:
-        """Write a piece of the answer."""
-        self._end_reasoning()
-        self._is_begun = True
-        write_out(piece)
-
-    def show_reasoning(self, piece: str) -> None:
-        """Write a piece of the reasoning, or count it."""
-        if not self._shows_reasoning:
-            self._num_hidden += len(piece)
-            return
-        print(f"{self._dim}{piece}{self._plain}", end="", file=sys.stderr, flush=True)
-        self._is_reasoning = True
+    def show(self, delta: TextDelta) -> None:
+        """Write a piece of the answer, and of the reasoning before it, which may only be counted."""
+        for thought in _reasoning_of(delta.events):
+            if self._shows_reasoning:
+                print(f"{self._dim}{thought}{self._plain}", end="", file=sys.stderr, flush=True)
+                self._is_reasoning = True
+            else:
+                self._num_hidden += len(thought)
+        if delta.text:
+            self._end_reasoning()
+            self._is_begun = True
+            write_out(delta.text)
 
     def end(self) -> None:
         """End the last line, if there is one."""

@@ -128,7 +128,6 @@ class ChatSession:
     ) -> ShownAnswer:
         """Add the model's answer to the messages so far."""
         answer = self._answer(screen, is_stopped, tool_choice)
-        screen.end()
         calls = () if self.toolbox is None else tuple(_whole_calls(answer))
         answer = dataclasses.replace(answer, calls=calls)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
@@ -158,7 +157,7 @@ class ChatSession:
         while True:
             try:
                 deltas = self.llm.stream_chat(self.messages(), params, **options)
-                return show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
+                return show_answer(deltas, screen, is_stopped)
             except ContextOverflow:  # raised before the first piece of text
                 later = [index for index, turn in enumerate(self.turns) if turn["role"] == "user"][1:]
                 if not later:
@@ -252,7 +251,6 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
                 else:
                     answer = conversation.go_on(screen, is_stopped)
         except (RequestError, EngineError) as error:
-            screen.end()
             is_over = isinstance(error, DeviceLost | EngineStopped) or not is_typed
             if is_over and not isinstance(error, RequestError):
                 raise

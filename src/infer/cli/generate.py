@@ -261,13 +261,8 @@ def read_answer(asked: AskedPrompt, screen: Screen | None) -> ShownAnswer:
     """Wait for one answer, on a screen as it comes if there is one."""
     if isinstance(asked.stream, InferError):
         raise asked.stream
-    if screen is None:
-        return show_answer(asked.stream, lambda text: None)
-    try:
-        answer = show_answer(asked.stream, screen.show, show_reasoning=screen.show_reasoning)
-    finally:
-        screen.end()
-    if not answer.text:
+    answer = show_answer(asked.stream, screen)
+    if screen is not None and not answer.text:
         write_out("\n")
     return answer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cli.answer import Interrupted, show_answer
+from infer.cli.answer import Interrupted, Screen, show_answer
 from infer.cli.asking import open_llm
 from infer.cli.main import build_parser
 from infer.dialects.events import TextDelta
@@ -30,29 +30,29 @@ class Deltas(Iterator[TextDelta]):
 def test_the_times_are_those_of_the_stream_if_it_ran_before_it_was_read() -> None:
     deltas = Deltas()
     deltas.seconds = (2.0, 5.0)  # type: ignore[attr-defined]
-    answer = show_answer(deltas, lambda text: None, lambda: deltas.num_read == 4)
+    answer = show_answer(deltas, None, lambda: deltas.num_read == 4)
     assert (answer.first_token_s, answer.total_s, answer.tokens_per_s) == (2.0, 5.0, 1.0)
 
 
-def test_stopping_an_answer_ends_its_request_at_once() -> None:
-    deltas, shown = Deltas(), list[str]()
-    answer = show_answer(deltas, shown.append, lambda: len(shown) == 3)
-    assert deltas.is_closed
+def test_stopping_an_answer_ends_its_request_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    deltas = Deltas()
+    answer = show_answer(deltas, Screen(shows_reasoning=True), lambda: deltas.num_read == 3)
+    assert deltas.is_closed and capsys.readouterr().out == "aaa\n"
     assert answer.token_ids == (1, 2, 3)
     assert answer.finish_reason is None
 
 
-def test_an_interrupt_brings_what_was_answered_so_far() -> None:
-    deltas, shown = Deltas(), list[str]()
+def test_an_interrupt_brings_what_was_answered_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    deltas = Deltas()
 
-    def press_ctrl_c(text: str) -> None:
-        shown.append(text)
-        if len(shown) == 3:
+    def press_ctrl_c() -> bool:
+        if deltas.num_read == 3:
             raise KeyboardInterrupt
+        return False
 
     with pytest.raises(Interrupted) as caught:
-        show_answer(deltas, press_ctrl_c)
-    assert deltas.is_closed
+        show_answer(deltas, Screen(shows_reasoning=True), press_ctrl_c)
+    assert deltas.is_closed and capsys.readouterr().out == "aaa\n"
     assert caught.value.answer.token_ids == (1, 2, 3)
     assert "3 tokens in" in caught.value.answer.stats()
 
@@ -63,7 +63,7 @@ def test_an_answer_without_a_token_has_no_time_of_the_first() -> None:
         yield
 
     with pytest.raises(Interrupted) as caught:
-        show_answer(press_ctrl_c(), lambda text: None)
+        show_answer(press_ctrl_c(), None)
     assert caught.value.answer.stats().startswith("no token in ")
 
 

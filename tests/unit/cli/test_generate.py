@@ -216,7 +216,7 @@ def test_json_names_the_stop_string_that_ended_the_text() -> None:
         TextDelta(text="a", token_ids=(1,)),
         TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
     ]
-    answer = show_answer(iter(deltas), lambda text: None)
+    answer = show_answer(iter(deltas), None)
     stream: Any = SimpleNamespace(num_prompt_tokens=1)
     data = to_json(AskedPrompt(Prompt("?"), SamplingParams(), stream), answer, load_s=0.0)
     assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
