@@ -13,9 +13,6 @@ own. A checkpoint may hold them one by one, or stacked in one tensor, which is t
     ...layers.7.mlp.experts.3.up_proj.weight   ──►   expert 3, rows of "up" of gate_up.weight
     ...layers.7.mlp.experts.gate_up_proj       ──►   expert 0, expert 1, ... of gate_up.weight
 
-Where several ranks share a model, each is built with its share of the rows or columns, and takes its share of
-each tensor: along the side that the weight map names, cut where the leaf says that this side runs.
-
 Every place must be filled exactly once, by a tensor of its shape. All that is wrong is reported at
 once: with a wrong file, the whole difference says more than its first line.
 """
@@ -24,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,14 +32,11 @@ from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
-from infer.models.weight_map import Shard, WeightMap, find_target, names_an_expert
-from infer.quant.coded import CodedRows
+from infer.models.weight_map import WeightMap, find_target, names_an_expert
 from infer.quant.projection import IN, OUT, Axis, Leaf, Projection
 
 MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
-
-_SIDES = {Shard.COLUMN: "out", Shard.VOCAB: "out", Shard.ROW: "in"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +50,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """Which of how many ranks this is, where several share a model."""
-
-    rank: int = 0
-    count: int = 1
-
-
-ONE_RANK = Ranks()
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
     """One tensor and the place it fills."""
 
-    source: StoredTensor | ShardedTensor
+    source: StoredTensor
     place: Place
     transposed: bool
 
@@ -95,55 +78,6 @@ class Move:
             self.source.copy_to(whole)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedTensor:
-    """The part of a stored tensor that one rank holds; it stands in for the tensor when it is loaded."""
-
-    source: StoredTensor
-    kept: tuple[slice, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return tuple(
-            len(range(*cut.indices(size))) for cut, size in zip(self.kept, self.source.shape, strict=True)
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """The size on disk of the whole tensor, all of which is read."""
-        return self.source.num_bytes
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        """Read the tensor and keep the part."""
-        whole = torch.empty(self.source.shape, dtype=out.dtype)
-        self.source.copy_to(whole)
-        out.copy_(whole[self.kept])
-
-    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of the part, as the source gives them."""
-        kept, columns = self.kept
-        start, stop, _ = kept.indices(self.source.shape[0])
-        for part, rows in self.source.rows(num_rows, device):
-            first, last = max(part.start, start), min(part.stop, stop)
-            if first < last:
-                inside = slice(first - part.start, last - part.start)
-                cut = rows.cut(inside, columns) if isinstance(rows, CodedRows) else rows[inside, columns]
-                yield slice(first - start, last - start), cut
-
-    def transpose(self) -> ShardedTensor | None:
-        """Return this shard of the transposed matrix; None where the matrix is not stored transposed."""
-        source = self.source.transpose()
-        return None if source is None else ShardedTensor(source, self.kept[::-1])
-
-
-def shard(tensor: StoredTensor, leaf: Leaf, how: Shard, ranks: Ranks) -> StoredTensor | ShardedTensor:
-    """What one rank holds of a stored tensor: a share along the side that `how` splits, or all of it."""
-    if ranks.count == 1 or how not in _SIDES:
-        return tensor
-    return ShardedTensor(tensor, leaf.shard(_SIDES[how], tensor.shape, ranks.rank, ranks.count))
-
-
 def _complaint(names: list[str], what: str) -> str:
     """What is wrong with some tensors, the first few of them by name."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
@@ -156,7 +90,6 @@ def plan_moves(
     weight_map: WeightMap,
     *,
     name: str,
-    ranks: Ranks = ONE_RANK,
 ) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
@@ -192,11 +125,8 @@ def plan_moves(
         if is_transposed:
             layout = Leaf(layout.dtype, layout.axes[::-1])
         is_stack = places != [place]
-        if ranks.count > 1 and place.part is None and isinstance(module, Projected) and module.parts:
-            raise CheckpointError(f"{name}: {tensor_name!r} holds several matrices, which ranks cannot share")
         is_whole = is_stack and tensor.shape[:1] == (len(places),)
-        pieces = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
-        sources = [shard(piece, layout, target.shard, ranks) for piece in pieces]
+        sources = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
         shape = _shape(module, leaf, layout, place)
         if not _is_readable(tensor, layout):
             unreadable.append(f"{tensor_name} ({tensor.type_name})")

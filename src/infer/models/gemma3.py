@@ -37,7 +37,7 @@ from infer.models.config import ModelConfig, RopeScaling
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import RawConfig, read_rope_scaling, read_window
 from infer.models.self_attention import SelfAttention
-from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
 
 _DEFAULTS = {  # the reference's: published multimodal configs leave out what equals them
@@ -160,6 +160,6 @@ _VISION = (
 
 WEIGHT_MAP: WeightMap = {
     **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in _TEXT.items()},
-    **{name: Target("head", Shard.VOCAB) for name in ("lm_head", "language_model.lm_head")},
+    **{name: Target("head") for name in ("lm_head", "language_model.lm_head")},
     **dict.fromkeys(_VISION, IGNORED),
 }

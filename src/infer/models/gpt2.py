@@ -32,7 +32,7 @@ from infer.layers.norm import LayerNorm
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.raw_config import MAX_LAYERS, RawConfig
-from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import PendingProduct, ResidualStream
 
 
@@ -129,15 +129,15 @@ class GPT2(Model):
 
 # fmt: off
 _STACK: WeightMap = {
-    "wte":                  Target("embedding", Shard.VOCAB),
+    "wte":                  Target("embedding"),
     "wpe":                  Target("position_embedding"),
     "h.{}.ln_1":            Target("layers.{}.attention_norm"),
     "h.{}.attn":            IGNORED,  # attn.bias and attn.masked_bias: the causal mask
-    "h.{}.attn.c_attn":     Target("layers.{}.attention.qkv", Shard.COLUMN, transposed=True),
-    "h.{}.attn.c_proj":     Target("layers.{}.attention.out", Shard.ROW, transposed=True),
+    "h.{}.attn.c_attn":     Target("layers.{}.attention.qkv", transposed=True),
+    "h.{}.attn.c_proj":     Target("layers.{}.attention.out", transposed=True),
     "h.{}.ln_2":            Target("layers.{}.mlp_norm"),
-    "h.{}.mlp.c_fc":        Target("layers.{}.mlp.up", Shard.COLUMN, transposed=True),
-    "h.{}.mlp.c_proj":      Target("layers.{}.mlp.down", Shard.ROW, transposed=True),
+    "h.{}.mlp.c_fc":        Target("layers.{}.mlp.up", transposed=True),
+    "h.{}.mlp.c_proj":      Target("layers.{}.mlp.down", transposed=True),
     "ln_f":                 Target("norm"),
 }
 # fmt: on
@@ -145,5 +145,5 @@ _STACK: WeightMap = {
 WEIGHT_MAP: WeightMap = {
     **{f"transformer.{name}": target for name, target in _STACK.items()},
     **_STACK,
-    "lm_head": Target("head", Shard.VOCAB),
+    "lm_head": Target("head"),
 }

@@ -37,7 +37,7 @@ from infer.models.config import ModelConfig
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
-from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
 
 
@@ -128,19 +128,19 @@ class Llama(Model):
 
 # fmt: off
 WEIGHT_MAP: WeightMap = {
-    "model.embed_tokens":                         Target("embedding", Shard.VOCAB),
+    "model.embed_tokens":                         Target("embedding"),
     "model.layers.{}.input_layernorm":            Target("layers.{}.attention_norm"),
-    "model.layers.{}.self_attn.q_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="q"),
-    "model.layers.{}.self_attn.k_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="k"),
-    "model.layers.{}.self_attn.v_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="v"),
-    "model.layers.{}.self_attn.o_proj":           Target("layers.{}.attention.out", Shard.ROW),
+    "model.layers.{}.self_attn.q_proj":           Target("layers.{}.attention.qkv", part="q"),
+    "model.layers.{}.self_attn.k_proj":           Target("layers.{}.attention.qkv", part="k"),
+    "model.layers.{}.self_attn.v_proj":           Target("layers.{}.attention.qkv", part="v"),
+    "model.layers.{}.self_attn.o_proj":           Target("layers.{}.attention.out"),
     "model.layers.{}.self_attn.rotary_emb":       IGNORED,  # frequencies: we compute our own
     "model.layers.{}.post_attention_layernorm":   Target("layers.{}.mlp_norm"),
-    "model.layers.{}.mlp.gate_proj":              Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
-    "model.layers.{}.mlp.up_proj":                Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
-    "model.layers.{}.mlp.down_proj":              Target("layers.{}.mlp.down", Shard.ROW),
+    "model.layers.{}.mlp.gate_proj":              Target("layers.{}.mlp.gate_up", part="gate"),
+    "model.layers.{}.mlp.up_proj":                Target("layers.{}.mlp.gate_up", part="up"),
+    "model.layers.{}.mlp.down_proj":              Target("layers.{}.mlp.down"),
     "model.norm":                                 Target("norm"),
     "model.rotary_emb":                           IGNORED,
-    "lm_head":                                    Target("head", Shard.VOCAB),
+    "lm_head":                                    Target("head"),
 }
 # fmt: on

@@ -18,7 +18,7 @@ from infer.layers.moe import MixtureOfExperts
 from infer.models import llama
 from infer.models.config import ExpertConfig, ModelConfig
 from infer.models.raw_config import RawConfig
-from infer.models.weight_map import Shard, Target, WeightMap
+from infer.models.weight_map import Target, WeightMap
 
 MAX_EXPERTS = 4096
 _DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's, where a config says nothing
@@ -69,17 +69,17 @@ class Mixtral(llama.Llama):
 # fmt: off
 STACKED_EXPERTS: WeightMap = {
     "model.layers.{}.mlp.gate":                        Target("layers.{}.mlp.router"),
-    "model.layers.{}.mlp.experts.gate_up_proj":        Target("layers.{}.mlp.gate_up", Shard.COLUMN),
-    "model.layers.{}.mlp.experts.gate_proj":           Target("layers.{}.mlp.gate_up", Shard.COLUMN, "gate"),
-    "model.layers.{}.mlp.experts.up_proj":             Target("layers.{}.mlp.gate_up", Shard.COLUMN, "up"),
-    "model.layers.{}.mlp.experts.down_proj":           Target("layers.{}.mlp.down", Shard.ROW),
+    "model.layers.{}.mlp.experts.gate_up_proj":        Target("layers.{}.mlp.gate_up"),
+    "model.layers.{}.mlp.experts.gate_proj":           Target("layers.{}.mlp.gate_up", part="gate"),
+    "model.layers.{}.mlp.experts.up_proj":             Target("layers.{}.mlp.gate_up", part="up"),
+    "model.layers.{}.mlp.experts.down_proj":           Target("layers.{}.mlp.down"),
 }
 WEIGHT_MAP: WeightMap = {
     **{key: target for key, target in llama.WEIGHT_MAP.items() if ".mlp." not in key},
     "model.layers.{}.block_sparse_moe.gate":           Target("layers.{}.mlp.router"),
-    "model.layers.{}.block_sparse_moe.experts.{}.w1":  Target("layers.{}.mlp.gate_up", Shard.COLUMN, "gate"),
-    "model.layers.{}.block_sparse_moe.experts.{}.w3":  Target("layers.{}.mlp.gate_up", Shard.COLUMN, "up"),
-    "model.layers.{}.block_sparse_moe.experts.{}.w2":  Target("layers.{}.mlp.down", Shard.ROW),
+    "model.layers.{}.block_sparse_moe.experts.{}.w1":  Target("layers.{}.mlp.gate_up", part="gate"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w3":  Target("layers.{}.mlp.gate_up", part="up"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w2":  Target("layers.{}.mlp.down"),
     **STACKED_EXPERTS,
 }
 # fmt: on

@@ -16,7 +16,7 @@ from infer.models import llama, qwen3
 from infer.models.config import ExpertConfig, ModelConfig
 from infer.models.mixtral import STACKED_EXPERTS, read_counts
 from infer.models.raw_config import RawConfig, read_window
-from infer.models.weight_map import Shard, Target, WeightMap
+from infer.models.weight_map import Target, WeightMap
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -49,9 +49,9 @@ def _read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 # fmt: off
 WEIGHT_MAP: WeightMap = {
     **qwen3.WEIGHT_MAP,
-    "model.layers.{}.mlp.experts.{}.gate_proj":   Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
-    "model.layers.{}.mlp.experts.{}.up_proj":     Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
-    "model.layers.{}.mlp.experts.{}.down_proj":   Target("layers.{}.mlp.down", Shard.ROW),
+    "model.layers.{}.mlp.experts.{}.gate_proj":   Target("layers.{}.mlp.gate_up", part="gate"),
+    "model.layers.{}.mlp.experts.{}.up_proj":     Target("layers.{}.mlp.gate_up", part="up"),
+    "model.layers.{}.mlp.experts.{}.down_proj":   Target("layers.{}.mlp.down"),
     **STACKED_EXPERTS,
 }
 # fmt: on

@@ -1,11 +1,10 @@
 """Which of our modules a checkpoint's tensor belongs to: a table, keyed by module.
 
-    "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", Shard.COLUMN, part="q")
+    "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", part="q")
 
-reads: the module q_proj of layer i fills part "q" of our fused module qkv of layer i, and across ranks
-it is split along its outputs. The table names *modules*; the last part of a tensor's name, its leaf
-(`weight`, `bias`, `qweight`, `scales`, ...), belongs to the quantization scheme, so one table serves
-every format of a family.
+reads: the module q_proj of layer i fills part "q" of our fused module qkv of layer i. The table names
+*modules*; the last part of a tensor's name, its leaf (`weight`, `bias`, `qweight`, `scales`, ...), belongs to
+the format of the file, so one table serves every format of a family.
 
 A module of a mixture of experts has two numbers, its layer's and its expert's; ours is one stack of all
 experts, so the second number becomes the target's `expert`. A checkpoint may also hold the stack itself:
@@ -25,18 +24,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from infer.errors import CheckpointError
-
-
-class Shard(Enum):
-    """Along which side of its weight a module is split across ranks."""
-
-    NONE = "none"  # every rank holds all of it
-    COLUMN = "column"  # outputs are split
-    ROW = "row"  # inputs are split
-    VOCAB = "vocab"  # rows of the vocabulary are split
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +33,6 @@ class Target:
     """Where a checkpoint module's tensors go."""
 
     module: str
-    shard: Shard = Shard.NONE
     part: str | None = None  # the name of its slice in a fused module
     transposed: bool = False  # stored [in, out], as GPT-2's Conv1D does; ours are [out, in]
     ignored: bool = False  # known, and of no use to us

@@ -11,7 +11,6 @@ Shapes:  R rows, K columns, G groups of a row.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -79,24 +78,6 @@ class CodedRows(NamedTuple):
             half.repeat_interleave(repeats, dim=1)[:, :num_groups].contiguous() for half in halves
         )
         return QuantizedRows(codes.contiguous(), scales, rest[0] if rest else None)
-
-    def cut(self, rows: slice, columns: slice) -> CodedRows:
-        """Some of the rows and columns; a group that begins before the first column becomes several."""
-        first, last, _ = columns.indices(self.codes.shape[1])
-        groups, repeats, inside = self.groups, 1, slice(None)
-        if isinstance(groups, torch.Tensor):
-            groups = groups[columns]
-        elif groups < self.codes.shape[1]:
-            step = math.gcd(groups, first)
-            groups, repeats, inside = step, groups // step, slice(first // step, -(-last // step))
-
-        def share(parts: torch.Tensor) -> torch.Tensor:
-            return parts.repeat_interleave(repeats, dim=1)[rows, inside]
-
-        zeros = share(self.zeros) if isinstance(self.zeros, torch.Tensor) else self.zeros
-        minima = None if self.minima is None else share(self.minima)
-        codes = self.codes[rows, columns].contiguous()
-        return CodedRows(codes, self.bits, share(self.scales), zeros, groups, minima)
 
     def by_column(self, parts: torch.Tensor) -> torch.Tensor:
         """The part of each column's group, [R, K]."""

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from infer.errors import CheckpointError
 from infer.kernels.elementwise.gated_activation import activate, gated_activation
 from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
@@ -104,21 +103,6 @@ class Leaf(NamedTuple):
     def axis(self, side: str) -> int | None:
         """Which axis runs along this side of W; None: none does."""
         return next((number for number, axis in enumerate(self.axes) if axis.side == side), None)
-
-    def shard(self, side: str, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[slice, ...]:
-        """The part of a tensor of this shape that one of several ranks holds; all of it if none is cut."""
-        cut = self.axis(side)
-        if cut is None or num_ranks == 1:
-            return (slice(None),) * len(shape)
-        length, rest = divmod(shape[cut], num_ranks)
-        if rest:
-            raise CheckpointError(
-                f"{shape[cut]} entries along the {side} side cannot be shared by {num_ranks} ranks"
-            )
-        return tuple(
-            slice(rank * length, (rank + 1) * length) if number == cut else slice(None)
-            for number in range(len(shape))
-        )
 
 
 @dataclass(frozen=True, slots=True)

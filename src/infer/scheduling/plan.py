@@ -4,7 +4,7 @@
                 preempted sequence leaves for host memory, a swapped one comes back
     chunks      tokens[start:stop] of one sequence each, to be computed together
 
-A plan is data: it can be recorded, compared, replayed and sent to other ranks. Its chunks are columns,
+A plan is data: it can be recorded, compared and replayed. Its chunks are columns,
 one array for each field, because a batch is planned, counted and mirrored on the device as a whole; for a
 reader they are a sequence of `Chunk`.
 """

@@ -25,7 +25,6 @@ from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import StoredModule
-from infer.loader.placement import ShardedTensor
 from infer.loader.quantization import form_of_config
 from infer.quant.coded import CodedRows
 from infer.quant.projection import QuantizedRows
@@ -430,7 +429,7 @@ def test_squeezellm(bits: int, sparse: bool, tmp_path: Path) -> None:
 # -- integers for the kernels of a CPU -----------------------------------------------------------------
 
 
-def as_kept(tensor: QuantizedTensor | ShardedTensor, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+def as_kept(tensor: QuantizedTensor, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
     """The rows as a CPU's kernels take them: integers where they have that form, else numbers."""
     for _, rows in tensor.rows(32, torch.device("cpu")):
         integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
@@ -495,20 +494,6 @@ def test_a_scale_that_a_float16_cannot_hold_is_not_rounded_to_nothing(tmp_path: 
     leaves["weight_scale"] = torch.full((N, 3), 1e-9)
     tensor = opened(tmp_path, leaves)
     assert all(isinstance(rows, torch.Tensor) and bool(rows.any()) for rows in as_kept(tensor, 4))
-
-
-def test_a_rank_has_its_share_of_the_numbers_and_of_the_integers(tmp_path: Path) -> None:
-    leaves, expected, settings = gptq(4, symmetric=True)
-    tensor = opened(tmp_path, leaves, settings)
-    for kept in ((slice(N // 2, N), slice(0, K)), (slice(0, N), slice(32, 64))):
-        part = ShardedTensor(tensor, kept)
-        out = torch.empty(part.shape)
-        part.copy_to(out)
-        assert torch.equal(out.double(), expected[kept])
-        chunks = list(as_kept(part, 4))
-        assert chunks and all(isinstance(chunk, QuantizedRows) for chunk in chunks)
-        integers = torch.cat([chunk.integers for chunk in chunks if isinstance(chunk, QuantizedRows)])
-        assert torch.equal(integers, torch.from_numpy(draw(4)[0])[kept].to(torch.int8))
 
 
 # -- what is refused -----------------------------------------------------------------------------------

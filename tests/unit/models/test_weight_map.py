@@ -8,7 +8,7 @@ import torch
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear
 from infer.models.registry import FAMILIES, get_family
-from infer.models.weight_map import IGNORED, Shard, Target, find_target
+from infer.models.weight_map import IGNORED, Target, find_target
 from scripts.make_checkpoint import Sizes, raw_config
 
 
@@ -16,7 +16,7 @@ def test_the_layer_number_and_the_leaf_are_filled_in() -> None:
     llama = get_family("llama").weight_map
 
     assert find_target("model.layers.7.mlp.up_proj.qweight", llama) == (
-        Target("layers.7.mlp.gate_up", Shard.COLUMN, part="up"),
+        Target("layers.7.mlp.gate_up", part="up"),
         "qweight",
     )
 
@@ -26,12 +26,12 @@ def test_the_layer_number_and_the_leaf_are_filled_in() -> None:
     [
         (
             "model.layers.7.mlp.experts.12.up_proj.weight",
-            Target("layers.7.mlp.gate_up", Shard.COLUMN, part="up", expert=12),
+            Target("layers.7.mlp.gate_up", part="up", expert=12),
             "weight",
         ),
-        ("model.layers.7.mlp.experts.down_proj", Target("layers.7.mlp.down", Shard.ROW), "weight"),
-        ("model.layers.7.mlp.experts.gate_up_proj", Target("layers.7.mlp.gate_up", Shard.COLUMN), "weight"),
-        ("model.layers.7.mlp.up_proj.bias", Target("layers.7.mlp.gate_up", Shard.COLUMN, part="up"), "bias"),
+        ("model.layers.7.mlp.experts.down_proj", Target("layers.7.mlp.down"), "weight"),
+        ("model.layers.7.mlp.experts.gate_up_proj", Target("layers.7.mlp.gate_up"), "weight"),
+        ("model.layers.7.mlp.up_proj.bias", Target("layers.7.mlp.gate_up", part="up"), "bias"),
     ],
 )
 def test_the_number_of_an_expert_is_found_and_a_stack_needs_none(

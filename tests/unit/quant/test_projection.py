@@ -1,4 +1,4 @@
-"""The contract of projections: where leaves lie, which share a rank holds, when what is deferred runs."""
+"""The contract of projections: where leaves lie, when what is deferred runs."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
-from infer.errors import CheckpointError
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
-from infer.loader.placement import Ranks, plan_moves, shard
-from infer.loader.quantization import AS_STORED, make_projections
-from infer.models.config import ModelConfig
-from infer.models.model import Model
-from infer.models.registry import get_family
-from infer.models.weight_map import Shard
 from infer.quant.dense import Dense
 from infer.quant.projection import IN, OUT, Axis, Leaf, Projection, WeightSpec
 from infer.quant.residual import NormedInput, PendingProduct, ResidualStream
-from scripts.make_checkpoint import Sizes, make_checkpoint, raw_config
 
 CPU = torch.device("cpu")
 N, K, GROUP = 256, 384, 128
@@ -94,65 +85,6 @@ def test_experts_are_stacked_and_one_of_them_is_a_view(tmp_path: Path) -> None:
 def test_without_memory_the_bytes_are_the_same() -> None:
     meta = Grouped(spec(device=torch.device("meta")))
     assert meta.num_bytes() == Grouped(spec()).num_bytes() > 0
-
-
-@pytest.mark.parametrize("how", [Shard.COLUMN, Shard.ROW])
-def test_the_shares_of_all_ranks_are_the_whole(how: Shard, tmp_path: Path) -> None:
-    side = {Shard.COLUMN: "out", Shard.ROW: "in"}[how]
-    leaves = Grouped(spec()).leaves()
-    size = 4 * GROUP if how is Shard.ROW else K  # groups cannot be cut
-    tensors = {name: random_of(leaf, N, size) for name, leaf in leaves.items()}
-    for name, source in stored(tmp_path, tensors).items():
-        shares = []
-        for rank in range(2):
-            part = shard(source, leaves[name], how, Ranks(rank, 2))
-            shares.append(torch.empty(part.shape, dtype=leaves[name].dtype))
-            part.copy_to(shares[-1])
-        along = leaves[name].axis(side)
-        if along is None:  # every rank holds all of it
-            assert all(torch.equal(share, tensors[name]) for share in shares)
-        else:
-            assert torch.equal(torch.cat(shares, along), tensors[name]), name
-
-
-def test_a_group_cannot_be_shared(tmp_path: Path) -> None:
-    leaf = Grouped(spec()).leaves()["scales"]
-    (source,) = stored(tmp_path, {"scales": random_of(leaf, N)}).values()
-    with pytest.raises(CheckpointError, match="3 entries along the in side cannot be shared by 2 ranks"):
-        shard(source, leaf, Shard.ROW, Ranks(0, 2))
-
-
-def test_ranks_load_their_shares_of_a_model(tmp_path: Path) -> None:
-    """Each is built with half of the heads and of the MLP; together they hold every number of the layers."""
-    make_checkpoint("llama", tmp_path)
-    family, raw = get_family("llama"), raw_config("llama", Sizes())
-    whole = family.read_config(raw)
-
-    def load(config: ModelConfig, ranks: Ranks) -> Model:
-        model = family.build(config)
-        tensors = open_checkpoint(tmp_path)
-        make_projections(model, AS_STORED, CPU, torch.float32, None, tensors, family.weight_map)
-        for move in plan_moves(model, tensors, family.weight_map, name="tiny", ranks=ranks):
-            move.run(model)
-        return model
-
-    half = replace(
-        whole,
-        num_heads=whole.num_heads // 2,
-        num_kv_heads=whole.num_kv_heads // 2,
-        intermediate_size=whole.intermediate_size // 2,
-        vocab_size=whole.vocab_size // 2,
-    )
-    full, shares = load(whole, Ranks()), [load(half, Ranks(rank, 2)) for rank in range(2)]
-    for name, layer in full.named_modules():
-        if not isinstance(layer, Linear) or layer is full.head:
-            continue
-        mine = [share.get_submodule(name) for share in shares]
-        for part in layer.parts or [None]:
-            rows = layer.spec.part_rows(part)
-            pieces = [m.weight[m.spec.part_rows(part)] for m in mine if isinstance(m, Linear)]
-            along = 0 if pieces[0].shape[0] < rows.stop - rows.start else 1
-            assert torch.equal(torch.cat(pieces, along), layer.weight[rows]), (name, part)
 
 
 def norm_of(size: int) -> RMSNorm:
