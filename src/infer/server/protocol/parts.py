@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
+from infer.server.protocol.schemas import AskingBody
 from infer.server.protocol.stream import FrameWriter, Generation, Piece
 
 Kind = Literal["reasoning", "text", "call"]
@@ -71,8 +72,8 @@ def place(event: AnswerEvent, parts: list[Part]) -> tuple[Part, str]:
 class PartWriter(FrameWriter):
     """An answer of parts; in a stream, named events open, fill and close them."""
 
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
+    def __init__(self, generation: Generation, body: AskingBody) -> None:
+        super().__init__(generation, body)
         self.parts: list[Part] = []
         self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it

@@ -37,7 +37,7 @@ from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeou
 from infer.frontend.outputs import OutputBuilder, RequestOutput
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
-from infer.server.protocol.schemas import SamplingBody
+from infer.server.protocol.schemas import AskingBody, SamplingBody
 from infer.server.protocol.translate import Job
 from infer.server.state import RAW_SEND, current_id, current_record
 
@@ -242,7 +242,7 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 class FrameWriter(ABC):
     """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class ChunkWriter(FrameWriter):
     closing: bytes
 
     def __init__(self, generation: Generation, body: SamplingBody, *, num_choices: int) -> None:
-        super().__init__(generation)
+        super().__init__(generation, body)
         options = body.stream_options
         self._before = b"data: " + orjson.dumps(job_fields(generation.job, self.kind))[:-1] + b',"choices":['
         self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]

@@ -163,7 +163,7 @@ class EventWriter(FrameWriter):
     """Named events: one for each token, then one for the end of all choices."""
 
     def __init__(self, generation: Generation, body: CompletionRequest) -> None:
-        super().__init__(generation)
+        super().__init__(generation, body)
         self._view = CompletionView(generation.job, body)
         self._ends: dict[int, dict[str, Any]] = {}
 

@@ -33,7 +33,7 @@ from infer.errors import RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
 from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Name, Neutral
-from infer.server.protocol.stream import Generation, named_event
+from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.translate import Job
 from infer.server.protocol.turns import Turns, spelled
@@ -372,9 +372,6 @@ async def open_message(body: MessagesRequest, http: Request) -> Job:
 
 class MessageWriter(PartWriter):
     """Anthropic's form: in a stream, blocks are opened, filled and closed between the start and the end."""
-
-    def __init__(self, generation: Generation, body: MessagesRequest) -> None:
-        super().__init__(generation)
 
     def begin(self) -> list[bytes]:
         """The message without content, and the ping that Anthropic sends behind it."""

@@ -302,7 +302,7 @@ class ResponseWriter(PartWriter):
     """OpenAI's response; in a stream, its items are added, filled and done."""
 
     def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
-        super().__init__(generation)
+        super().__init__(generation, body)
         job, self._num_sent = generation.job, 0
         self._key = job.job_id.rpartition("-")[2]
         text = {"format": {"type": "text"}} if body.text is None or body.text.format is None else body.text
