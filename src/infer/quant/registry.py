@@ -23,7 +23,7 @@ SCHEMES: dict[str, Scheme] = {
             name="fp8",
             devices=("cuda",),
             make=lambda spec: GPUWeights.of("fp8", spec),
-            cost="KL 0.02 on SmolLM2-135M",
+            cost="KL 0.02 to 0.03 on SmolLM2-135M",
         ),
         Scheme(
             name="int8",
