@@ -243,8 +243,11 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) -> uvicorn.Config:
     """The settings of the HTTP server around an application; `ask` as in `build_app`."""
     config = state.config
+    app = build_app(state, fleet, check_host=needs_host_check(config), ask=ask)
+    for route in app.routes:  # what matches nothing has each built, which the first request would wait for
+        route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
     made = uvicorn.Config(
-        build_app(state, fleet, check_host=needs_host_check(config), ask=ask),
+        app,
         http=GuardedConnection,
         ws="none",
         lifespan="off",

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, ModelSourceError
@@ -53,6 +55,21 @@ def test_a_certificate_that_cannot_be_used_leaves_no_socket_behind(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot use tls_cert and tls_key"):
         asyncio.run(serve({}, config, announce=print))
     assert not path.exists()
+
+
+def test_no_request_waits_until_its_route_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI makes the validators of a route when it is first matched."""
+    state = ServerState(config=ServerConfig())
+    app = serving.uvicorn_config(state, Fleet(state, ServerMetrics("infer"))).loaded_app
+    monkeypatch.setattr(TypeAdapter, "__init__", lambda *_, **__: pytest.fail("a validator is made"))
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            paths = ("completions", "chat/completions", "messages", "responses", "embeddings")
+            return [(await client.post(f"/v1/{path}", json={"model": 1})).status_code for path in paths]
+
+    assert set(asyncio.run(ask())) <= {400, 404, 503}
 
 
 @pytest.mark.parametrize(
