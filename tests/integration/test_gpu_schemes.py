@@ -330,9 +330,8 @@ def start_line(loaded: LoadedModel, caplog: Any) -> str:
 
 def test_the_start_line_names_forms_bytes_and_cost(root: Path, caplog: Any) -> None:
     rounded = start_line(load(dense(root, "llama"), "fp8"), caplog)
-    assert (
-        'weights="rounded to fp8 0.1MiB + float32 0.1MiB + int8 0.1MiB, KL 0.02 to 0.03 on SmolLM2-135M"' in rounded
-    )
+    parts = "rounded to fp8 0.1MiB + float32 0.1MiB + int8 0.1MiB"
+    assert f'weights="{parts}, KL 0.02 to 0.03 on SmolLM2-135M"' in rounded
     kept = start_line(load(quantized(root, "llama", "awq")), caplog)
     assert 'weights="awq:int4-g32 0.0MiB, kept as float32 0.3MiB + int4 0.1MiB"' in kept
     unpacked = start_line(load(quantized(root, "llama", "nf4")), caplog)
