@@ -98,7 +98,7 @@ def schemes(loaded: LoadedModel) -> dict[str, str]:
 
 def forms(loaded: LoadedModel) -> dict[str, CodedForm]:
     layers = {name: m.stored for name, m in loaded.model.named_modules() if isinstance(m, Projected)}
-    return {name: stored.coded_form() for name, stored in layers.items() if isinstance(stored, GPUWeights)}
+    return {name: stored.form for name, stored in layers.items() if isinstance(stored, GPUWeights)}
 
 
 def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:

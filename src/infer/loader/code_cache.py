@@ -41,7 +41,6 @@ from infer.log import progress
 from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.quant.projection import Projection
-from infer.quant.registry import SCHEMES
 
 SLOW_SECONDS = 5.0  # codes that were made in less are not kept
 MAX_BYTES = 64 << 30  # of all files together: those that have not been read for longest are removed
@@ -83,7 +82,7 @@ class CodeCache:
         made = {
             name: projection
             for name, projection in found.items()
-            if name not in coded and projection.scheme != "none" and not SCHEMES[projection.scheme].stored_as
+            if name not in coded and projection.scheme != "none"
         }
         with contextlib.suppress(
             ModelSourceError, OSError

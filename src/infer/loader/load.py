@@ -33,7 +33,7 @@ from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
 from infer.loader.formats.hf_config import merge_eos_ids, read_hf_config
 from infer.loader.formats.kv_scales import read_kv_scales
-from infer.loader.formats.quantized import describe, quantized_checkpoint, quantized_tensors, read_settings
+from infer.loader.formats.quantized import published_as, quantized_checkpoint, read_settings
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import (
     AS_STORED,
@@ -175,7 +175,7 @@ def load_model(
             device=chosen_device,
             dtype=chosen_dtype,
             weights=weights,
-            published_as=describe(quantized_tensors(headers.tensors)),
+            published_as=published_as(headers.tensors),
             max_seq_len=context_len,
         )
     )
@@ -216,7 +216,7 @@ def load_model(
         eos_ids=headers.eos_ids,
         source=source,
         weights=weights,
-        published_as=describe(quantized_tensors(headers.tensors)),
+        published_as=published_as(headers.tensors),
         kept_as=f"{kept_as}, read from the cache" if is_cached else kept_as,
         kv_scales=headers.kv_scales,
     )

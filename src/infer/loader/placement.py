@@ -1,8 +1,8 @@
 """Where each tensor of a checkpoint goes, decided and checked before anything is read.
 
 The weight map says which of our modules a tensor belongs to; the model, built but not yet filled, says
-which places there are and what shape they have. A linear layer's projection names its own places, its leaves
-(quant/projection.py), so this file knows no number format:
+which places there are and what shape they have. Every matrix is one tensor by now, whatever its file keeps it
+in (formats/quantized.py), and a linear layer's projection takes it in: this file knows no number format.
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
@@ -33,7 +33,7 @@ from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target, names_an_expert
-from infer.quant.projection import IN, OUT, Axis, Leaf, Projection
+from infer.quant.projection import Projection
 
 MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
@@ -69,7 +69,7 @@ class Move:
         module, projection = model.get_submodule(self.place.module), self.projection(model)
         leaf, part, expert = self.place.leaf, self.place.part, self.place.expert
         if projection is not None:
-            projection.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
+            projection.load(self.source, part=part, expert=expert, transposed=self.transposed)
         else:
             whole = getattr(module, leaf)
             if part is not None:
@@ -96,7 +96,7 @@ def plan_moves(
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
     """
     modules = dict(model.named_modules())
-    layouts = {module: leaves_of(modules[module]) for module in modules}
+    leaves = {name: leaves_of(module) for name, module in modules.items()}
     unexpected, misshapen, unreadable = list[str](), list[str](), list[str]()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
@@ -109,10 +109,10 @@ def plan_moves(
         is_tied_copy = model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
         if target.ignored or is_tied_copy:
             continue
-        layout, module = layouts.get(target.module, {}).get(leaf), modules.get(target.module)
-        if layout is None and module is not None and leaf == "bias" and _is_zero(tensor):
+        module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
+        if module is not None and not is_known and leaf == "bias" and _is_zero(tensor):
             continue  # quantizers write one for every matrix
-        if layout is None or module is None or not _has_expert(module, target.expert):
+        if module is None or not is_known or not _has_expert(module, target.expert):
             unexpected.append(tensor_name)
             continue
         place = Place(target.module, leaf, target.part, target.expert)
@@ -121,14 +121,14 @@ def plan_moves(
             if (other := _taken_by(module, each, taken)) is not None:
                 raise CheckpointError(f"{name}: tensors {other!r} and {tensor_name!r} fill the same place")
             taken[each] = tensor_name
-        is_transposed = target.transposed and len(layout.axes) == 2
-        if is_transposed:
-            layout = Leaf(layout.dtype, layout.axes[::-1])
         is_stack = places != [place]
         is_whole = is_stack and tensor.shape[:1] == (len(places),)
         sources = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
-        shape = _shape(module, leaf, layout, place)
-        if not _is_readable(tensor, layout):
+        shape = _shape(module, place)
+        is_transposed = target.transposed and len(shape) == 2
+        if is_transposed:
+            shape = shape[::-1]
+        if not tensor.is_readable:
             unreadable.append(f"{tensor_name} ({tensor.type_name})")
         elif sources[0].shape != shape:
             shape = (len(places), *shape) if is_stack else shape
@@ -136,7 +136,7 @@ def plan_moves(
         else:
             moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
     complaints = {
-        "missing": _missing(model, modules, layouts, taken, weight_map),
+        "missing": _missing(model, modules, leaves, taken, weight_map),
         "not part of this model": unexpected,
         "of the wrong shape": misshapen,
         "in a format that cannot be read": unreadable,
@@ -146,30 +146,19 @@ def plan_moves(
     return moves
 
 
-def leaves_of(module: nn.Module) -> Mapping[str, Leaf]:
+def leaves_of(module: nn.Module) -> Collection[str]:
     """The tensors of a checkpoint that fill a module, its children apart."""
     if isinstance(module, Projected):
-        bias = {} if module.bias is None else {"bias": Leaf(module.bias.dtype, (OUT,))}
-        return {**module.stored.leaves(), **bias}
-    return {
-        name: Leaf(parameter.dtype, (OUT, IN) if parameter.dim() == 2 else (Axis("", len(parameter)),))
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+        return ("weight",) if module.bias is None else ("weight", "bias")
+    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
-def _is_readable(tensor: StoredTensor, leaf: Leaf) -> bool:
-    """Whether a stored tensor has the numbers of a leaf: any float for a float, else exactly its type."""
-    if leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1:
-        return tensor.is_readable
-    return tensor.dtype is leaf.dtype
-
-
-def _shape(module: nn.Module, leaf: str, layout: Leaf, place: Place) -> tuple[int, ...]:
+def _shape(module: nn.Module, place: Place) -> tuple[int, ...]:
     """The shape that the tensor of one part, of one expert, must have."""
     if not isinstance(module, Projected):
-        return tuple(getattr(module, leaf).shape)
+        return tuple(getattr(module, place.leaf).shape)
     rows = module.spec.num_rows if place.part is None else module.parts[place.part]
-    return layout.shape(rows, module.spec.size)
+    return (rows,) if place.leaf == "bias" else (rows, module.spec.size)
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
@@ -202,7 +191,7 @@ def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> st
 def _missing(
     model: Model,
     modules: Mapping[str, nn.Module],
-    layouts: Mapping[str, Mapping[str, Leaf]],
+    leaves: Mapping[str, Collection[str]],
     taken: Collection[Place],
     weight_map: WeightMap,
 ) -> list[str]:
@@ -211,7 +200,7 @@ def _missing(
     for key, target in weight_map.items():
         spelling.setdefault((target.module, target.part, names_an_expert(key, target)), key)
     missing = []
-    for name, leaf in ((name, leaf) for name, leaves in layouts.items() for leaf in leaves):
+    for name, leaf in ((module, leaf) for module, found in leaves.items() for leaf in found):
         module = modules[name]
         if module is model.head and model.config.tie_embeddings:
             continue

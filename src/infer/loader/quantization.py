@@ -1,9 +1,8 @@
 """Which scheme keeps the weights of each layer, and in which dtype the model computes.
 
-A module that a checkpoint stores in a scheme's own leaves keeps that scheme: each module by itself, by the
-tensors that are there (`Scheme.stored_as`), so mixed files need no list of exceptions. What is stored
-densely, or in a published format that is read as a matrix (formats/quantized.py), is kept as `quantization`
-says; the name of such a format only checks that the file has it, and means auto:
+Every matrix of a checkpoint, stored densely or in a published format that is read as one
+(formats/quantized.py), is kept as `quantization` says; the name of such a format only checks that the file
+has it, and means auto:
 
     quantization   what is kept                     computed in    chosen by auto on a CPU when
     none           the numbers of the checkpoint    dtype.py       never; always on a GPU
@@ -55,7 +54,7 @@ from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
-from infer.loader.formats.quantized import describe, format_names, quantized_tensors, short_bytes
+from infer.loader.formats.quantized import describe, format_names, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
@@ -79,7 +78,7 @@ _CPU_FORMS = ("auto", "none", "fp32", "bf16", "int8", "int4", MIXED)
 class WeightFormat(NamedTuple):
     """What was chosen, and why in one line."""
 
-    name: str  # int8, int4, int4+int8, fp32, bf16, a scheme found on disk; "as stored" on a GPU
+    name: str  # int8, int4, int4+int8, fp32, bf16; "as stored" on a GPU
     dtype: torch.dtype  # of activations, and of weights that are dense
     reason: str
 
@@ -89,28 +88,20 @@ class StoredMatrix(NamedTuple):
 
     num_weights: int
     bits: int  # of the packed form that suits it: 4 if that keeps all of it, else 8
-    scheme: str = DENSE
     formats: frozenset[str] = frozenset()  # in which it is published: gptq, awq, gguf, ...
     types: frozenset[str] = frozenset()  # of its numbers in the file: BF16, Q4_1, ...
 
 
 def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> dict[str, StoredMatrix]:
-    """The matrices of the layers, and a head that a scheme stores, by module name: from headers alone."""
+    """The matrices of the layers by module name: from headers alone."""
     found: dict[str, StoredMatrix] = {}
-    for module, leaves_of in stored_leaves(tensors, weight_map).items():
-        is_head = module == "head"
-        if not is_head and (not module.startswith("layers.") or module.endswith(".router")):
+    for module, weights in stored_weights(tensors, weight_map).items():
+        is_norm = not any(len(weight.shape) >= 2 for weight in weights)
+        if not module.startswith("layers.") or module.endswith(".router") or is_norm:
             continue
-        scheme = _stored_scheme(module, leaves_of)
-        if is_head and scheme == DENSE:
-            continue
-        weights = [leaves["weight"] for leaves in leaves_of.values() if "weight" in leaves]
-        if scheme == DENSE and not any(len(weight.shape) >= 2 for weight in weights):
-            continue  # a norm
         found[module] = StoredMatrix(
             sum(math.prod(weight.shape) for weight in weights),
             4 if all(weight.is_four_bit for weight in weights) else 8,
-            scheme,
             frozenset(name for weight in weights for name in format_names(weight)),
             frozenset(weight.type_name for weight in weights),
         )
@@ -123,34 +114,19 @@ def matrix_of_config(settings: Mapping[str, Any]) -> StoredMatrix:
     return StoredMatrix(0, 4 if max(bits) <= 4 else 8, formats=frozenset({Settings(settings).method}))
 
 
-def stored_leaves(
+def stored_weights(
     tensors: Mapping[str, StoredTensor], weight_map: WeightMap
-) -> dict[str, dict[tuple[str | None, int | None], dict[str, StoredTensor]]]:
-    """The tensors of every module of ours: by part and expert, then by leaf."""
-    found: dict[str, dict[tuple[str | None, int | None], dict[str, StoredTensor]]] = {}
+) -> dict[str, list[StoredTensor]]:
+    """The weight of every module of ours, or of each of its parts and experts."""
+    found: dict[str, list[StoredTensor]] = {}
     for name, tensor in tensors.items():
         try:
             target, leaf = find_target(name, weight_map)
         except CheckpointError:  # loading will say so, of all such tensors together
             continue
-        if not target.ignored:
-            parts = found.setdefault(target.module, {})
-            parts.setdefault((target.part, target.expert), {})[leaf] = tensor
+        if leaf == "weight" and not target.ignored:
+            found.setdefault(target.module, []).append(tensor)
     return found
-
-
-def _stored_scheme(module: str, leaves_of: Mapping[Any, Mapping[str, StoredTensor]]) -> str:
-    """The scheme whose leaves a module has; all parts of a fused one must agree."""
-    schemes = {
-        next((row.name for row in SCHEMES.values() if row.is_stored(leaves)), DENSE)
-        for leaves in leaves_of.values()
-    }
-    if len(schemes) > 1:
-        raise CheckpointError(
-            f"the parts of {module} are stored in different ways ({', '.join(sorted(schemes))}); "
-            "a fused matrix needs all of them in one"
-        )
-    return schemes.pop()
 
 
 def choose_format(
@@ -165,15 +141,9 @@ def choose_format(
 
     `home` is the kind of device whose schemes keep them, if that is another one's (`home_of`).
     """
-    on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
     kind = home or home_of(device)
     quantization = _checked(quantization, kind, matrices.values())
-    _check_name(quantization, kind, on_disk)
-    if on_disk:
-        if stored is None or not stored.is_floating_point or stored.itemsize == 1:
-            stored = torch.bfloat16
-        chosen = choose_dtype(dtype, device, stored)
-        return WeightFormat("+".join(on_disk), chosen, "the checkpoint holds it")
+    _check_name(quantization, kind)
     if kind != "cpu":
         name = AS_STORED if quantization == "auto" else quantization
         reason = "as the file has it" if quantization == "auto" else "asked for"
@@ -220,7 +190,7 @@ def _checked(quantization: str, kind: str, matrices: Iterable[StoredMatrix]) -> 
 def _forms_on(kind: str) -> list[str]:
     """The forms that a device can give any file."""
     forms = _CPU_FORMS if kind == "cpu" else ("auto", DENSE)
-    return [*forms, *(row.name for row in SCHEMES.values() if not row.stored_as and kind in row.devices)]
+    return [*forms, *(row.name for row in SCHEMES.values() if kind in row.devices)]
 
 
 def _possible(names: Iterable[str]) -> str:
@@ -233,28 +203,12 @@ def _multiplies_bf16() -> bool:
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(cpu_flags().split()))
 
 
-def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
-    """Refuse what is unknown, what this device cannot do yet, and what this checkpoint does not hold."""
-    for scheme in on_disk:
-        if kind not in SCHEMES[scheme].devices:
-            raise ConfigError(
-                f"this checkpoint is quantized as {scheme}, which does not run on {kind} yet; "
-                f"it runs on {', '.join(SCHEMES[scheme].devices)}"
-            )
-    is_known = quantization in _CPU_FORMS or quantization in SCHEMES
-    if on_disk and is_known and quantization not in ("auto", *on_disk):
-        raise ConfigError(
-            f"quantization is {quantization}, but this checkpoint is stored as {', '.join(on_disk)}, "
-            f"which is kept as it is; leave quantization out, or use one of auto, {', '.join(on_disk)}"
-        )
-    allowed = [*_forms_on(kind), *on_disk]
+def _check_name(quantization: str, kind: str) -> None:
+    """Refuse what is unknown, and what this device cannot do."""
+    allowed = _forms_on(kind)
     if quantization in allowed:
         return
     names = _possible(allowed)
-    if quantization in SCHEMES and kind in SCHEMES[quantization].devices:
-        raise ConfigError(
-            f"quantization is {quantization}, but this checkpoint is not stored so; possible here: {names}"
-        )
     if quantization in SCHEMES or quantization in _CPU_FORMS:
         where = "a GPU" if kind == "cpu" else "a CPU"
         better = "; int8 has the same bytes and errs less" if quantization == "fp8" else ""
@@ -310,7 +264,7 @@ def _bf16(dtype: str) -> WeightFormat:
 def scheme_of(module: str, form: str, matrices: Mapping[str, StoredMatrix]) -> Scheme:
     """The scheme of one module on a CPU where the weights are kept in the form `form`."""
     matrix = matrices.get(module)
-    if form not in (*PACKED, *SCHEMES) or (form in SCHEMES and SCHEMES[form].stored_as):
+    if form not in (*PACKED, *SCHEMES):
         return SCHEMES[DENSE]
     if form == MIXED:
         is_four_bit = module != "head" and matrix is not None and matrix.bits == 4
@@ -375,7 +329,7 @@ def make_projections(
 
     A tied embedding reads its rows from the head, if the head's scheme can; else the head is its own table.
     """
-    leaves = stored_leaves(tensors, weight_map)
+    weights = stored_weights(tensors, weight_map)
     matrices = stored_matrices(tensors, weight_map)
     memory = WeightMemory() if device_kind(device) == "cpu" else None
     on_gpu = (home or home_of(device)) != "cpu"
@@ -383,16 +337,12 @@ def make_projections(
         if not isinstance(layer, Projected):
             continue
         is_tied = layer is model.head and model.config.tie_embeddings
-        held = matrices.get(name)
         coded, held_int8 = None, False
-        if held is not None and held.scheme != DENSE:
-            scheme = SCHEMES[held.scheme]
-        elif on_gpu:
-            parts = leaves.get("embedding" if is_tied else name, {}).values()
-            stored_weights = [part["weight"] for part in parts if "weight" in part]
-            coded = coded_form(layer, form, layer is model.head, stored_weights, settings or {})
+        if on_gpu:
+            parts = weights.get("embedding" if is_tied else name, [])
+            coded = coded_form(layer, form, layer is model.head, parts, settings or {})
             scheme = SCHEMES[DENSE if coded is None else coded.codes]
-            held_int8 = all(tensor.coded_form == coded for tensor in stored_weights)
+            held_int8 = all(tensor.coded_form == coded for tensor in parts)
         else:
             scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
         if is_tied and scheme.name == DENSE:
@@ -404,8 +354,6 @@ def make_projections(
             memory=memory,
             form=coded,
             int8_tokens=coded == CodedForm("int8") and held_int8 and Settings(settings or {}).has_int8_tokens,
-            settings=settings or {},
-            stored=next(iter(leaves.get(name, {}).values()), {}),
         )
         projection = scheme.make(spec)
         if is_tied and type(projection).lookup is Projection.lookup:  # it cannot look up rows
@@ -416,8 +364,7 @@ def make_projections(
             shell = torch.empty(model.embedding.weight.shape, device="meta")  # without any memory
             model.embedding.weight = nn.Parameter(shell, requires_grad=False)
     if form in PACKED and not on_gpu and not model.config.tie_embeddings:
-        table = leaves.get("embedding", {}).get((None, None), {}).get("weight")
-        is_bfloat16 = torch.bfloat16 in (stored, None if table is None else table.dtype)
+        is_bfloat16 = torch.bfloat16 in (stored, *(table.dtype for table in weights.get("embedding", [])))
         half = torch.bfloat16 if is_bfloat16 else torch.float16
         weight = model.embedding.weight
         model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
@@ -462,13 +409,13 @@ def describe_kept(
     }
     if model.embedding.table is not None:
         is_dense["embedding"] = False  # which is the head's
-    unpacked, rounded = dict[str, StoredTensor](), dict[str, StoredTensor]()
-    for module, parts in stored_leaves(tensors, weight_map).items():
-        for key, part in parts.items() if module in is_dense else ():
-            if "weight" in part and part["weight"].dtype is None and is_dense[module]:
-                unpacked[f"{module}{key}"] = part["weight"]
-            elif "weight" in part and part["weight"].type_name in ROUNDED:
-                rounded[f"{module}{key}"] = part["weight"]
+    unpacked, rounded = list[StoredTensor](), list[StoredTensor]()
+    for module, parts in stored_weights(tensors, weight_map).items():
+        for weight in parts if module in is_dense else ():
+            if weight.dtype is None and is_dense[module]:
+                unpacked.append(weight)
+            elif weight.type_name in ROUNDED:
+                rounded.append(weight)
     text += f", {describe(rounded)} rounded to int8" if rounded else ""
     return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
 
@@ -492,9 +439,9 @@ def describe_packed(
     kept, made = kept_schemes(model, dtype), Counter[str]()
     for projection in rounded:
         made[projection.scheme] += projection.num_bytes()
-    stored = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) >= 2}
-    found = "" if quantized_tensors(tensors) else f"{describe(stored)}, "
-    if all(tensor.type_name in FLOATS for tensor in stored.values()):
+    stored = [tensor for tensor in tensors.values() if len(tensor.shape) >= 2]
+    found = "" if published_as(tensors) else f"{describe(stored)}, "
+    if all(tensor.type_name in FLOATS for tensor in stored):
         return f"{found}rounded to {_spell_sizes(kept)}{_ROUNDING_COSTS.get(form, '')}"
     from_file = {name: size - made[name] for name, size in kept.items() if size > made[name]}
     is_kept = form == "int4" and all(matrix.bits == 4 for matrix in matrices.values())

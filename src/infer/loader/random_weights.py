@@ -122,7 +122,7 @@ def fill_random(model: Model, seed: int = 0) -> None:
         spec = projection.spec
         for expert in range(spec.num_experts or 1):
             source = RandomMatrix((spec.num_rows, spec.size), generator, spec.dtype)
-            projection.load("weight", source, part=None, expert=expert, transposed=False)
+            projection.load(source, part=None, expert=expert, transposed=False)
     filled = {id(tensor) for projection in coded for tensor in projection.tensors.values()}
     for parameter in model.parameters():
         if id(parameter) not in filled and not parameter.is_meta:

@@ -1,12 +1,11 @@
 """Projections: what a linear layer stores, and every way to multiply with it.
 
-projection.py   the contract: leaves, load, num_bytes, prepare, multiply, project, add_to
+projection.py   the contract: allocate, fill, num_bytes, prepare, multiply, project, add_to
 registry.py     one row for each scheme
 residual.py     the residual stream, and where a projection is fused with it
 dense.py        the numbers of the checkpoint, in the dtype of the model; fast, or row by row
 coded.py        rows of a quantized file, as its format has them
-gpu_coded.py    8 or 4 bits on a GPU (kernels/linear/coded.py)
-gpu_schemes.py  fp8, int8 and int4 on a GPU: codes of a file, or rounded on loading
+gpu_schemes.py  fp8, int8 and int4 on a GPU (kernels/linear/coded.py): codes of a file, or rounded on loading
 rounding.py     how weights become codes
 packed.py       int8 or int4 in groups of 32, for the kernels of kernels/cpu
 memory.py       large pages for them

@@ -5,8 +5,6 @@ On a GPU a product is one of the kernels of kernels/linear, with prologue and ep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.nn import functional as F
 
@@ -25,7 +23,7 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.moe.grouped import experts_mlp
 from infer.kernels.runtime.dispatch import use_triton
-from infer.quant.projection import IN, OUT, Choices, Leaf, Neighbours, Projection
+from infer.quant.projection import Choices, Neighbours, Projection, Source
 from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
 
 
@@ -35,9 +33,17 @@ class Dense(Projection):
     scheme = "none"
     compiled: CompiledLinears | None = None
 
-    def leaves(self) -> Mapping[str, Leaf]:
-        """The matrix."""
-        return {"weight": Leaf(self.spec.dtype, (OUT, IN))}
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """The matrix, or the stack of those of all experts."""
+        spec = self.spec
+        stack = () if spec.num_experts is None else (spec.num_experts,)
+        shape = (*stack, spec.num_rows, spec.size)
+        return {"weight": torch.empty(shape, dtype=spec.dtype, device=spec.device)}
+
+    def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
+        """Copy a stored matrix straight into its rows."""
+        rows = (self.weight if expert is None else self.weight[expert])[self.spec.part_rows(part)]
+        source.copy_to(rows.T if transposed else rows)
 
     @property
     def weight(self) -> torch.Tensor:

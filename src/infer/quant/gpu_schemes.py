@@ -1,26 +1,28 @@
 """fp8, int8 and int4 on a GPU: codes of the file where it has them, else rounded while they are loaded.
 
 A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
-So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), never a second copy.
+So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), never a second copy. Layout and
+products are those of kernels/linear/coded.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import starmap
-from typing import Any
 
 import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.coded_linear import expand
+from infer.kernels.linear.coded_linear import FEW_TOKENS, INT8_TOKENS, coded_linear, expand, look_up, plan_of
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import launch_add, launch_of_sum
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
-from infer.kernels.runtime.dispatch import moment, seconds_between, use_triton
+from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.quant.coded import CodedRows
-from infer.quant.gpu_coded import Coded
-from infer.quant.projection import IN, OUT, Choices, Leaf, Projection, Source, WeightSpec
+from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
+from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows, rounded_form
 
 _CHUNK_NUMBERS = {
@@ -30,35 +32,38 @@ _CHUNK_NUMBERS = {
 LOADING_BYTES = 512 << 20  # beside the weights, while they are loaded
 
 
-class GPUWeights(Coded):
-    """A matrix in the form that its spec names, or the one that rounding to its scheme has."""
+class GPUWeights(Projection):
+    """A matrix, or one for each expert, in the form that its spec names."""
 
-    def __init__(self, spec: WeightSpec, matrices: list[CodedWeights] | None = None) -> None:
+    compiled: CompiledLinears | None = None
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        matrices: list[CodedWeights] | None = None,
+        stack: CodedWeights | None = None,
+    ) -> None:
         assert spec.form is not None, spec
+        self.form: CodedForm = spec.form
         self.scheme = spec.form.codes
-        self.stack: CodedWeights | None = None  # of all experts
-        self._made: list[
-            tuple[Any, Any]
-        ] = []  # moments before and after codes were made, until they are asked
-        self._making_seconds = 0.0
-        super().__init__(spec, matrices)
+        self.matrices, self.stack = matrices or [], stack  # one for each expert, and all of them
+        super().__init__(spec)
 
     @classmethod
     def of(cls, scheme: str, spec: WeightSpec) -> GPUWeights:
         """The weights of a spec in a scheme; a form that the spec has already stays."""
         return cls(spec if spec.form else replace(spec, form=rounded_form(scheme, spec.size)))
 
-    def coded_form(self) -> CodedForm:
-        """The spec's."""
-        assert self.spec.form is not None
-        return self.spec.form
+    # -- what it stores ---------------------------------------------------------------------------------
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """As the base has it; the matrices of experts are views of one stack, which one launch reads."""
-        if self.spec.num_experts is None or self.matrices:
-            return super().allocate()
+        """Codes, scales and minima; matrices of experts are views of one stack, which one launch reads."""
         spec, count = self.spec, self.spec.num_experts
-        one = CodedWeights.empty(spec.num_rows, spec.size, *self.coded_form(), device="meta")
+        if not self.matrices and count is None:
+            self.matrices = [CodedWeights.empty(spec.num_rows, spec.size, *self.form, device=spec.device)]
+        if self.matrices or count is None:
+            return (self.stack or self.weights).tensors()
+        one = CodedWeights.empty(spec.num_rows, spec.size, *self.form, device="meta")
         stacks = {
             name: torch.zeros((count, *tensor.shape), dtype=tensor.dtype, device=spec.device)
             for name, tensor in one.tensors().items()
@@ -70,6 +75,106 @@ class GPUWeights(Coded):
         ]
         return stacks
 
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Put a file's codes into place where they fit the form; else round what they stand for."""
+        device = self.spec.device
+        begin = moment(device)
+        fitted = fit_rows(rows, self.form) if isinstance(rows, CodedRows) else None
+        if fitted is None:
+            fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
+        self.matrices[expert].fill(first, *fitted)
+        if not isinstance(rows, CodedRows):  # those of a file need no keeping
+            self._made.append((begin, moment(device)))
+
+    def num_rows_at_once(self) -> int:
+        """Whole blocks of rows, of as many numbers as keep a GPU busy."""
+        return max(1, _CHUNK_NUMBERS[self.form.bits] // self.spec.size // BLOCK_ROWS) * BLOCK_ROWS
+
+    @property
+    def weights(self) -> CodedWeights:
+        """The matrix, where there is one."""
+        return self.matrices[0]
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits; experts never are."""
+        spec = self.spec
+        if num_tokens <= FEW_TOKENS or spec.num_experts is not None:
+            return 0
+        sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0
+        return max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)
+
+    # -- how it multiplies ------------------------------------------------------------------------------
+
+    def invariant(self) -> Projection | None:
+        """A projection with these codes that gives a row the same bits whatever the other rows are."""
+        projection = InvariantGPUWeights(self.spec, self.matrices, self.stack)
+        projection.bias = self.bias
+        return projection
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Ask for the kernels in CUDA C++, and fuse where there are kernels to do it."""
+        spec, (reads, writes, activation, is_head) = self.spec, neighbours
+        if spec.num_experts is not None:
+            return
+        self.compiled = compiled
+        self.can_add = writes and use_triton(self.weights.cells)
+        if spec.dtype is torch.bfloat16:
+            has_bias = self.bias is not None
+            activation = "" if has_bias else activation
+            N, form = spec.num_rows // 2 if activation else spec.num_rows, self.weights.form
+            compiled.want(Matrix(N, spec.size, activation, has_bias, reads, writes, form), is_head=is_head)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b."""
+        return self.project_rows(x, "")
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Multiply, with the gate in the same launch where one kernel does both."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y = coded_linear(
+            rows, self.weights, self.bias, activation=activation, compiled=self.compiled,
+            int8_tokens=self.spec.int8_tokens,
+        )  # fmt: skip
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
+        """Finish the norm and multiply in one launch."""
+        plan = plan_of(total.scaled_MN, self.weights, gated=bool(activation), compiled=self.compiled)
+        assert plan is not None, "`reads_sum` said that there is a kernel"
+        return launch_of_sum(plan, total, self.weights, eps=eps, bias_N=self.bias, activation=activation)
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Whether the kernel of this matrix can finish the norm of a sum for as many tokens as `x` has."""
+        if activation and self.bias is not None:
+            return False
+        return plan_of(x, self.weights, gated=bool(activation), compiled=self.compiled) is not None
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor | ResidualSum:
+        """Multiply and add in one launch, where the reader can read the sum."""
+        plan = plan_of(x, self.weights, gated=False, compiled=self.compiled)
+        if plan is not None and reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
+            stream = ResidualInput(residual, norm.weight, norm.offset)
+            return launch_add(plan, stream, x, self.weights, self.bias)
+        return self.multiply(x)
+
+    def dequantized(self) -> torch.Tensor:
+        """W as float32."""
+        if use_triton(self.weights.cells):
+            return expand(self.weights, torch.float32)
+        return self.weights.dequantized()
+
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of W for a tied embedding."""
+        return look_up(self.weights, ids_T, self.spec.dtype)
+
+    # -- experts ----------------------------------------------------------------------------------------
+
+    def make_expert(self, number: int, spec: WeightSpec) -> Projection:
+        """The projection of one expert from its matrix."""
+        return type(self)(spec, [self.matrices[number]])
+
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor:
@@ -80,48 +185,6 @@ class GPUWeights(Coded):
         return coded_experts_mlp(
             x_TD, *choices, both[0], both[1], activation=activation, invariant=self.batch_invariant
         )
-
-    def invariant(self) -> Projection | None:
-        """A projection with these codes that gives a row the same bits whatever the other rows are."""
-        projection = InvariantGPUWeights(self.spec, self.matrices)
-        projection.stack, projection.bias = self.stack, self.bias
-        return projection
-
-    def leaves(self) -> Mapping[str, Leaf]:
-        """The matrix, plain or in whatever format the checkpoint has it."""
-        return {"weight": Leaf(self.spec.dtype, (OUT, IN))}
-
-    def load(
-        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
-    ) -> None:
-        """Bring a stored matrix into its rows."""
-        assert leaf == "weight", leaf
-        matrix, start = self.matrices[expert or 0], self.spec.part_rows(part).start
-        form, device = self.coded_form(), self.spec.device
-        for first, rows in self._rows(source, transposed):
-            begin = moment(device)
-            fitted = fit_rows(rows, form) if isinstance(rows, CodedRows) else None
-            if fitted is None:
-                fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, form)
-            matrix.fill(start + first, *fitted)
-            if not isinstance(rows, CodedRows):  # those of a file need no keeping
-                self._made.append((begin, moment(device)))
-
-    def making_seconds(self) -> float:
-        """The time that the device took to round, without that of reading."""
-        self._making_seconds += sum(starmap(seconds_between, self._made))
-        self._made.clear()
-        return self._making_seconds
-
-    def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
-        by_rows, size, device = source.transpose() if transposed else source, self.spec.size, self.spec.device
-        step = max(1, _CHUNK_NUMBERS[self.coded_form().bits] // size // BLOCK_ROWS) * BLOCK_ROWS
-        if by_rows is not None:
-            yield from ((part.start, rows) for part, rows in by_rows.rows(step, device))
-            return
-        whole = torch.empty(source.shape, dtype=self.spec.dtype, device=device)
-        source.copy_to(whole)
-        yield from ((first, whole.T[first : first + step]) for first in range(0, whole.shape[1], step))
 
 
 class InvariantGPUWeights(GPUWeights):

@@ -18,20 +18,15 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-
 import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library, why_not
-from infer.kernels.runtime.dispatch import device_kind
+from infer.kernels.runtime.dispatch import device_kind, moment
 from infer.kernels.runtime.torch_threads import one_thread
 from infer.quant.coded import CodedRows
 from infer.quant.memory import WeightMemory
-from infer.quant.projection import IN, OUT, Leaf, Projection, Source, WeightSpec
-
-_CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
+from infer.quant.projection import Projection, Source, WeightSpec
 
 
 class PackedMatrix:
@@ -98,12 +93,8 @@ class Packed(Projection):
     bits: int
 
     def __init__(self, spec: WeightSpec, matrices: list[PackedMatrix] | None = None) -> None:
-        self.matrices, self._making_seconds = matrices or [], 0.0
+        self.matrices = matrices or []
         super().__init__(spec)
-
-    def leaves(self) -> Mapping[str, Leaf]:
-        """The dense matrix."""
-        return {"weight": Leaf(torch.float32, (OUT, IN))}
 
     def allocate(self) -> dict[str, torch.Tensor]:
         """Integers and scales; on the meta device, as many bytes without memory."""
@@ -124,36 +115,23 @@ class Packed(Projection):
             for name, tensor in (("data", matrix.data), ("scales", matrix.scales))
         }
 
-    def load(
-        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
-    ) -> None:
+    def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
-        assert leaf == "weight", leaf
-        matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start
-        by_rows = source.transpose() if transposed else source
         with one_thread():  # of PyTorch's; packing has its own
-            if by_rows is None:
-                whole = torch.empty(source.shape)
-                source.copy_to(whole)
-                self._quantise(matrix, whole.T, first)
-                return
-            for place, rows in by_rows.rows(max(1, _CHUNK_NUMBERS // matrix.size), torch.device("cpu")):
-                integers = rows.integers(matrix.bits) if isinstance(rows, CodedRows) else None
-                if integers is not None:
-                    matrix.fill_integers(*integers, first + place.start)
-                elif isinstance(rows, CodedRows):
-                    self._quantise(matrix, rows.numbers(), first + place.start)
-                else:  # a copy: rows of a mapped file are read from the disk when they are first touched
-                    self._quantise(matrix, rows.to(torch.float32, copy=True), first + place.start)
+            super().load(source, part=part, expert=expert, transposed=transposed)
 
-    def _quantise(self, matrix: PackedMatrix, rows: torch.Tensor, first: int) -> None:
-        start = time.monotonic()
-        matrix.fill(rows.contiguous(), first)
-        self._making_seconds += time.monotonic() - start
-
-    def making_seconds(self) -> float:
-        """The time that quantising took, without that of reading."""
-        return self._making_seconds
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Put a file's integers into place where these kernels have the same; else quantise numbers."""
+        matrix = self.matrices[expert]
+        integers = rows.integers(matrix.bits) if isinstance(rows, CodedRows) else None
+        if integers is not None:
+            matrix.fill_integers(*integers, first)
+            return
+        # a copy of plain numbers: those of a mapped file are read from the disk when they are first touched
+        numbers = rows.numbers() if isinstance(rows, CodedRows) else rows.to(torch.float32, copy=True)
+        begin = moment(self.spec.device)
+        matrix.fill(numbers.contiguous(), first)
+        self._made.append((begin, moment(self.spec.device)))
 
     def use_digits(self, digits: int) -> None:
         """Round activations to so many digits from now on, those of experts too."""

@@ -1,10 +1,10 @@
 """The contract between a linear layer and the way its weights are kept: one object per layer.
 
-    leaves       the tensors of a checkpoint that fill it: names, types, and along which side of W they run
-    load         one tensor of the checkpoint into its place, or quantised on its way there
+    allocate     memory for the weights, in the form that they are kept in
+    fill         some rows of a checkpoint's matrix into that form; they come as its file has them
     num_bytes    what it keeps in memory, for the memory plan
     prepare      compile, repack, choose kernels: once, when the engine is built
-    multiply     y = x Wᵀ + b: all that a scheme has to write
+    multiply     y = x Wᵀ + b; with it, `allocate` and `fill` a scheme is complete
     project      the same with a norm as prologue and a gate as epilogue; composed of `multiply` and the
                  reference norm and gate, unless a scheme has kernels that do more in one launch
                  (`project_rows`, `project_norm`, `project_sum`)
@@ -13,11 +13,8 @@
 A *scheme* is one way to keep weights: a row of quant/registry.py and a subclass of `Projection` in a file of
 its own (docs/adding-a-scheme.md).
 
-How a leaf runs along W, which is [out, in], says where the parts of a fused matrix lie in it, and how ranks
-share it. An axis has `entries` entries for `per` rows or columns of W:
-
-    qweight   Leaf(int32, (Axis("in", 4, 32), OUT))      of GPTQ in 4 bits: 8 columns to an entry
-    g_idx     Leaf(int32, (IN,))                         no OUT: each part of a fused matrix has its own
+A fused matrix is filled part by part, in any order: the parts are rows of W, which is [out, in]. What the
+format of a file is, and in which tensors it keeps a matrix, no scheme knows (loader/formats/quantized.py).
 
 Shapes:  N rows of W (out), K columns (in), E experts, M tokens.
 """
@@ -26,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -33,6 +31,7 @@ import torch
 from infer.kernels.elementwise.gated_activation import activate, gated_activation
 from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
+from infer.kernels.runtime.dispatch import seconds_between
 from infer.quant.memory import WeightMemory
 from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
 
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
     from infer.kernels.linear.coded import CodedForm
     from infer.kernels.linear.compiled import CompiledLinears
     from infer.quant.coded import CodedRows
+
+
+ROWS_AT_ONCE = 1 << 20  # numbers: 4 MiB of float32, which stay in a CPU's cache between passes over them
 
 
 class QuantizedRows(NamedTuple):
@@ -74,37 +76,6 @@ class Source(Protocol):
         ...
 
 
-class Axis(NamedTuple):
-    """One axis of a leaf: `entries` entries for `per` rows ("out") or columns ("in") of W."""
-
-    side: str  # "out", "in", or "" for an axis of `entries` that has nothing to do with W's
-    entries: int = 1
-    per: int = 1
-
-    def length(self, size: int) -> int:
-        """Entries for so many rows or columns; the last one may be for fewer than `per`."""
-        return -(-size * self.entries // self.per)
-
-
-OUT, IN = Axis("out"), Axis("in")
-
-
-class Leaf(NamedTuple):
-    """One tensor that fills a projection, as the checkpoint names and stores it for an unfused matrix."""
-
-    dtype: torch.dtype
-    axes: tuple[Axis, ...]
-
-    def shape(self, num_rows: int, size: int) -> tuple[int, ...]:
-        """The shape for a matrix, or a part, of so many rows and columns."""
-        sizes = {"out": num_rows, "in": size}
-        return tuple(axis.length(sizes[axis.side]) if axis.side else axis.entries for axis in self.axes)
-
-    def axis(self, side: str) -> int | None:
-        """Which axis runs along this side of W; None: none does."""
-        return next((number for number, axis in enumerate(self.axes) if axis.side == side), None)
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """The matrix that a projection is made for, and where."""
@@ -115,8 +86,6 @@ class WeightSpec:
     device: torch.device
     parts: Mapping[str, int] = field(default_factory=dict)  # name -> rows, in the order of the rows
     num_experts: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of the checkpoint
-    stored: Mapping[str, Source] = field(default_factory=dict)  # leaves of the first part on disk, if any
     memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
     form: CodedForm | None = None  # of codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
@@ -155,8 +124,8 @@ class Neighbours(NamedTuple):
 class Projection:
     """The weights of one linear layer, or of one layer's experts, and every way to multiply with them.
 
-    A scheme overrides `leaves` and `multiply`; the rest is right for every scheme, and may be overridden by
-    one that is faster.
+    A scheme overrides `allocate`, `fill` and `multiply`; the rest is right for every scheme, and may be
+    overridden by one that is faster.
     """
 
     scheme = ""  # its name in the registry
@@ -168,53 +137,43 @@ class Projection:
         self.bias: torch.Tensor | None = None  # the layer's own, in the dtype of the activations
         self.tensors = dict(self.allocate() if tensors is None else tensors)
         self._experts: dict[int, Projection] = {}
+        self._made: list[tuple[Any, Any]] = []  # moments before and after codes were made that no file had
 
     # -- what it stores ---------------------------------------------------------------------------------
 
-    def leaves(self) -> Mapping[str, Leaf]:
-        """The tensors of a checkpoint that fill this projection."""
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """Memory for all rows, of all experts; on the meta device it has shapes and takes none."""
         raise NotImplementedError
 
-    def allocate(self) -> dict[str, torch.Tensor]:
-        """Memory for all leaves: parts beside each other along the rows of W, experts one after the other."""
-        return {
-            name: torch.empty(self._fused_shape(leaf), dtype=leaf.dtype, device=self.spec.device)
-            for name, leaf in self.leaves().items()
-        }
+    def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
+        """Bring a stored matrix into the rows of its part; `transposed`: it is stored [in, out]."""
+        start = self.spec.part_rows(part).start
+        for first, rows in self._rows(source, transposed):
+            self.fill(rows, start + first, expert or 0)
 
-    def _fused_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        spec, along = self.spec, leaf.axis("out")
-        shape = list(leaf.shape(spec.num_rows, spec.size))
-        if along is None:
-            shape.insert(0, len(spec.row_counts))
-        else:
-            shape[along] = sum(leaf.axes[along].length(rows) for rows in spec.row_counts)
-        return tuple(shape if spec.num_experts is None else [spec.num_experts, *shape])
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Bring rows of a matrix, codes or plain numbers, into the form that is kept, from row `first` on."""
+        raise NotImplementedError
 
-    def place(self, leaf: str, part: str | None, expert: int | None) -> torch.Tensor:
-        """The view that a checkpoint's tensor fills: of a part, of an expert, or of all of them."""
-        layout, tensor, spec = self.leaves()[leaf], self.tensors[leaf], self.spec
-        if expert is not None:
-            tensor = tensor[expert]
-        along, is_stack = layout.axis("out"), spec.num_experts is not None and expert is None
-        if along is None:
-            number = 0 if part is None else list(spec.parts).index(part)
-            return tensor[:, number] if is_stack else tensor[number]
-        if part is None:
-            return tensor
-        rows = rows_of_part({name: layout.axes[along].length(n) for name, n in spec.parts.items()}, part)
-        return tensor.narrow(along + is_stack, rows.start, rows.stop - rows.start)
+    def num_rows_at_once(self) -> int:
+        """How many rows `fill` is given at a time, about."""
+        return max(1, ROWS_AT_ONCE // self.spec.size)
 
-    def load(
-        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
-    ) -> None:
-        """Bring one tensor of the checkpoint into its place; `transposed`: it is stored [in, out]."""
-        place = self.place(leaf, part, expert)
-        source.copy_to(place.T if transposed and place.dim() == 2 else place)
+    def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
+        spec, step = self.spec, self.num_rows_at_once()
+        by_rows = source.transpose() if transposed else source
+        if by_rows is not None:
+            yield from ((part.start, rows) for part, rows in by_rows.rows(step, spec.device))
+            return
+        whole = torch.empty(source.shape, dtype=spec.dtype, device=spec.device)
+        source.copy_to(whole)
+        yield from ((first, whole.T[first : first + step]) for first in range(0, whole.shape[1], step))
 
     def making_seconds(self) -> float:
-        """What `load` has spent on codes that no file had: many are worth keeping (loader/code_cache.py)."""
-        return 0.0
+        """What `fill` has spent on codes that no file had: many are worth keeping (loader/code_cache.py)."""
+        seconds = sum(starmap(seconds_between, self._made))
+        self._made = [(0.0, seconds)]  # a GPU's events are let go
+        return seconds
 
     def num_bytes(self) -> int:
         """The memory of the weights, wherever they are; the bias is the layer's."""
@@ -323,18 +282,12 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A row of the registry: one way to keep weights, where it can be had, how a checkpoint shows it."""
+    """A row of the registry: one way to keep weights, and where it can be had."""
 
     name: str  # the value of `quantization`, and what the start line says
     devices: tuple[str, ...]  # "cpu", "cuda"
     make: Callable[[WeightSpec], Projection]
-    stored_as: frozenset[str] = frozenset()  # leaves that mark a module on disk; none: made on loading
-    methods: tuple[str, ...] = ()  # `quant_method` of the config.json of such checkpoints
     cost: str = ""  # in accuracy, of rounding weights of 16 bits to it: for the start line
-
-    def is_stored(self, leaves: Mapping[str, object]) -> bool:
-        """Whether a module with these leaves on disk is kept in this way."""
-        return bool(self.stored_as) and self.stored_as <= leaves.keys()
 
 
 def rows_of_part(parts: Mapping[str, int], name: str) -> slice:

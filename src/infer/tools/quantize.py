@@ -36,7 +36,7 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import INDEX, SINGLE, StoredTensor, write_safetensors
 from infer.loader.formats.hf_config import read_hf_config
-from infer.loader.formats.quantized import quantized_tensors
+from infer.loader.formats.quantized import published_as
 from infer.loader.load import ModelHeaders, read_headers
 from infer.log import progress
 from infer.models.weight_map import find_target
@@ -277,7 +277,7 @@ def quantize_checkpoint(
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ConfigError(f"{out_dir} is not empty; delete it or choose another directory")
     headers = read_headers(source)
-    if headers.quantization or quantized_tensors(headers.tensors):
+    if headers.quantization or published_as(headers.tensors):
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = [name for name, tensor in headers.tensors.items() if _is_chosen(headers, name, tensor)]

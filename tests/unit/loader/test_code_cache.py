@@ -338,14 +338,14 @@ def test_the_time_of_making_has_no_reading_in_it(monkeypatch: pytest.MonkeyPatch
         now += 1.0
         pack(*args, **kwargs)
 
-    monkeypatch.setattr(packed, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(packed, "moment", lambda device: now)
     monkeypatch.setattr(operations, "pack", pack_in_a_second)
     source = SimpleNamespace(shape=(64, 32), rows=read)
     stored_transposed = SimpleNamespace(shape=(32, 64), copy_to=copy_to, transpose=lambda: None)
     projection = int8()
-    projection.load("weight", source, part=None, expert=None, transposed=False)
+    projection.load(source, part=None, expert=None, transposed=False)
     assert projection.making_seconds() == 2.0
-    projection.load("weight", stored_transposed, part=None, expert=None, transposed=True)
+    projection.load(stored_transposed, part=None, expert=None, transposed=True)
     assert projection.making_seconds() == 3.0
     assert torch.allclose(projection.matrices[0].dequantized(), torch.ones(64, 32), atol=1e-2)
 

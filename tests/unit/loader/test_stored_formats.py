@@ -147,7 +147,7 @@ def test_gptq(bits: int, symmetric: bool, version: int, tmp_path: Path) -> None:
     tensor = opened(tmp_path, leaves, settings)
     assert (tensor.shape, tensor.layout.bits, tensor.layout.group_size) == ((N, K), bits, G)
     assert torch.equal(numbers(tensor).double(), expected)
-    assert describe({"m.weight": tensor}).startswith(f"gptq:int{bits}-g{G} ")
+    assert describe([tensor]).startswith(f"gptq:int{bits}-g{G} ")
 
 
 def test_gptq_read_as_the_other_version_is_wrong_by_one_step(tmp_path: Path) -> None:

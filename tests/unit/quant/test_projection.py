@@ -1,90 +1,16 @@
-"""The contract of projections: where leaves lie, when what is deferred runs."""
+"""The contract of projections and the residual stream: when what is deferred runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-
 import torch
-from safetensors.torch import save_file
 
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
-from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
 from infer.quant.dense import Dense
-from infer.quant.projection import IN, OUT, Axis, Leaf, Projection, WeightSpec
+from infer.quant.projection import WeightSpec
 from infer.quant.residual import NormedInput, PendingProduct, ResidualStream
 
 CPU = torch.device("cpu")
-N, K, GROUP = 256, 384, 128
-PARTS = {"q": 128, "k": 64, "v": 64}
-
-
-class Grouped(Projection):
-    """As GPTQ stores its leaves: 4 bits, groups of 128, an order of columns and a scale for each part."""
-
-    def leaves(self) -> Mapping[str, Leaf]:
-        return {
-            "qweight": Leaf(torch.int32, (Axis("in", 4, 32), OUT)),
-            "qzeros": Leaf(torch.int32, (Axis("in", 1, GROUP), Axis("out", 4, 32))),
-            "scales": Leaf(torch.float16, (Axis("in", 1, GROUP), OUT)),
-            "g_idx": Leaf(torch.int32, (IN,)),
-            "weight_scale": Leaf(torch.float32, ()),
-        }
-
-
-def spec(**changes: object) -> WeightSpec:
-    return replace(WeightSpec(N, K, torch.float32, CPU, PARTS), **changes)  # type: ignore[arg-type]
-
-
-def stored(tmp_path: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, StoredTensor]:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    return open_checkpoint(tmp_path)
-
-
-def random_of(leaf: Leaf, rows: int, size: int = K) -> torch.Tensor:
-    return torch.randint(0, 100, leaf.shape(rows, size)).to(leaf.dtype)
-
-
-def test_each_part_of_each_leaf_has_its_place(tmp_path: Path) -> None:
-    projection = Grouped(spec())
-    shapes = {name: tuple(tensor.shape) for name, tensor in projection.tensors.items()}
-    assert shapes == {
-        "qweight": (K // 8, N), "qzeros": (3, N // 8), "scales": (3, N), "g_idx": (3, K),
-        "weight_scale": (3,),
-    }  # fmt: skip
-    leaves = projection.leaves()
-    tensors = {
-        f"{part}.{name}": random_of(leaf, rows)
-        for part, rows in PARTS.items()
-        for name, leaf in leaves.items()
-    }
-    for name, source in stored(tmp_path, tensors).items():
-        part, leaf_name = name.split(".")
-        projection.load(leaf_name, source, part=part, expert=None, transposed=False)
-    for name, leaf in leaves.items():
-        along, pieces = leaf.axis("out"), [tensors[f"{part}.{name}"] for part in PARTS]
-        expected = torch.stack(pieces) if along is None else torch.cat(pieces, along)
-        assert torch.equal(projection.tensors[name], expected), name
-
-
-def test_experts_are_stacked_and_one_of_them_is_a_view(tmp_path: Path) -> None:
-    projection = Grouped(spec(num_experts=2))
-    leaf = projection.leaves()["scales"]
-    tensors = {f"{e}.{part}": random_of(leaf, rows) for e in range(2) for part, rows in PARTS.items()}
-    for name, source in stored(tmp_path, tensors).items():
-        expert, part = name.split(".")
-        projection.load("scales", source, part=part, expert=int(expert), transposed=False)
-    for number in range(2):
-        expected = torch.cat([tensors[f"{number}.{part}"] for part in PARTS], 1)
-        assert torch.equal(projection.expert(number).tensors["scales"], expected)
-    assert projection.expert(1).tensors["g_idx"].shape == (3, K)
-
-
-def test_without_memory_the_bytes_are_the_same() -> None:
-    meta = Grouped(spec(device=torch.device("meta")))
-    assert meta.num_bytes() == Grouped(spec()).num_bytes() > 0
 
 
 def norm_of(size: int) -> RMSNorm:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.coded import CodedRows, is_grouped
-from infer.quant.registry import SCHEMES
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
+KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
 CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
@@ -107,7 +107,7 @@ def quantized_checkpoint(
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with one `weight` in the place of the leaves of each quantized matrix.
 
-    Leaves that a scheme of the registry keeps as they are stay; those of a KV cache (kv_scales.py) go.
+    Those of a KV cache (kv_scales.py) go.
     """
     kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in KV_LEAVES}
     modules: dict[str, dict[str, StoredTensor]] = {}
@@ -129,7 +129,7 @@ def quantized_checkpoint(
 def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) -> None:
     """Say so where a config names a method or a number of bits that no tensor has; tensors are believed."""
     wrong, bits = [], settings.raw.get("bits")
-    if settings.method and settings.method not in (*known_methods(), *METHODS):
+    if settings.method and settings.method not in (*KNOWN_METHODS, *METHODS):
         wrong.append(f"quant_method {settings.method!r}")
     if type(bits) is int and all(each.format.name in ("gptq", "awq") for each in matrices):
         wrong += [] if any(each.layout.bits == bits for each in matrices) else [f"bits {bits}"]
@@ -145,9 +145,8 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _is_quantized(leaves: Mapping[str, StoredTensor]) -> bool:
-    """Whether a module has a leaf of some format, and no scheme that keeps it as it is."""
-    has_codes = any(leaf in leaves for leaf in _LEAVES if leaf != "weight")
-    return has_codes and not any(scheme.is_stored(leaves) for scheme in SCHEMES.values())
+    """Whether a module has a leaf of some format."""
+    return any(leaf in leaves for leaf in _LEAVES if leaf != "weight")
 
 
 def _quantized(
@@ -198,19 +197,13 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     return {} if path is None else read_json(path, MAX_CONFIG_BYTES)
 
 
-def known_methods() -> list[str]:
-    """The methods that a config may name."""
-    return [*FORMAT_NAMES, "auto-round", *(method for row in SCHEMES.values() for method in row.methods)]
-
-
 def check_method(settings: Mapping[str, Any]) -> None:
     """Refuse a method that is not known where there are no tensors to ask."""
-    known = known_methods()
     method = settings.get("quant_method")
-    if method is not None and method not in known:  # older tools name none
+    if method is not None and method not in KNOWN_METHODS:  # older tools name none
         raise ConfigError(
             f"this checkpoint is quantized with {method!r}, which is not supported; supported: "
-            f"{', '.join(known)}; or use its weights in float16, bfloat16 or float32"
+            f"{', '.join(KNOWN_METHODS)}; or use its weights in float16, bfloat16 or float32"
         )
 
 
@@ -223,19 +216,18 @@ def format_names(tensor: StoredTensor) -> tuple[str, ...]:
     return tuple(filter(None, {tensor.format.name, tensor.module.settings.method}))
 
 
-def describe(tensors: Mapping[str, StoredTensor]) -> str:
-    """The formats of quantized matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
+def describe(tensors: Collection[StoredTensor]) -> str:
+    """The formats of matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
     weights: dict[str, int] = {}
-    matrices = list(tensors.values())
-    for tensor in matrices:
+    for tensor in tensors:
         weights[tensor.type_name] = weights.get(tensor.type_name, 0) + math.prod(tensor.shape)
     names = "+".join(sorted(weights, key=lambda name: -weights[name]))
-    return names and f"{names} {short_bytes(sum(tensor.num_bytes for tensor in matrices))}"
+    return names and f"{names} {short_bytes(sum(tensor.num_bytes for tensor in tensors))}"
 
 
-def quantized_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors that are matrices of a published format, by name."""
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
+def published_as(tensors: Mapping[str, StoredTensor]) -> str:
+    """The quantized formats that a checkpoint holds, and their bytes; "": it is plain numbers, or GGUF."""
+    return describe([tensor for tensor in tensors.values() if isinstance(tensor, QuantizedTensor)])
 
 
 def short_bytes(num_bytes: int) -> str:

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.nn import functional as F
 
 from infer.kernels.elementwise.gated_activation import gated_activation_reference
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.compiled import CompiledLinears
-from infer.quant.gpu_coded import Coded
-from infer.quant.projection import IN, OUT, Leaf, Neighbours, WeightSpec
+from infer.quant.gpu_schemes import GPUWeights
+from infer.quant.projection import Neighbours, WeightSpec
 from tests.unit.kernels.test_linear_coded import FORMS, Filled
 
 N, K = 96, 320
 
 
-class InFours(Coded):
-    scheme = "fours"
-
-    def leaves(self) -> Mapping[str, Leaf]:
-        return {"weight": Leaf(torch.float32, (OUT, IN))}
-
-    def coded_form(self) -> CodedForm:
-        return CodedForm("int4", 64)
-
-
 def spec(device: str = "cpu", num_experts: int | None = None) -> WeightSpec:
-    return WeightSpec(N, K, torch.float32, torch.device(device), num_experts=num_experts)
+    form = CodedForm("int4", 64)
+    return WeightSpec(N, K, torch.float32, torch.device(device), num_experts=num_experts, form=form)
 
 
 def test_products_gates_and_rows_are_of_the_numbers() -> None:
     for name in FORMS:
         filled = Filled(name, N, K)
-        projection = InFours(spec(), [filled.weights])
+        projection = GPUWeights(spec(), [filled.weights])
         projection.prepare(CompiledLinears(torch.device("cpu")), Neighbours(reads_sum=True, writes_sum=True))
         projection.bias = torch.randn(N)
         x = torch.randn(2, 5, K)
@@ -47,12 +36,12 @@ def test_products_gates_and_rows_are_of_the_numbers() -> None:
 
 
 def test_memory_is_counted_without_having_any() -> None:
-    counted, had = InFours(spec("meta", num_experts=3)), InFours(spec(num_experts=3))
+    counted, had = GPUWeights(spec("meta", num_experts=3)), GPUWeights(spec(num_experts=3))
     assert counted.num_bytes() == had.num_bytes() == 3 * CodedWeights.empty(N, K, "int4", 64).num_bytes
-    assert had.expert(1).tensors["cells_0"] is had.matrices[1].cells
+    assert had.expert(1).tensors["cells"] is had.matrices[1].cells
 
 
 def test_more_tokens_unpack_the_matrix_and_experts_none() -> None:
-    matrix = InFours(spec("meta"))
+    matrix = GPUWeights(spec("meta"))
     assert [matrix.scratch_bytes(count) for count in (1, 64, 65, 8192)] == [0, 0, N * K * 4, N * K * 4]
-    assert InFours(spec("meta", num_experts=3)).scratch_bytes(8192) == 0
+    assert GPUWeights(spec("meta", num_experts=3)).scratch_bytes(8192) == 0
