@@ -15,10 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from infer.quant.projection import QuantizedRows
-
-_GROUP = 32  # of the integers that kernels/cpu multiplies with
-
 
 class CodedRows(NamedTuple):
     """Rows of a quantized matrix as their file has them."""
@@ -44,41 +40,6 @@ class CodedRows(NamedTuple):
         numbers.mul_(self.by_column(self.scales))
         return numbers if self.minima is None else numbers.add_(self.by_column(self.minima))
 
-    def integers(self, bits: int) -> QuantizedRows | None:
-        """The codes as a CPU's kernels keep them; None: no 32 neighbours share a scale, or they do not fit.
-
-        Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
-        and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
-        """
-        size = self.codes.shape[1]
-        if self.codes.is_floating_point() or not is_grouped(self.groups, size):
-            return None
-        zeros = self.zeros
-        if bits == 4:
-            if self.bits > 4:
-                return None
-            minima = self.scales * -zeros if self.minima is None else self.minima
-            codes, parts = self.codes.view(torch.int8), [self.scales, minima]
-        elif self.minima is not None:
-            return None
-        elif isinstance(zeros, int) and (self.bits < 8 or self.codes.dtype is torch.int8 and not zeros):
-            codes, parts = self.codes.view(torch.int8) - zeros, [self.scales]
-        else:
-            shifted = self.codes.short()
-            shifted = shifted - (self.by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
-            if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
-                return None
-            codes, parts = shifted.to(torch.int8), [self.scales]
-        halves = as_halves(parts)
-        if halves is None:
-            return None
-        assert isinstance(self.groups, int)
-        repeats, num_groups = -(-min(self.groups, size) // _GROUP), -(-size // _GROUP)
-        scales, *rest = (
-            half.repeat_interleave(repeats, dim=1)[:, :num_groups].contiguous() for half in halves
-        )
-        return QuantizedRows(codes.contiguous(), scales, rest[0] if rest else None)
-
     def by_column(self, parts: torch.Tensor) -> torch.Tensor:
         """The part of each column's group, [R, K]."""
         size = self.codes.shape[1]
@@ -87,17 +48,3 @@ class CodedRows(NamedTuple):
         if self.groups >= size:
             return parts  # one for the row: broadcast
         return parts.repeat_interleave(self.groups, dim=1)[:, :size]
-
-
-def is_grouped(groups: torch.Tensor | int, size: int) -> bool:
-    """Whether 32 neighbours always share a scale; `groups` is 0 where columns name their groups."""
-    return isinstance(groups, int) and groups > 0 and (groups % _GROUP == 0 or groups >= size)
-
-
-def as_halves(parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Scales and minima as float16; None where one is too large, too small or not a number in it."""
-    halves = [part.half() for part in parts]
-    for rounded, exact in zip(halves, parts, strict=True):
-        if not bool(((rounded.float() - exact).abs() <= exact.abs() / 1024).all()):
-            return None
-    return halves

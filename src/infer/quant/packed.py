@@ -18,15 +18,47 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library, why_not
+from infer.kernels.linear.coded import CodedForm
 from infer.kernels.runtime.dispatch import device_kind, moment
 from infer.kernels.runtime.torch_threads import one_thread
 from infer.quant.coded import CodedRows
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Source, WeightSpec
+from infer.quant.rounding import fit_rows
+
+# what kernels/cpu multiplies with, by bits
+_FORMS = {8: CodedForm("int8", 32), 4: CodedForm("int4", 32, has_minima=True)}
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` keeps."""
+
+    integers: torch.Tensor  # int8, [rows, K]
+    scales: torch.Tensor  # float16, [rows, K / 32]
+    minima: torch.Tensor | None  # the same, in 4 bits
+
+
+def quantized_rows(rows: CodedRows, bits: int) -> QuantizedRows | None:
+    """A file's codes as they are; None: no 32 neighbours share a scale, or they do not fit.
+
+    Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
+    and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
+    """
+    part = fit_rows(rows, _FORMS[bits])
+    if part is None:
+        return None
+    exact = [part.scales, *([] if part.minima is None else [part.minima - part.scales * part.zeros])]
+    scales, *minima = (each.half().contiguous() for each in exact)
+    for half, each in zip((scales, *minima), exact, strict=True):
+        if not bool(((half.float() - each).abs() <= each.abs() / 1024).all()):
+            return None
+    return QuantizedRows(part.codes.view(torch.int8).contiguous(), scales, minima[0] if minima else None)
 
 
 class PackedMatrix:
@@ -123,7 +155,7 @@ class Packed(Projection):
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
         """Put a file's integers into place where these kernels have the same; else quantise numbers."""
         matrix = self.matrices[expert]
-        integers = rows.integers(matrix.bits) if isinstance(rows, CodedRows) else None
+        integers = quantized_rows(rows, matrix.bits) if isinstance(rows, CodedRows) else None
         if integers is not None:
             matrix.fill_integers(*integers, first)
             return

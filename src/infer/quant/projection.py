@@ -44,17 +44,6 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 1 << 20  # numbers: 4 MiB of float32, which stay in a CPU's cache between passes over them
 
 
-class QuantizedRows(NamedTuple):
-    """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` (packed.py) keeps.
-
-    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
-    """
-
-    integers: torch.Tensor  # int8, [rows, K]
-    scales: torch.Tensor  # float16, [rows, K / 32]
-    minima: torch.Tensor | None  # the same, in 4 bits
-
-
 class Source(Protocol):
     """What a projection needs of a tensor on disk (loader/formats/checkpoint.py)."""
 

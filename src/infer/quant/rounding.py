@@ -196,6 +196,8 @@ def _signed(rows: CodedRows, form: CodedForm) -> tuple[torch.Tensor | None, torc
     if form.has_minima:
         middle = 128 if codes.dtype is torch.uint8 and rows.bits == 8 else 0
         return (codes.short() - middle).to(torch.int8), middle - zeros
+    if isinstance(zeros, int) and (rows.bits < 8 or codes.dtype is torch.int8 and not zeros):  # they fit
+        return codes.view(torch.int8) - zeros, None
     shifted = codes.short() - (rows.by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
     if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
         return None, None

@@ -16,7 +16,7 @@ from infer.loader.formats.gguf import BLOCK, GGMLType, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize
 from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.quant.coded import CodedRows
-from infer.quant.projection import QuantizedRows
+from infer.quant.packed import QuantizedRows, quantized_rows
 
 # Where a block holds float16 scales: random bytes there would often be NaN or infinite.
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
@@ -78,7 +78,7 @@ def test_what_was_packed_comes_back_close(name: str) -> None:
 
 def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> QuantizedRows | None:
     rows = coded_rows(packed, kind)
-    return rows.integers(bits) if isinstance(rows, CodedRows) else None
+    return quantized_rows(rows, bits) if isinstance(rows, CodedRows) else None
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

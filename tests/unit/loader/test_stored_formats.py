@@ -27,7 +27,7 @@ from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.quantization import form_of_config
 from infer.quant.coded import CodedRows
-from infer.quant.projection import QuantizedRows
+from infer.quant.packed import QuantizedRows, quantized_rows
 from scripts.unpickle import main as unpickle
 
 Leaves = dict[str, torch.Tensor]
@@ -432,7 +432,7 @@ def test_squeezellm(bits: int, sparse: bool, tmp_path: Path) -> None:
 def as_kept(tensor: QuantizedTensor, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
     """The rows as a CPU's kernels take them: integers where they have that form, else numbers."""
     for _, rows in tensor.rows(32, torch.device("cpu")):
-        integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
+        integers = quantized_rows(rows, bits) if isinstance(rows, CodedRows) else None
         yield integers or (rows.numbers() if isinstance(rows, CodedRows) else rows)
 
 

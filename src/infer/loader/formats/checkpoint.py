@@ -81,8 +81,8 @@ class StoredTensor(ABC):
 
     @property
     def is_four_bit(self) -> bool:
-        """Whether 4 bits of a CPU's kernels keep all of it."""
-        return False
+        """Whether 4 bits keep all of it."""
+        return self.coded_form is not None and self.coded_form.codes == "int4"
 
     @property
     def coded_form(self) -> CodedForm | None:

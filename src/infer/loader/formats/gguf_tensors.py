@@ -25,7 +25,7 @@ from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, coded_form_of, coded_rows, dequantize
+from infer.loader.formats.gguf_quants import SUPPORTED, coded_form_of, coded_rows, dequantize
 from infer.quant.coded import CodedRows
 
 # fmt: off
@@ -112,11 +112,6 @@ class PackedTensor(StoredTensor):
     def is_readable(self) -> bool:
         """Whether the block format is one we unpack."""
         return self.type_name in SUPPORTED
-
-    @property
-    def is_four_bit(self) -> bool:
-        """Whether the block format is one that int4 keeps."""
-        return self.stored.kind in FOUR_BITS
 
     @property
     def coded_form(self) -> CodedForm | None:

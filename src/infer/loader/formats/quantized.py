@@ -32,7 +32,7 @@ from infer.loader.formats.kv_scales import LEAVES as KV_LEAVES
 from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
-from infer.quant.coded import CodedRows, is_grouped
+from infer.quant.coded import CodedRows
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
@@ -68,12 +68,6 @@ class QuantizedTensor(StoredTensor):
     def type_name(self) -> str:
         """The format, and what its numbers are."""
         return f"{self.format.name}:{self.layout.label}"
-
-    @property
-    def is_four_bit(self) -> bool:
-        """Whether int4 keeps all of it: even steps, and one scale for 32 neighbours."""
-        layout = self.layout
-        return layout.is_even and layout.bits <= 4 and is_grouped(layout.group_size, layout.size)
 
     @property
     def coded_form(self) -> CodedForm | None:

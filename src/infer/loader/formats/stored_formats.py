@@ -204,7 +204,7 @@ def _measure_scaled(module: StoredModule) -> Layout:
     if kind != "e5m2" and (is_integer or not has_minima):
         codes = "int8" if is_integer else "fp8"
         coded = stored_form(codes, group_size, size, has_minima=has_minima, scale_rows=row_step)
-    return Layout(num_rows, size, 8, group_size, label, is_integer, coded)
+    return Layout(num_rows, size, 8, group_size, label, coded)
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
@@ -309,7 +309,7 @@ def _measure_nf4(module: StoredModule) -> Layout:
         module.check("weight.nested_absmax", (-(-num_blocks // state.nested_block),))
         module.check("weight.nested_quant_map", (256,))
     label = _state_leaf(module.leaves).rpartition("__")[2]
-    return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}", is_even=False)
+    return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}")
 
 
 def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -373,7 +373,7 @@ def _measure_squeezellm(module: StoredModule) -> Layout:
         module.check("cols", module.leaves["vals"].shape)
     if "full_rows" in module.leaves and bool(module.read("full_rows").any()):
         module.fail("full_rows, whole rows beside the sparse weights, are not supported")
-    return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}", is_even=False)
+    return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}")
 
 
 def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:

@@ -32,8 +32,7 @@ class Layout(NamedTuple):
     bits: int  # of a code
     group_size: int  # columns that share a scale; 0: neighbours do not
     label: str  # of the start line: int4-g128
-    is_even: bool = True  # codes are even steps, so small integers can stand for them
-    coded_form: CodedForm | None = None  # in which a GPU keeps the codes as they are; None: in none
+    coded_form: CodedForm | None = None  # in which they can be kept as they are; None: steps are not even
 
 
 @dataclass(frozen=True, slots=True)
