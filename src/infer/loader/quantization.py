@@ -385,7 +385,7 @@ def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
 
 def is_scheme(weight_format: str) -> bool:
     """Whether a form of weights is a scheme's own, and not a dtype."""
-    return any(name in (*PACKED, *SCHEMES) for name in weight_format.split("+"))
+    return weight_format in (*PACKED, *SCHEMES)
 
 
 def describe_kept(

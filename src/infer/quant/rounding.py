@@ -9,9 +9,9 @@ That is what `rounded_form` chooses. A file's own groups, blocks and zeros are o
 on the device that keeps the weights.
 
 Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
-tries narrower ranges as well, fits the scale to each by least squares (and the minimum, if a form has one),
-and keeps what errs least. With a minimum weights err by 1 % less than with a zero, but a kernel multiplies a
-second time, with ones, to add it.
+tries narrower ranges as well, fits the scale to each by least squares, and keeps what errs least. With a
+minimum in place of the zero it would err by 1 % less, but a kernel multiplies a second time, with ones, to add
+it: files have minima, rounding makes none.
 
 Shapes:  R rows, K columns, G groups of a row.
 """
@@ -95,27 +95,13 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
     step = form.group or size
     groups = F.pad(numbers, (0, -size % step)).view(len(rows), -1, step)
     if form.codes == "int4":
-        return _round_int4(groups, size) if form.has_minima else _round_to_zeros(groups, size)
+        part = _round_to_zeros(groups, size)
+        return part._replace(minima=torch.zeros_like(part.scales)) if form.has_minima else part
     largest = E4M3_MAX if form.codes == "fp8" else 127.0
     scales = groups.abs().amax(2).clamp(min=TINY) / largest
     codes = (groups / scales[:, :, None]).clamp_(-largest, largest).flatten(1)[:, :size]
     codes = codes.to(torch.float8_e4m3fn) if form.codes == "fp8" else codes.round_().to(torch.int8)
     return CodedPart(codes, scales, torch.zeros_like(scales) if form.has_minima else None)
-
-
-def _round_int4(groups: torch.Tensor, size: int) -> CodedPart:
-    """Groups [R, G, k] in 16 steps each, of the range whose fitted steps err least."""
-    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    middle, width = (least + most) / 2, (most - least).clamp(min=TINY)
-    best: list[torch.Tensor] = []
-    for share in _RANGES:
-        scale = width * (share / 15)
-        codes = (groups - middle).div_(scale).add_(7.5).round_().clamp_(0, 15)
-        scale, minimum = _fit(groups, codes, scale)
-        error = (codes * scale).add_(minimum).sub_(groups).square_().sum(2, keepdim=True)
-        best = _better(best, [codes, scale, minimum, error])
-    codes, scale, minimum, _ = best
-    return CodedPart(codes.to(torch.uint8).flatten(1)[:, :size], scale[:, :, 0], minimum[:, :, 0])
 
 
 def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
@@ -141,16 +127,6 @@ def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of each group what errs less, the error being the last of each."""
     return [torch.where(new[-1] < old[-1], *pair) for pair in zip(new, old, strict=True)] if old else new
-
-
-def _fit(groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum with which codes come nearest to the weights; of one code alone, the scale given."""
-    mean_code, mean = codes.mean(2, keepdim=True), groups.mean(2, keepdim=True)
-    centred = codes - mean_code
-    spread = centred.square().sum(2, keepdim=True)
-    fitted = centred.mul_(groups).sum(2, keepdim=True).div_(spread.clamp(min=TINY))
-    scale = torch.where(spread > 0, fitted, scale)
-    return scale, mean - scale * mean_code
 
 
 def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
