@@ -32,7 +32,7 @@ from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
-from infer.execution.gpu.graphs import StepGraphs
+from infer.execution.gpu.graphs import CapturedStep, StepGraphs, StepSize
 from infer.execution.gpu.runner import DeviceRunner
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.random_weights import load_random
@@ -67,11 +67,31 @@ def decode(engine: Engine, num_rows: int, num_steps: int) -> float:
     return seconds / num_steps * 1e6
 
 
+class WholeGraphs(StepGraphs):
+    """Steps whose sampler is recorded behind the forward, in the same graph; that of the sampler is empty."""
+
+    def _record(self, size: StepSize) -> CapturedStep:
+        forward, sample = self._forward, self._sample
+
+        def both(size: StepSize) -> torch.Tensor:
+            logits_SV = forward(size)
+            sample(size, logits_SV)
+            return logits_SV
+
+        with mock.patch.multiple(self, _forward=both, _sample=lambda size, logits_SV: None):
+            return super()._record(size)
+
+    def sample(self, size: StepSize) -> torch.Tensor:
+        """Return the logits of the last step, which has been sampled; one without a graph is sampled here."""
+        captured = self._graphs.get(size)
+        return super().sample(size) if captured is None else captured.logits_SV
+
+
 def whole_graphs(runner: DeviceRunner, num_rows: int) -> StepGraphs:
     """Graphs of the same runner in which the sampler is a part of the forward, captured when needed."""
-    return StepGraphs(
+    return WholeGraphs(
         runner._compute_logits, runner._sample_logits, runner._inputs.blank, max_rows=num_rows,
-        max_tokens=512, captures=is_gpu(runner._device), splits=False,
+        max_tokens=512, captures=is_gpu(runner._device),
     )  # fmt: skip
 
 

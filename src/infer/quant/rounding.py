@@ -10,8 +10,8 @@ on the device that keeps the weights.
 
 Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
 tries narrower ranges as well, fits the scale to each by least squares, and keeps what errs least. With a
-minimum in place of the zero it would err by 1 % less, but a kernel multiplies a second time, with ones, to add
-it: files have minima, rounding makes none.
+minimum in place of the zero it would err by 1 % less, but a kernel then multiplies a second time, with ones:
+files have minima, rounding makes none.
 
 Shapes:  R rows, K columns, G groups of a row.
 """

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from infer.errors import ConfigError
 from infer.scheduling.sequence import Sequence
 
 
@@ -38,10 +37,3 @@ POLICIES = {
     "priority": Policy(lambda seq: float(seq.priority)),
     "deadline": Policy(lambda seq: math.inf if seq.deadline is None else seq.deadline),
 }
-
-
-def find_policy(name: str) -> Policy:
-    """The policy of that name, or an error that lists them."""
-    if name not in POLICIES:
-        raise ConfigError(f"scheduler_policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]

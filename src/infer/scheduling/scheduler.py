@@ -29,7 +29,7 @@ from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import MAX_DRAFTS, ResolvedScheduler
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
-from infer.scheduling.policies import find_policy
+from infer.scheduling.policies import POLICIES
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import NEXT_COMMIT, NUM_COMPUTED, NUM_PLANNED, NUM_RESERVED, TURN, Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
@@ -57,7 +57,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.policy = find_policy(config.scheduler_policy)
+        self.policy = POLICIES[config.scheduler_policy]
         self._token_budget = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)

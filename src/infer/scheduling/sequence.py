@@ -55,6 +55,14 @@ def cells_of(columns: np.ndarray) -> tuple[memoryview, ...]:
 class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
+    __slots__ = (
+        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "deadline", "drafts",
+        "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
+        "num_cached", "num_prompt", "num_slots", "num_tokens_then", "place", "priority", "request_id",
+        "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens", "waiting_since",
+        "was_admitted",
+    )  # fmt: skip
+
     def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: Iterable[int]) -> None:
         request = group.request
         self.seq_id = seq_id

@@ -284,18 +284,24 @@ def test_masks_are_given_out_when_the_steps_before_have_been_sampled() -> None:
     assert [event.synchronize.call_count for event in events] == [0, 1, 0, 0], "the last one is behind all"
 
 
+def masked_step(masks: Any, wait_for_steps: Callable[[], None]) -> MaskedStep:
+    unused: Any = mock.MagicMock()
+    return MaskedStep(
+        mock.MagicMock(step=7), unused, masks, wait_for_steps=wait_for_steps, run_smaller=unused,
+        is_on_host=False,
+    )  # fmt: skip
+
+
 def test_the_runner_waits_before_it_gives_out_lines_for_masks() -> None:
     calls: list[str] = []
-    runner: Any = mock.MagicMock()
-    runner._readback.arrive.side_effect = lambda: calls.append("arrive")
-    runner._rows.masks.take.side_effect = lambda count: calls.append(f"take {count}")
-    MaskedStep(runner, mock.MagicMock(step=7), [], mock.MagicMock()).masks(3)
+    masks = mock.MagicMock()
+    masks.take.side_effect = lambda count: calls.append(f"take {count}")
+    masked_step(masks, lambda: calls.append("arrive")).masks(3)
     assert calls == ["arrive", "take 3"]
 
 
 def test_a_device_that_fails_before_masks_are_filled_is_lost() -> None:
     """As in every other call: the supervisor must start anew, and not only these requests fail."""
-    runner: Any = mock.MagicMock()
-    runner._readback.arrive.side_effect = torch.AcceleratorError("misaligned address")
+    arrive = mock.Mock(side_effect=torch.AcceleratorError("misaligned address"))
     with pytest.raises(DeviceLost, match="before step 7"):
-        MaskedStep(runner, mock.MagicMock(step=7), [], mock.MagicMock()).masks(3)
+        masked_step(mock.MagicMock(), arrive).masks(3)

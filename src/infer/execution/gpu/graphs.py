@@ -75,7 +75,7 @@ class CapturedStep(NamedTuple):
     """A step to be replayed, and where its forward writes the logits."""
 
     forward: torch.cuda.CUDAGraph
-    sampler: torch.cuda.CUDAGraph | None  # None: it is a part of the forward
+    sampler: torch.cuda.CUDAGraph
     logits_SV: torch.Tensor  # borrowed
 
 
@@ -115,8 +115,7 @@ class StepGraphs:
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
     (default: all of it). `pool_bytes` are those of the block with which the pool
-    begins. `short_step`: the tokens of a short step, rows included; 0: there is none. `splits`: False records
-    both as one graph, for steps without masks: to measure what the second one costs.
+    begins. `short_step`: the tokens of a short step, rows included; 0: there is none.
     """
 
     def __init__(
@@ -131,11 +130,10 @@ class StepGraphs:
         warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
         short_step: int = 0,
-        splits: bool = True,
     ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
         self._warm_up = warm_up or (lambda size: sample(size, forward(size)))
-        self._captures, self._splits = captures, splits
+        self._captures = captures
         self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
         self.decode_rows = decode_sizes(max_rows)
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
@@ -223,8 +221,7 @@ class StepGraphs:
             assert logits_SV is not None, "a step is sampled once, after its forward"
             self._sample(size, logits_SV)
             return logits_SV
-        if captured.sampler is not None:
-            captured.sampler.replay()
+        captured.sampler.replay()
         return captured.logits_SV
 
     def prepare(self) -> bool:
@@ -247,10 +244,6 @@ class StepGraphs:
             with self._recording() as forward:
                 self._take_block()
                 logits_SV = self._forward(size)
-                if not self._splits:
-                    self._sample(size, logits_SV)
-            if not self._splits:
-                return CapturedStep(forward, None, borrow(logits_SV))
             with self._recording() as sampler:  # while the logits are held: their memory is no other tensor's
                 self._sample(size, logits_SV)
             return CapturedStep(forward, sampler, borrow(logits_SV))

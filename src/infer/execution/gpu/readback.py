@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from infer.errors import DeviceLost, EngineError
+from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
 from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
@@ -59,14 +60,20 @@ class PendingStep:
         self.num_chunks = num_chunks
         self._places: list[tuple[int, int]] | None = None
         self._prompts: list[PromptTable] = []
+        self._pooled: Pooled | None = None
         self._asked: tuple[list[int], list[int], HostCopy] | None = None
 
-    def scatter(self, places: list[tuple[int, int]], prompts: list[PromptTable] | None = None) -> PendingStep:
+    def scatter(
+        self,
+        places: list[tuple[int, int]],
+        prompts: list[PromptTable] | None = None,
+        pooled: Pooled | None = None,
+    ) -> PendingStep:
         """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer.
 
-        Logprobs of prompts must arrive before the ids do.
+        Logprobs of prompts and pooled states must arrive before the ids do.
         """
-        self._places, self._prompts = places, prompts or []
+        self._places, self._prompts, self._pooled = places, prompts or [], pooled
         return self
 
     def attach(self, asked: Asked, table: HostCopy) -> None:
@@ -95,7 +102,8 @@ class PendingStep:
         for number, place in self._places:
             ids[number], logprobs[number] = (arrived[place],), rows[place]
         is_whole = all(NO_TOKEN not in row for row in ids)
-        return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole)
+        pooled = {} if self._pooled is None else self._pooled.by_sequence()
+        return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole, pooled)
 
     def _logprobs(self, ids: list[int]) -> list[tuple[RowLogprobs | None, ...]]:
         """The logprobs of each id whose row asked and has a token."""

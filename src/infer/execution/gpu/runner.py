@@ -36,6 +36,7 @@ from infer.errors import DeviceLost
 from infer.execution.batch import has_embeddings, needed_tokens, reads_prompt
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
+from infer.execution.gpu.masks import DeviceMasks
 from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows
 from infer.execution.gpu.sending import send
@@ -408,7 +409,14 @@ class DeviceRunner:
 
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
-        return MaskedStep(self, plan, sequences, sample)
+        return MaskedStep(
+            plan,
+            sample,
+            self._rows.masks,
+            wait_for_steps=self._readback.arrive,
+            run_smaller=partial(self._launch_smaller, plan, sequences),
+            is_on_host=self._needs_host(plan, sequences),
+        )
 
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
         """Launch a step up to its logits; returns what launches the rest."""
@@ -641,8 +649,8 @@ class DeviceRunner:
             self._rows.has_newest[chunks.rows] = chunks.draws
             of_outputs = self._asked(logits_SV, chunks.rows[drawn], None)
             pending = self._readback.take(plan.step, ids_S, len(chunks), of_outputs)
-            pending.scatter([(number, place) for place, number in enumerate(drawn.tolist())], asked)
-            return pending if pooled is None else lambda: _with_pooled(pooled, pending)
+            places = [(number, place) for place, number in enumerate(drawn.tolist())]
+            return pending.scatter(places, asked, pooled)
 
         return sample
 
@@ -651,8 +659,7 @@ class DeviceRunner:
         if not (asked or pooled):  # the middle of a prompt
             return _nothing_of(plan)
         pending = self._readback.take(plan.step, self._scratch.ids_S[:0], len(plan.chunks))
-        pending.scatter([], asked)
-        return pending if pooled is None else lambda: _with_pooled(pooled, pending)
+        return pending.scatter([], asked, pooled)
 
     @torch.inference_mode()
     def _sample_on_host(
@@ -667,8 +674,8 @@ class DeviceRunner:
         self._rows.sampled_on_host(plan.chunks.rows)
         if pooled is None:
             return lambda: result
-        arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0)
-        return lambda: _with_pooled(pooled, arrival, result)
+        arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0).scatter([], pooled=pooled)
+        return lambda: result._replace(pooled=arrival().pooled)
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
@@ -690,12 +697,23 @@ class DeviceRunner:
 
 
 class MaskedStep:
-    """A step whose forward was launched: it is sampled once the masks of its rows are filled."""
+    """A step whose forward was launched: it is sampled once the masks of its rows are filled.
+
+    `run_smaller` runs it in halves where there is no memory to sample it; `is_on_host`: the host samples it.
+    """
 
     def __init__(
-        self, runner: DeviceRunner, plan: StepPlan, sequences: Sequence[TokenSequence], sample: Sample
+        self,
+        plan: StepPlan,
+        sample: Sample,
+        masks: DeviceMasks,
+        *,
+        wait_for_steps: Callable[[], None],
+        run_smaller: Callable[[torch.OutOfMemoryError], WaitForStep],
+        is_on_host: bool,
     ) -> None:
-        self._runner, self._plan, self._sequences, self._sample = runner, plan, sequences, sample
+        self._plan, self._sample, self._masks = plan, sample, masks
+        self._wait_for_steps, self._run_smaller, self._is_on_host = wait_for_steps, run_smaller, is_on_host
         self._masks_KW = np.empty((0, 0), dtype=np.int32)
 
     def masks(self, num_rows: int) -> np.ndarray:
@@ -704,28 +722,28 @@ class MaskedStep:
         The steps before it are waited for, whose sampler fetches the same lines; the engine has read them.
         """
         try:
-            self._runner._readback.arrive()
+            self._wait_for_steps()
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed before step {self._plan.step}") from error
-        self._masks_KW = self._runner._rows.masks.take(num_rows)
+        self._masks_KW = self._masks.take(num_rows)
         return self._masks_KW
 
     def sample(self, numbers: Sequence[int]) -> WaitForStep:
         """Launch the sampler: mask k is that of the chunk `numbers[k]`, and other chunks have none."""
-        runner, plan, rows = self._runner, self._plan, self._plan.chunks.rows
+        plan, rows = self._plan, self._plan.chunks.rows
 
         def keep_masks(lines_KW: np.ndarray) -> None:  # for the host, which samples now or a part at a time
             plan.masks = dict(zip(plan.chunks.seq_ids[numbers].tolist(), lines_KW, strict=True))
 
         try:
             try:
-                if runner._needs_host(plan, self._sequences):
+                if self._is_on_host:
                     keep_masks(self._masks_KW)
-                runner._rows.masks.send(rows if len(numbers) == len(rows) else rows[numbers])
+                self._masks.send(rows if len(numbers) == len(rows) else rows[numbers])
                 return self._sample()
             except torch.OutOfMemoryError as error:
                 keep_masks(self._masks_KW.copy())
-                return runner._launch_smaller(plan, self._sequences, error)
+                return self._run_smaller(error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
@@ -745,9 +763,3 @@ def _nothing_of(plan: StepPlan) -> WaitForStep:
     """The result of a plan that samples nothing."""
     result = StepResult([()] * len(plan.chunks), [()] * len(plan.chunks), {})
     return lambda: result
-
-
-def _with_pooled(pooled: Pooled, wait: WaitForStep, result: StepResult | None = None) -> StepResult:
-    """The result that `wait` brings, or the one given, with the states that have arrived by then."""
-    arrived = wait()
-    return (result or arrived)._replace(pooled=pooled.by_sequence())
