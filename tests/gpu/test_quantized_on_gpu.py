@@ -213,7 +213,7 @@ def test_codes_that_were_kept_are_the_ones_that_were_made(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
     """A second start reads from disk what the first one rounded on the GPU."""
-    monkeypatch.setattr(code_cache, "models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr(code_cache, "codes_dir", lambda: tmp_path / "codes")
     monkeypatch.setattr(code_cache, "SLOW_SECONDS", -1.0)
     first, second = (load(dense(root, "qwen3_moe"), quantization, "cuda", "bfloat16") for _ in range(2))
     assert second.kept_as == f"{first.kept_as}, read from the cache"

@@ -7,6 +7,6 @@
     load.py           go                the device, the number format (dtype.py, quantization.py), the copying
 
 code_cache.py keeps rounded weights on disk where rounding took long.
-read_ahead.py asks the disk for weights while PyTorch is still being imported.
+read_ahead.py asks the disk for weights, or for kept codes of them, while PyTorch is still being imported.
 random_weights.py stands in for all of it where only the shapes of a model matter.
 """

@@ -1,12 +1,13 @@
 """Codes that a start was long in making, kept on disk for the next one.
 
-    ~/.cache/infer/codes/<key>.safetensors      all matrices that were rounded while they were loaded
+    ~/.cache/infer/codes/<weights>-<key>.safetensors     all matrices that were rounded while they were loaded
 
-The key is a hash of all that codes depend on: the checkpoint's files, the code that rounds and lays out, the
-parts of each matrix in their order, and on a CPU the compiled library, whose layout depends on the
-instructions of the processor. So nothing is ever stale. A file is written under a name of its own and renamed
-into place when it is whole, and each tensor has a checksum. What cannot be read, or is not what was written,
-is made again; a folder that cannot be written is no error.
+The first part of the name tells files of weights apart, for read_ahead.py, which knows no more. The key is a
+hash of all that codes depend on: the checkpoint's files, the code that rounds and lays out, the parts of each
+matrix in their order, and on a CPU the compiled library, whose layout depends on the instructions of the
+processor. So nothing is ever stale. A file is written under a name of its own and renamed into place when it
+is whole, and each tensor has a checksum. What cannot be read, or is not what was written, is made again; a
+folder that cannot be written is no error.
 
 Only numbers of 16 bits or more become codes that are kept: those of a quantized file are on disk already, and
 need little work. A CPU of two cores loads and rounds a billion weights in 8 s to int8 and in 25 s to int4. A
@@ -32,11 +33,11 @@ import torch
 from infer.errors import CheckpointError, ModelSourceError
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.dispatch import device_kind
-from infer.loader.find.default_model import models_dir
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor, read_header, write_safetensors
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.placement import Move
+from infer.loader.read_ahead import codes_dir, codes_prefix
 from infer.log import progress
 from infer.models.model import Model
 from infer.quant.packed import Packed
@@ -84,12 +85,10 @@ class CodeCache:
             for name, projection in found.items()
             if name not in coded and projection.scheme != "none"
         }
-        with contextlib.suppress(
-            ModelSourceError, OSError
-        ):  # no home; or a file that loading complains about
-            return cls(
-                made, models_dir().parent / "codes" / f"{_key(made, source)}{_SUFFIX}" if made else None
-            )
+        with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
+            if made:
+                name = f"{codes_prefix(source)}-{_key(made, source)}{_SUFFIX}"
+                return cls(made, codes_dir() / name)
         return cls(made, None)
 
     @property
@@ -179,7 +178,7 @@ def _key(projections: Mapping[str, Projection], source: ModelSource) -> str:
 
 def _identity(source: ModelSource) -> Iterator[bytes]:
     """What tells a checkpoint from others, wherever it lies: sizes, times, and some bytes of its files."""
-    for path in [source.path] if source.is_gguf else sorted(source.path.glob("*.safetensors")):
+    for path in source.weight_files:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
             yield repr((path.name, found.st_size, found.st_mtime_ns)).encode()

@@ -34,7 +34,6 @@ head always has 8. The choice depends on the files and the machine, never on a t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -86,7 +85,6 @@ class WeightFormat(NamedTuple):
 class StoredMatrix(NamedTuple):
     """A matrix of the layers as a file holds it, all parts of a fused one and all experts together."""
 
-    num_weights: int
     bits: int  # of the packed form that suits it: 4 if that keeps all of it, else 8
     formats: frozenset[str] = frozenset()  # in which it is published: gptq, awq, gguf, ...
     types: frozenset[str] = frozenset()  # of its numbers in the file: BF16, Q4_1, ...
@@ -100,7 +98,6 @@ def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) 
         if not module.startswith("layers.") or module.endswith(".router") or is_norm:
             continue
         found[module] = StoredMatrix(
-            sum(math.prod(weight.shape) for weight in weights),
             4 if all(weight.is_four_bit for weight in weights) else 8,
             frozenset(name for weight in weights for name in format_names(weight)),
             frozenset(weight.type_name for weight in weights),
@@ -111,7 +108,7 @@ def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) 
 def matrix_of_config(settings: Mapping[str, Any]) -> StoredMatrix:
     """What a `quantization_config` alone says about the matrices, where there are no tensors yet."""
     bits = Settings(settings).hints("bits", "num_bits", "w_bit", "wbits") or [8]
-    return StoredMatrix(0, 4 if max(bits) <= 4 else 8, formats=frozenset({Settings(settings).method}))
+    return StoredMatrix(4 if max(bits) <= 4 else 8, formats=frozenset({Settings(settings).method}))
 
 
 def stored_weights(

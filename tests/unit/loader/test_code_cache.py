@@ -41,7 +41,7 @@ FROM_CACHE = ", read from the cache"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where codes are kept; all of them, however quickly they are made."""
-    monkeypatch.setattr(code_cache, "models_dir", lambda: tmp_path / "cache" / "models")
+    monkeypatch.setattr(code_cache, "codes_dir", lambda: tmp_path / "cache" / "codes")
     monkeypatch.setattr(code_cache, "SLOW_SECONDS", -1.0)
     yield tmp_path / "cache" / "codes"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infer.loader.find.source import ModelSource
-from infer.loader.read_ahead import CHUNK_BYTES, read_ahead, start_reading_ahead
+from infer.loader.read_ahead import CHUNK_BYTES, codes_dir, codes_prefix, read_ahead, start_reading_ahead
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
 
@@ -48,6 +48,22 @@ def test_a_gguf_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_sparse(tmp_path / "m.gguf", 2)
     source = ModelSource(path=tmp_path / "m.gguf", name="m", is_gguf=True)
     assert advice_for(monkeypatch, source, 1 << 40) == {"m.gguf": {0, 1}}
+
+
+def test_kept_codes_are_asked_for_in_place_of_the_weights_they_were_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_sparse(tmp_path / "m.gguf", 2)
+    source = ModelSource(path=tmp_path / "m.gguf", name="m", is_gguf=True)
+    codes_dir().mkdir(parents=True)
+    prefix = codes_prefix(source)
+    for name, age in ((f"{prefix}-old", 2), (f"{prefix}-new", 1), ("00000000-another", 0)):
+        write_sparse(codes_dir() / name, 3)
+        os.utime(codes_dir() / name, (0, 1000 - age))
+    assert advice_for(monkeypatch, source, 1 << 40) == {f"{prefix}-new": {0, 1, 2}}
+    write_sparse(source.path, 4)  # other weights than those
+    assert advice_for(monkeypatch, source, 1 << 40) == {"m.gguf": {0, 1, 2, 3}}
 
 
 def test_a_file_that_is_gone_is_left_to_the_loader(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ class ModelSource:
     name: str  # its name in the API and in messages
     is_gguf: bool
 
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files of its weights, in the order in which they are loaded."""
+        return [self.path] if self.is_gguf else sorted(self.path.glob("*.safetensors"))
+
 
 def resolve_model(
     model: str | None, *, revision: str | None = None, show_progress: bool = True
