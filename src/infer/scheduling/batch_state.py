@@ -161,7 +161,7 @@ class BatchState:
             line[:] = blocks[:stop]
             if stop and blocks[0] < 0:
                 line[line < 0] = next(block for block in blocks if block >= 0)
-        self._cells[NUM_RESERVED][seq.place] = stop * self.block_size
+        seq.num_reserved = stop * self.block_size
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
 from infer.scheduling.policies import POLICIES
 from infer.scheduling.preemption import PreemptionCost
-from infer.scheduling.sequence import NEXT_COMMIT, NUM_COMPUTED, NUM_PLANNED, NUM_RESERVED, TURN, Sequence
+from infer.scheduling.sequence import Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
 
 BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
@@ -110,7 +110,7 @@ class Scheduler:
         self._run(child)
         self.state.enter_tables(child, self.pool.block_tables(child.seq_id))
         for seq in (parent, child):  # either must ask before it writes
-            seq.cells[NUM_RESERVED][seq.place] = seq.num_computed
+            seq.num_reserved = seq.num_computed
         self.state.num_steady = 0
 
     def remove(self, seq: Sequence) -> None:
@@ -225,7 +225,7 @@ class Scheduler:
             if self.keeps_cache:
                 tokens = seq.tokens
                 stop = end if end < len(tokens) else len(tokens)  # ids of drafts may still be unknown
-                seq.cells[NEXT_COMMIT][seq.place] = commit(seq.seq_id, tokens, stop)
+                seq.next_commit = commit(seq.seq_id, tokens, stop)
             else:
                 self._forget_cache(seq)
 
@@ -268,7 +268,7 @@ class Scheduler:
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
-        seq.num_computed = seq.cells[NUM_RESERVED][seq.place] = 0
+        seq.num_computed = seq.num_reserved = 0
         if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
             self.pool.match_prefix(seq.seq_id, ())
 
@@ -346,7 +346,7 @@ class Scheduler:
             draft.set_aside(kept)
             self._serve_shorter(prompts, draft)
             draft.set_aside(-kept)
-            prompts = [seq for seq in prompts if seq.is_running and not seq.cells[NUM_PLANNED][seq.place]]
+            prompts = [seq for seq in prompts if seq.is_running and not seq.num_planned]
         self._continue_prompts(prompts, draft)
         self._admit(draft)
 
@@ -468,8 +468,7 @@ class Scheduler:
         return pending if pending <= budget else 0
 
     def _add_prompt(self, seq: Sequence, length: int, draft: PlanDraft) -> None:
-        seq.cells[NUM_PLANNED][seq.place] = length
-        seq.cells[TURN][seq.place] = draft.num_turns
+        seq.num_planned, seq.turn = length, draft.num_turns
         draft.num_turns += 1
         draft.spend(length)
         draft.num_prompts -= 1
@@ -485,7 +484,7 @@ class Scheduler:
         pool, write_tables = self.pool, self.state.write_tables
         for seq, count in zip(sequences, num_tokens, strict=True):
             while seq.is_running:
-                copies = pool.reserve(seq.seq_id, count, seq.cells[NUM_COMPUTED][seq.place])
+                copies = pool.reserve(seq.seq_id, count, seq.num_computed)
                 if copies is not None:
                     write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
                     if copies:
@@ -497,7 +496,7 @@ class Scheduler:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
-            draft.drop(seq.row, seq.cells[NUM_PLANNED][seq.place], len(self.state.tenancy))
+            draft.drop(seq.row, seq.num_planned, len(self.state.tenancy))
             self._stop_running(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):

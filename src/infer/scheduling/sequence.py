@@ -30,8 +30,8 @@ from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request
 
 LINES: Final = (
-    "num_tokens",
-    "num_computed",
+    "num_tokens",  # tokens that have a place, those included whose ids are still on the device
+    "num_computed",  # tokens whose keys and values are in the cache
     "num_reserved",  # tokens that may be written without asking the pool
     "limit",  # tokens that are ever computed: the last one of an output is not
     "next_commit",  # the num_computed from which on the pool has to hear of the sequence
@@ -52,6 +52,19 @@ def cells_of(columns: np.ndarray) -> tuple[memoryview, ...]:
     return tuple(line.data for line in columns)
 
 
+class _Count:
+    """A number of a sequence's column, read and written where the column is now."""
+
+    def __set_name__(self, owner: type[Sequence], name: str) -> None:
+        self._line = LINES.index(name)
+
+    def __get__(self, seq: Sequence, owner: type[Sequence]) -> int:
+        return seq.cells[self._line][seq.place]
+
+    def __set__(self, seq: Sequence, count: int) -> None:
+        seq.cells[self._line][seq.place] = count
+
+
 class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
@@ -62,6 +75,10 @@ class Sequence:
         "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens", "waiting_since",
         "was_admitted",
     )  # fmt: skip
+
+    num_tokens, num_computed, num_reserved = _Count(), _Count(), _Count()  # what each is: `LINES`
+    next_commit, num_planned, turn = _Count(), _Count(), _Count()
+    num_samples, row = _Count(), _Count()
 
     def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: Iterable[int]) -> None:
         request = group.request
@@ -95,43 +112,6 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.cumulative_logprob = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens have a place, those included whose ids are still on the device."""
-        return self.cells[NUM_TOKENS][self.place]
-
-    @num_tokens.setter
-    def num_tokens(self, count: int) -> None:
-        self.cells[NUM_TOKENS][self.place] = count
-
-    @property
-    def num_computed(self) -> int:
-        """How many tokens have their keys and values in the cache."""
-        return self.cells[NUM_COMPUTED][self.place]
-
-    @num_computed.setter
-    def num_computed(self, count: int) -> None:
-        self.cells[NUM_COMPUTED][self.place] = count
-
-    @property
-    def num_reserved(self) -> int:
-        """How many tokens may be written without asking the pool."""
-        return self.cells[NUM_RESERVED][self.place]
-
-    @property
-    def num_samples(self) -> int:
-        """How many tokens its next sampling chunk draws: n where it is about to fork."""
-        return self.cells[NUM_SAMPLES][self.place]
-
-    @num_samples.setter
-    def num_samples(self, count: int) -> None:
-        self.cells[NUM_SAMPLES][self.place] = count
-
-    @property
-    def row(self) -> int:
-        """Where its block tables lie; NO_ROW unless it runs."""
-        return self.cells[ROW][self.place]
 
     @property
     def num_pending(self) -> int:
