@@ -58,33 +58,28 @@ _IMPORTED_AT = time.perf_counter()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (`serve` tells it when to stop), on a socket that may be shared."""
+    """uvicorn without its signal handlers (`serve` says when to stop), on a socket that processes share."""
 
-    _shared: tuple[socket.socket, Board] | None = None
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, board: Board) -> None:
+        super().__init__(config)
+        self._listener, self._board = listener, board
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `serve`."""
         yield
 
-    def share(self, listener: socket.socket, board: Board) -> None:
-        """Take connections from a listening socket that other API processes take them from too."""
-        self._shared = listener, board
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen."""
-        await super().startup(sockets)
-        if self._shared is not None:
-            listener, board = self._shared
-            make = partial(_CountedConnection, board, self.config, self.server_state, self.lifespan.state)
-            self._acceptor = Acceptor(listener, board, make, self.config.ssl)
+        """Start to take connections."""
+        await super().startup([])
+        make = partial(_CountedConnection, self._board, self.config, self.server_state, self.lifespan.state)
+        self._acceptor = Acceptor(self._listener, self._board, make, self.config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen no more, and let the last answers be read."""
-        if self._shared is not None:
-            self._acceptor.close()
-            self._shared[0].close()
-        await super().shutdown(sockets)
+        self._acceptor.close()
+        self._listener.close()
+        await super().shutdown([])
 
 
 class _CountedConnection(GuardedConnection):
@@ -123,15 +118,14 @@ async def serve(
     state.board.is_starting = True
     workers = Workers(config, state.board)
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares, workers)
-    server = HttpServer(uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
+    http = uvicorn_config(state, fleet)  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
+    server = HttpServer(http, listener, state.board)
     warn_if_open(config)
     stopping = _stop_on_signals(state)
-    if number > 1:
-        server.share(listener, state.board)
-        knobs = [with_server_defaults(model).knobs() for model in models.values()]
-        await workers.start(server.config.loaded_app, listener, knobs)
-    serving = asyncio.create_task(server.serve(sockets=[listener] if number == 1 else []))
+    knobs = [with_server_defaults(model).knobs() for model in models.values()]
+    await workers.start(http.loaded_app, listener, knobs)
+    serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
     url = url_of(config, listener)

@@ -93,9 +93,9 @@ def test_a_server_that_has_shut_down_listens_no_more() -> None:
         site, listener = Site(), socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()
         listener.setblocking(False)
-        server = HttpServer(uvicorn_config(site.state, Fleet(site.state, ServerMetrics("infer"))))
-        server.share(listener, Board(2))
-        serving = asyncio.create_task(server.serve(sockets=[]))
+        http = uvicorn_config(site.state, Fleet(site.state, ServerMetrics("infer")))
+        server = HttpServer(http, listener, Board(2))
+        serving = asyncio.create_task(server.serve())
         _, writer = await asyncio.open_connection(*address)
         writer.close()
         server.should_exit = True

@@ -209,9 +209,9 @@ async def run(launch: WorkerLaunch) -> None:
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
     await channel.open()
     listening = asyncio.create_task(channel.run())
-    server = HttpServer(uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http")))
-    server.share(socket.socket(fileno=launch.listener), state.board)
-    serving = asyncio.create_task(server.serve(sockets=[]))
+    http = uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http"))
+    server = HttpServer(http, socket.socket(fileno=launch.listener), board)
+    serving = asyncio.create_task(server.serve())
     ends = [asyncio.create_task(worker.stopping.wait()), listening]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
