@@ -54,7 +54,7 @@ def process_of(client: httpx.Client, server: ServerProcess) -> int:
     port = stream.get_extra_info("client_addr")[1]
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
-        if int(fields[2].split(":")[1], 16) == port:
+        if int(fields[2].split(":")[1], 16) == port and fields[9] != "0":  # 0: closed, and waiting to be gone
             inode = fields[9]
             break
     else:
