@@ -87,9 +87,8 @@ def check_token_ids(request: Request, vocab_size: int) -> array[int]:
 def _check_range(param: str, ids: Collection[int], vocab_size: int) -> None:
     for token_id in (min(ids), max(ids)) if ids else ():
         if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
-                param=param,
+            raise RequestError.about(
+                param, f"holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}"
             )
 
 
@@ -97,13 +96,13 @@ def check_order(request: Request) -> None:
     """Refuse a priority or a deadline that no queue can be sorted by."""
     if not -MAX_PRIORITY - 1 <= request.priority <= MAX_PRIORITY:
         shown = f"a number of {request.priority.bit_length()} bits"
-        raise RequestError(
-            f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {shown}", param="priority"
+        raise RequestError.about(
+            "priority", f"must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {shown}"
         )
     if request.deadline is not None and not -MAX_DEADLINE <= request.deadline <= MAX_DEADLINE:
         is_huge = isinstance(request.deadline, int)  # more digits than Python agrees to print
         shown = "an integer of too many digits" if is_huge else f"{request.deadline}"
-        raise RequestError(f"deadline must be a finite number of seconds, got {shown}", param="deadline")
+        raise RequestError.about("deadline", f"must be a finite number of seconds, got {shown}")
 
 
 def check_pooling(request: Request) -> None:
@@ -111,9 +110,7 @@ def check_pooling(request: Request) -> None:
     if request.pooling is None:
         return
     if request.pooling not in POOLINGS:
-        raise RequestError(
-            f"pooling must be one of {', '.join(POOLINGS)}, got {request.pooling!r}", param="pooling"
-        )
+        raise RequestError.about("pooling", f"must be one of {', '.join(POOLINGS)}, got {request.pooling!r}")
     params = request.params
     if params.num_sequences > 1 or params.prompt_logprobs is not None or params.structured is not None:
         raise RequestError(

@@ -97,10 +97,10 @@ class SamplingParams(metaclass=_CheckedNames):
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
+                raise RequestError.about(
+                    "min_tokens",
+                    f"is {self.min_tokens} but max_tokens is {self.max_tokens}; "
                     f"lower min_tokens to at most {self.max_tokens} or raise max_tokens",
-                    param="min_tokens",
                 )
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
@@ -117,8 +117,8 @@ class SamplingParams(metaclass=_CheckedNames):
         ids = _own_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", ids)
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(
-                f"logit_bias must map token ids to numbers, got {_shown(self.logit_bias)}", param="logit_bias"
+            raise RequestError.about(
+                "logit_bias", f"must map token ids to numbers, got {_shown(self.logit_bias)}"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -130,9 +130,8 @@ class SamplingParams(metaclass=_CheckedNames):
         if self.best_of is not None:
             check_num_sequences("best_of", self.best_of)
             if self.best_of < self.n:
-                raise RequestError(
-                    f"best_of is {self.best_of} but n is {self.n}; best_of must be at least n",
-                    param="best_of",
+                raise RequestError.about(
+                    "best_of", f"is {self.best_of} but n is {self.n}; best_of must be at least n"
                 )
         if not self.use_beam_search:
             return
@@ -158,12 +157,11 @@ class SamplingParams(metaclass=_CheckedNames):
         }
         for name, (limit, what) in limits.items():
             if (count := len(getattr(self, name))) > limit:
-                raise RequestError(f"{name} has {count} {what}, at most {limit} are allowed", param=name)
+                raise RequestError.about(name, f"has {count} {what}, at most {limit} are allowed")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
-                raise RequestError(
-                    f"stop must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}",
-                    param="stop",
+                raise RequestError.about(
+                    "stop", f"must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}"
                 )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
@@ -239,8 +237,8 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
     # The comparison must hold, not fail to: NaN fails all of them.
     if not (is_number and low <= value <= high) or (low_open and value == low):
         bracket = "(" if low_open else "["
-        raise RequestError(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}", param=name
+        raise RequestError.about(
+            name, f"must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}"
         )
 
 
@@ -253,17 +251,17 @@ def _check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         spelled = {MAX_INT: "2^63 - 1", -MAX_INT: "-2^63 + 1"}
         allowed = f"[{spelled.get(low, low)}, {spelled.get(high, high)}]"
-        raise RequestError(f"{name} must be an integer in {allowed}, got {_shown(value)}", param=name)
+        raise RequestError.about(name, f"must be an integer in {allowed}, got {_shown(value)}")
 
 
 def _check_bool(name: str, value: bool) -> None:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {_shown(value)}", param=name)
+        raise RequestError.about(name, f"must be true or false, got {_shown(value)}")
 
 
 def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
-        raise RequestError(f"{name} must be {wanted}, got {_shown(value)}", param=name)
+        raise RequestError.about(name, f"must be {wanted}, got {_shown(value)}")
     return tuple(value)
 
 

@@ -133,25 +133,24 @@ class Structured:
         if isinstance(value, Structured):
             return value
         if not isinstance(value, Mapping):
-            raise RequestError(
-                f"{param} must be a Structured or a mapping such as {{'json_schema': {{...}}}}, "
+            raise RequestError.about(
+                param,
+                f"must be a Structured or a mapping such as {{'json_schema': {{...}}}}, "
                 f"got {type(value).__name__}",
-                param=param,
             )
         given = {str(name): value[name] for name in value}
         if "kind" in given:  # all fields, as a record has them
             names = {field.name for field in fields(cls)}
             if unknown := set(given) - names:
-                raise RequestError(f"{param} has unknown fields {', '.join(sorted(unknown))}", param=param)
+                raise RequestError.about(param, f"has unknown fields {', '.join(sorted(unknown))}")
             whole = cls(**given)
             whole._check_contents()
             return whole
         kinds = [name for name in given if name in KINDS]
         options = {name: given.pop(name) for name in ("whitespace", "triggers", "param") if name in given}
         if len(kinds) != 1 or len(given) != 1:
-            raise RequestError(
-                f"{param} must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}",
-                param=param,
+            raise RequestError.about(
+                param, f"must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}"
             )
         options.setdefault("param", param)
         (kind,) = kinds
@@ -241,10 +240,10 @@ class Reasoning:
         limit = self.max_tokens
         for number in (self.end_id, *self.forced, *(() if limit is None else (limit,))):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise RequestError(
-                    "reasoning has an end_id, ids that are forced and maybe max_tokens, all of them integers "
+                raise RequestError.about(
+                    "reasoning",
+                    "has an end_id, ids that are forced and maybe max_tokens, all of them integers "
                     f"from 0 on, got {number!r:.80}",
-                    param="reasoning",
                 )
         if self.end_id not in self.forced or len(self.forced) > MAX_FORCED:
             raise RequestError(
@@ -260,8 +259,8 @@ class Reasoning:
             return value
         names = {field.name for field in fields(cls)}
         if not isinstance(value, Mapping) or not {"end_id"} <= set(value) <= names:
-            raise RequestError(
-                f"reasoning must be a Reasoning or a mapping of {', '.join(sorted(names))}", param="reasoning"
+            raise RequestError.about(
+                "reasoning", f"must be a Reasoning or a mapping of {', '.join(sorted(names))}"
             )
         return cls(**value)
 

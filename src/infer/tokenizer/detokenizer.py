@@ -119,7 +119,7 @@ class _StopSearch:
     def __init__(self, stops: Sequence[str]) -> None:
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise RequestError(f"stop must hold non-empty strings, got {stop!r}", param="stop")
+                raise RequestError.about("stop", f"must hold non-empty strings, got {stop!r}")
         self.hit: str | None = None
         self._trackers = [_Tracker(stop) for stop in dict.fromkeys(stops)]
         self._held = ""  # not shown yet
