@@ -188,7 +188,7 @@ static void run_heads(word H) {
     RUN("infer_rope", 3, T, p(qkv), p(k), stride, stride, p(cos), p(sin), p(positions), p(q_out), p(k_out), N, G, R, 2);
     emit_floats("turned_queries", q_out, T * N * H);
     emit_floats("turned_keys", k_out, T * G * H);
-    RUN("infer_write_cache", 3, T, p(k), p(v), stride, stride, p(keys), p(values), p(slots), G * H, 2);
+    RUN("infer_write_cache", 3, T, p(k), p(v), stride, stride, p(keys), p(values), 0, 0, p(slots), 0, 0, G, H, 0, 2);
     emit("cache_keys", "bytes", keys, SLOTS * G * H * 4);
     emit("cache_values", "bytes", values, SLOTS * G * H * 4);
 }
@@ -213,7 +213,7 @@ static void run_attention(word H, word window) {
     for (word i = 0; i < num; i++) slots[i] = i;
     for (word kind = 1; kind < 3; kind++) {
         uint8_t *k_codes = room((size_t)size), *v_codes = room((size_t)size);
-        RUN("infer_write_codes", (num + 1) / 2, num, p(keys), p(values), G * H, G * H, p(k_codes), p(v_codes), p(k_scales),
+        RUN("infer_write_cache", (num + 1) / 2, num, p(keys), p(values), G * H, G * H, p(k_codes), p(v_codes), p(k_scales),
             p(v_scales), p(slots), 0, kind, G, H, BLOCK, 2);
         emit("key_codes", "bytes", k_codes, size);
         emit_floats("key_scales", k_scales, num * G);
@@ -223,7 +223,7 @@ static void run_attention(word H, word window) {
         float odd[4 * G * 256];
         for (word i = 0; i < 4 * G * H; i++) odd[i] = keys[i] * (i / (G * H) < 2 ? i < G * H ? 1e-37f : 1e-44f : 1.0f);
         odd[2 * G * H + 1] = NAN, odd[3 * G * H + 1] = -INFINITY;
-        RUN("infer_write_codes", 2, 4, p(odd), p(odd), G * H, G * H, p(k_codes), p(v_codes), p(k_scales), p(v_scales),
+        RUN("infer_write_cache", 2, 4, p(odd), p(odd), G * H, G * H, p(k_codes), p(v_codes), p(k_scales), p(v_scales),
             p(slots), 0, kind, G, H, BLOCK, 2);
         emit("odd_codes", "bytes", k_codes, 4 * G * H);
         emit_floats("odd_scales", k_scales, 4 * G);

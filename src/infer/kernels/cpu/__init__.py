@@ -7,7 +7,8 @@ product for weights in groups of small integers. Both are mended by about a thou
     csrc/linear_neon.h   the same on ARM
     csrc/activations.c   activations into integers, on their way to a product
     csrc/attention.c     attention of a ragged batch straight from the paged cache
-    csrc/elementwise.c   norms, rotary positions, gates, cache writes
+    csrc/elementwise.c   norms, rotary positions, gates
+    csrc/kv_codes.c      cache writes, as floats or as codes of 8 bits
     csrc/pack.c          weights into the layout of linear.h
     csrc/threads.c       a pool that shares out the chunks of one operation after another
 

@@ -56,7 +56,6 @@ class Library:
         self.activation = self._address("infer_activation")
         self.rope = self._address("infer_rope")
         self.write_cache = self._address("infer_write_cache")
-        self.write_codes = self._address("infer_write_codes")
         self.attend = self._address("infer_attend")
         self.likely = self._address("infer_likely")
         self.num_threads = 1

@@ -39,8 +39,7 @@ _LAYER_NORM = struct.Struct("qqqqqqqqqqdq")
 _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
-_WRITE = struct.Struct("qqqqqqqqqq")
-_WRITE_CODES = struct.Struct("qqqqqqqqqqqqqqqq")
+_WRITE = struct.Struct("qqqqqqqqqqqqqqqq")
 _ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
 _KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 _LIKELY = struct.Struct("qqqqqqqqqqqq")
@@ -248,12 +247,9 @@ def write_cache(
 ) -> None:
     """Copy keys and values to their slots; with scales, as codes (kv_codes.h), whose scales may be fixed."""
     T, G, H = k_TGH.shape
-    given = k_TGH, v_TGH, k_TGH.stride(0), v_TGH.stride(0), keys_PGH, values_PGH
-    if scales is None:
-        _run_rows(library, library.write_cache, _WRITE, G * H, T, *given, slots_T, G * H)
-        return
-    coded = *scales, slots_T, fixed, _KV_KINDS[keys_PGH.dtype], G, H, scales.keys.shape[2]
-    _run_rows(library, library.write_codes, _WRITE_CODES, G * H, T, *given, *coded)
+    given = k_TGH, v_TGH, k_TGH.stride(0), v_TGH.stride(0), keys_PGH, values_PGH, *(scales or (None, None))
+    how = slots_T, fixed, _KV_KINDS[keys_PGH.dtype], G, H, 0 if scales is None else scales.keys.shape[2]
+    _run_rows(library, library.write_cache, _WRITE, G * H, T, *given, *how)
 
 
 def attend(

@@ -1,4 +1,4 @@
-/* The small steps between the matrices: norms, rotary positions, gates, scales, cache writes.
+/* The small steps between the matrices: norms, rotary positions, gates, scales.
  *
  * Each touches every number once or twice; what they cost a program is not arithmetic but the calls.
  * Rows are independent, and a row is always computed by one thread in one order.
@@ -202,28 +202,5 @@ void infer_rope(const void *args, int64_t chunk) {
         const float *cos = a->cos + a->positions[t] * R, *sin = a->sin + a->positions[t] * R;
         turn(a->q + t * a->q_stride, a->N, cos, sin, R, a->q_out + t * a->N * 2 * R);
         turn(a->k + t * a->k_stride, a->G, cos, sin, R, a->k_out + t * a->G * 2 * R);
-    }
-}
-
-typedef struct {
-    int64_t T;
-    const float *k, *v; /* the G heads of a token lie together */
-    int64_t k_stride, v_stride;
-    float *keys, *values; /* [slots][G * H] */
-    const int64_t *slots; /* [T] */
-    int64_t size;         /* G * H */
-    int64_t tokens_per_chunk;
-} write_args;
-
-/* A slot of -1 is padding: nothing is written for it. */
-void infer_write_cache(const void *args, int64_t chunk) {
-    const write_args *a = args;
-    size_t num_bytes = (size_t)a->size * sizeof(float);
-    int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk;
-    if (last > a->T) last = a->T;
-    for (int64_t t = first; t < last; t++) {
-        if (a->slots[t] < 0) continue;
-        memcpy(a->keys + a->slots[t] * a->size, a->k + t * a->k_stride, num_bytes);
-        memcpy(a->values + a->slots[t] * a->size, a->v + t * a->v_stride, num_bytes);
     }
 }

@@ -1,17 +1,17 @@
-/* Writing keys and values as codes of 8 bits. */
+/* Writing keys and values into the cache: as they are, or as codes of 8 bits. */
 #include "kv_codes.h"
 
 typedef struct {
     int64_t T;
     const float *k, *v; /* [T][G][H], the heads of a token side by side */
     int64_t k_stride, v_stride;
-    uint8_t *keys, *values;           /* [slots][G][H] */
-    float *key_scales, *value_scales; /* [blocks][G][block_size] */
+    void *keys, *values;              /* [slots][G][H]: floats or codes */
+    float *key_scales, *value_scales; /* of codes: [blocks][G][block_size] */
     const int64_t *slots;             /* [T]; -1 is padding: nothing is written for it */
     const float *fixed;               /* [2][G]: scales of keys and values; NULL: each head has its own */
     int64_t kind, G, H, block_size;
     int64_t tokens_per_chunk;
-} write_codes_args;
+} write_args;
 
 static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scale, int64_t H, const float *fixed) {
     float largest = 0.0f;
@@ -31,20 +31,26 @@ static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scal
         for (int64_t h = 0; h < H; h++) codes[h] = (uint8_t)(int8_t)rintf(x[h] * inverse);
 }
 
-void infer_write_codes(const void *args, int64_t chunk) {
-    const write_codes_args *a = args;
+void infer_write_cache(const void *args, int64_t chunk) {
+    const write_args *a = args;
+    const size_t token_bytes = (size_t)(a->G * a->H) * sizeof(float);
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk;
     if (last > a->T) last = a->T;
     for (int64_t t = first; t < last; t++) {
         const int64_t slot = a->slots[t], H = a->H;
         if (slot < 0) continue;
+        if (a->kind == AS_FLOAT) {
+            memcpy((float *)a->keys + slot * a->G * H, a->k + t * a->k_stride, token_bytes);
+            memcpy((float *)a->values + slot * a->G * H, a->v + t * a->v_stride, token_bytes);
+            continue;
+        }
         for (int64_t g = 0; g < a->G; g++) {
             const int64_t head = (slot * a->G + g) * H;
             const int64_t scale = (slot / a->block_size * a->G + g) * a->block_size + slot % a->block_size;
-            write_head(a->kind, a->k + t * a->k_stride + g * H, a->keys + head, a->key_scales + scale, H,
+            write_head(a->kind, a->k + t * a->k_stride + g * H, (uint8_t *)a->keys + head, a->key_scales + scale, H,
                        a->fixed ? a->fixed + g : NULL);
-            write_head(a->kind, a->v + t * a->v_stride + g * H, a->values + head, a->value_scales + scale, H,
-                       a->fixed ? a->fixed + a->G + g : NULL);
+            write_head(a->kind, a->v + t * a->v_stride + g * H, (uint8_t *)a->values + head, a->value_scales + scale,
+                       H, a->fixed ? a->fixed + a->G + g : NULL);
         }
     }
 }
