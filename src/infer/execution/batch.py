@@ -20,7 +20,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.kernels.attention.paged import attend_paged
+from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
@@ -36,8 +35,6 @@ from infer.layers.attention import AttentionLayer, StepContext
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
-
-_ReadSlots = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
 
@@ -181,8 +178,8 @@ class PagedStep(StepContext):
     def __init__(self, batch: StepBatch, store: KVStore, *, use_reference: bool) -> None:
         self._batch, self._store = batch, store
         self.positions = batch.positions_T
-        self._use_reference = use_reference
         self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
+        self._attend_rows = attend_paged_reference if use_reference else attend_paged
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def attend(
@@ -195,37 +192,20 @@ class PagedStep(StepContext):
         fixed = store.fixed[number]
         cache = CacheSlots(store.keys[number], store.values[number], slots_T, scales=scales, fixed=fixed)
         write_slots_reference(k_TGH, v_TGH, cache)
-        read: _ReadSlots = partial(read_both, cache.keys_PGH, cache.values_PGH, scales, dtype=q_TNH.dtype)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for place, chunk in enumerate(self._batch.long_chunks):
             slots_L = self._chunk_slots(place, chunk, window, table)
+            seen = read_both(cache.keys_PGH, cache.values_PGH, scales, slots_L, q_TNH.dtype)
             out_TNH[chunk.first : chunk.last] = self._attend_one(
-                q_TNH[chunk.first : chunk.last], *read(slots_L), scale=scale, window=window
+                q_TNH[chunk.first : chunk.last], *seen, scale=scale, window=window
             )
         for place, group in enumerate(self._batch.decode_groups):
             slots_SL, is_seen_SL = self._group_slots(place, group, window, table)
             q_SNH = q_TNH[group.rows_S]
-            if self._use_reference:
-                out_TNH[group.rows_S] = self._attend_each(q_SNH, read, slots_SL, is_seen_SL, scale)
-            else:
-                out_TNH[group.rows_S] = attend_paged(
-                    q_SNH, cache.keys_PGH, cache.values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales
-                )
+            out_TNH[group.rows_S] = self._attend_rows(
+                q_SNH, cache.keys_PGH, cache.values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales
+            )
         return out_TNH
-
-    def _attend_each(
-        self,
-        q_SNH: torch.Tensor,
-        read: _ReadSlots,
-        slots_SL: torch.Tensor,
-        is_seen_SL: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        rows = []
-        for row, q_NH in enumerate(q_SNH):
-            slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
-            rows.append(attend_naive(q_NH[None], *read(slots_L), scale=scale, window=None))
-        return torch.cat(rows)
 
     def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None, table: int) -> torch.Tensor:
         """Slots of the positions that any token of the chunk may see, in order."""

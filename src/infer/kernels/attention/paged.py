@@ -49,15 +49,15 @@ class PagedKV(NamedTuple):
 
 def attend_paged_reference(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
-    is_seen_SL: torch.Tensor, *, scale: float,
+    is_seen_SL: torch.Tensor | None, *, scale: float, scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The specification: one sequence at a time over the slots that it sees."""
-    out_SNH = torch.empty_like(q_SNH)
-    for row in range(q_SNH.shape[0]):
-        slots = slots_SL[row][is_seen_SL[row]]
-        own = q_SNH[row : row + 1]
-        out_SNH[row] = attend_naive(own, keys_PGH[slots], values_PGH[slots], scale=scale, window=None)[0]
-    return out_SNH
+    rows = []
+    for row, q_NH in enumerate(q_SNH):
+        slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
+        keys_LGH, values_LGH = read_both(keys_PGH, values_PGH, scales, slots_L, q_SNH.dtype)
+        rows.append(attend_naive(q_NH[None], keys_LGH, values_LGH, scale=scale, window=None))
+    return torch.cat(rows)
 
 
 def attend_paged(
