@@ -566,10 +566,7 @@ def attend_projected(
         return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):
         return attend_projected_reference(qkv_SX, transform, kv, rows_S, lens_S)
-    cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
-    assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
-    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
-    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
+    transform.check(qkv_SX, H)
     assert kv.keys_PGH.shape[1:] == (G, H), f"keys are {tuple(kv.keys_PGH.shape)}"
     assert kv.keys_PGH.dtype == qkv_SX.dtype or kv.scales is not None, f"keys are {kv.keys_PGH.dtype}"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)

@@ -162,12 +162,9 @@ def attend_projected_cuda(
     """
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
     H = qkv_SX.shape[1] // (N + 2 * G)
-    cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
-    assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
+    transform.check(qkv_SX, H)
     assert not (qkv_SX.stride(0) % 8 or qkv_SX.data_ptr() % 16), "tokens start at 16 bytes"
-    assert cos_PR.dtype == sin_PR.dtype == torch.float32, "angles are float32"
-    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
-    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables of angles must be contiguous"
+    assert transform.cos_PR.dtype == transform.sin_PR.dtype == torch.float32, "angles are float32"
     q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)
     assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)

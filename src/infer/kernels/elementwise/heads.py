@@ -66,6 +66,13 @@ class HeadTransform(NamedTuple):
     eps: float
     offset: float = 0.0
 
+    def check(self, qkv_TX: torch.Tensor, H: int) -> None:
+        """Refuse a projection with heads of H that kernels cannot read, or tables that do not turn them."""
+        cos_PR, sin_PR = self.cos_PR, self.sin_PR
+        assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
+        assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"{cos_PR.shape}, heads of {H}"
+        assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
+
 
 def norm_rope_write_reference(
     qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, cache: CacheSlots | None = None
@@ -296,9 +303,7 @@ def norm_rope_write(
             write_slots(k_TGH, v_TGH, cache)
         return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
     T, H = qkv_TX.shape[0], qkv_TX.shape[1] // (N + 2 * G)
-    assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
-    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
-    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
+    transform.check(qkv_TX, H)
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     # without a cache these are not looked at, like the weights of no norm

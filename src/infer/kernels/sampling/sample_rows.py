@@ -300,9 +300,7 @@ def _mass_up_to(x_ptr, own_ptr, is_own, n, peak, temperature, last):
     """The mass of those of n tokens whose key is at most `last`."""
     total = tl.zeros((), tl.int64)
     for start in range(0, n, _GROUP):
-        keys = _key_of(
-            _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, _GROUP), n), peak, temperature
-        )
+        keys = _keys(x_ptr, own_ptr, is_own, start + tl.arange(0, _GROUP), n, peak, temperature)
         total += tl.sum(tl.where(keys <= last, _mass_of(keys), 0), axis=0)
     return total
 
@@ -323,9 +321,7 @@ def _search_edge(
     """
     smallest, largest = tl.full((), _INFINITE_KEY, tl.int32), tl.zeros((), tl.int32)
     for start in range(0, n, BLOCK):
-        keys = _key_of(
-            _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n), peak, temperature
-        )
+        keys = _keys(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n, peak, temperature)
         inside = (keys >= low) & (keys <= high)
         smallest = tl.minimum(smallest, tl.min(tl.where(inside, keys, _INFINITE_KEY), axis=0))
         largest = tl.maximum(largest, tl.max(tl.where(inside, keys, 0), axis=0))
@@ -336,9 +332,7 @@ def _search_edge(
         pivots = low + tl.arange(0, 8) * step
         reach = tl.zeros((8,), tl.int64) + base
         for start in range(0, n, BLOCK):
-            keys = _key_of(
-                _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n), peak, temperature
-            )
+            keys = _keys(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n, peak, temperature)
             if BY_MASS:
                 weights = _mass_of(keys)
                 reach += tl.sum(tl.where(keys[:, None] < pivots[None, :], weights[:, None], 0), axis=0)
