@@ -2,7 +2,7 @@
 
 Ternary weights: -1, 0 or 1, four of them in a byte, and a scale for each row. It loads plain checkpoints and
 packed ones, is fused and mixed with dense matrices, has experts, is planned for, and generates; nothing
-outside this file knows of it but the row and the name that the fixture adds.
+outside this file knows of it but the row that the fixture adds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from infer import LLM, SamplingParams
 from infer.cli.main import main
-from infer.config import foreign
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.errors import ConfigError
@@ -105,7 +104,6 @@ class FusedTernary(Ternary):
 def scheme(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ternary]]:
     row = Scheme(name="ternary", devices=("cpu", "cuda"), make=request.param)
     monkeypatch.setitem(SCHEMES, "ternary", row)
-    monkeypatch.setattr(foreign, "FORMS", (*foreign.FORMS, "ternary"))
     yield request.param
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config.foreign import FOREIGN, SHORT_FLAGS, check_quantization
+from infer.config.foreign import FOREIGN, SHORT_FLAGS, is_quantization, refuse_quantization
 from infer.config.knobs import KnobRow, given_names, own_names, parse_knob, read_config_file
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 from infer.loader.formats.hf_config import SAMPLING_KEYS
@@ -144,7 +144,11 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
     from_file = read_config_file(args.config, table) if args.config else {}
     given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
     knobs = from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
-    check_quantization(str(knobs.get("quantization", "auto")).lower())  # importing PyTorch takes seconds
+    if not is_quantization(name := str(knobs.get("quantization", "auto")).lower()):
+        from infer.loader.quantization import is_scheme  # PyTorch takes seconds; a new scheme may be meant
+
+        if not is_scheme(name):
+            refuse_quantization(name)
     return knobs
 
 

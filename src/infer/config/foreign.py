@@ -8,6 +8,7 @@ as a flag, in a file, and as a keyword.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from infer.errors import ConfigError, nearest
 
@@ -90,10 +91,13 @@ OTHER_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbyte
 METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # a config may say them of one of these formats
 
 
-def check_quantization(value: str) -> None:
-    """Refuse a value of `quantization` that means nothing on any device and of any file."""
-    if value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS):
-        return
+def is_quantization(value: str) -> bool:
+    """Whether a value of `quantization` means something, or did to another engine; schemes may be added."""
+    return value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS)
+
+
+def refuse_quantization(value: str) -> NoReturn:
+    """Say which values of `quantization` mean something on some device and of some file."""
     raise ConfigError(
         f"quantization must be a form, one of {', '.join(FORMS)}, or the format of the file, one of "
         f"{', '.join(FORMATS)}; got {value!r}{hint_of_quantization(value)}"

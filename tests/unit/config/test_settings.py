@@ -318,7 +318,7 @@ def test_a_number_of_threads_that_crashes_the_library_is_refused() -> None:
         EngineConfig.from_knobs(num_threads=100_000)
 
 
-def test_a_value_of_quantization_is_checked_before_anything_is_imported() -> None:
+def test_a_value_of_quantization_is_checked_before_anything_is_loaded() -> None:
     """Forms and formats are named, a slip is recognized, and a scheme of `infer quantize` has its format."""
     parser = build_parser()
     for value, hint in (
