@@ -44,8 +44,7 @@ class CompiledLinears:
         self.wgmma_more = wgmma.make_kernel(wgmma.MORE_TOKENS)
         self.coded_pdl = pdl.make_kernel(coded=True)
         self.coded = wgmma.make_kernel(wgmma.CODED_TOKENS, coded=True)
-        self._of_codes = (self.coded_pdl, self.coded)
-        self._kernels = (self.pdl, self.wgmma, self.wgmma_more, *self._of_codes)
+        self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
@@ -86,13 +85,11 @@ class CompiledLinears:
 
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels, and the matrices that each is for."""
-        coded = list(self._coded)
-        return [
-            (self.pdl, self._of_pdl()),
-            (self.wgmma, self._of_wgmma()),
-            (self.wgmma_more, self._of_wgmma_more()),
-            *((kernel, coded) for kernel in self._of_codes),
-        ]
+        layers, coded = list(self._layers), list(self._coded)
+        heads = [head for head in self._heads if self.wgmma.choose(wgmma.TOKENS[-1], head) is not None]
+        gates_and_writers = [matrix for matrix in layers if matrix.activation or matrix.writes]
+        matrices = (layers, [*layers, *heads] if layers else [], gates_and_writers, coded, coded)
+        return list(zip(self._kernels, matrices, strict=True))
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
@@ -102,14 +99,3 @@ class CompiledLinears:
             if config := kernel.find(x_MX, w, N, K, gated=gated):
                 return config
         return None
-
-    def _of_pdl(self) -> list[Matrix]:
-        return list(self._layers)
-
-    def _of_wgmma(self) -> list[Matrix]:
-        num_tokens = wgmma.TOKENS[-1]
-        heads = [matrix for matrix in self._heads if self.wgmma.choose(num_tokens, matrix) is not None]
-        return [*self._layers, *heads] if self._layers else []
-
-    def _of_wgmma_more(self) -> list[Matrix]:
-        return [matrix for matrix in self._layers if matrix.activation or matrix.writes]
