@@ -67,7 +67,8 @@ class DeviceMemory:
             return f"device_memory is {format_bytes(self.limit)}, and {held} are needed already"
         if self.limit is not None and self.limit - self.held < self.free:
             return f"{format_bytes(self.room)} of the {format_bytes(self.limit)} of device_memory are left"
-        others = f" beside {format_bytes(self.others)} of other processes" if self.share < 1 else ""
+        has_others = self.share < 1 and self.others > 0
+        others = f" beside {format_bytes(self.others)} of other processes" if has_others else ""
         return f"{format_bytes(self.room)} are free{others}"
 
 

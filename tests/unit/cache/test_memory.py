@@ -222,6 +222,7 @@ def test_a_device_has_room_for_what_is_free_and_allowed() -> None:
     assert memory.others == 30 << 30
     assert memory.room == 54 << 30
     assert memory.describe() == "54.0 GiB are free beside 30.0 GiB of other processes"
+    assert replace(memory, free=90 << 30).describe() == "81.0 GiB are free", "to itself"
     assert memory.with_weights(10 << 30).room == 45 << 30
     assert memory.with_weights(10 << 30).others == 30 << 30
     assert replace(memory, limit=90 << 30).room == 60 << 30
