@@ -350,20 +350,9 @@ def _edge_of(x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, mass
     edge = high
     if by_k:
         edge = _search_edge(
-            x_ptr,
-            own_ptr,
-            is_own,
-            n,
-            peak,
-            temperature,
-            low,
-            high,
-            base,
-            top_k.to(tl.float64),
-            False,
-            0,
-            _GROUP,
-        )
+            x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, top_k.to(tl.float64),
+            False, 0, _GROUP,
+        )  # fmt: skip
     if top_p < 1.0:
         if by_k:
             mass = _mass_up_to(x_ptr, own_ptr, is_own, n, peak, temperature, edge)
@@ -576,18 +565,9 @@ def _survey_kernel(
                     all_bounds += (all_peaks - peak) * (1.0 / temperature)
                     edge = tl.full((), _INFINITE_KEY, tl.int32)
                     token = _draw_from_groups(
-                        x_ptr,
-                        own_ptr,
-                        is_own,
-                        V,
-                        all_bounds,
-                        peak,
-                        temperature,
-                        edge,
-                        key0,
-                        key1,
+                        x_ptr, own_ptr, is_own, V, all_bounds, peak, temperature, edge, key0, key1,
                         BLOCK_GROUPS,
-                    )
+                    )  # fmt: skip
             tl.store(ids_ptr + s, token.to(tl.int64))
             tl.store(peak_ptr + s, peak)
             tl.store(threshold_ptr + s, threshold)
