@@ -24,6 +24,7 @@ import torch
 
 from infer.cache.layout import KVLayout
 from infer.kernels.elementwise.copy_block import copy_block
+from infer.kernels.elementwise.heads import CacheSlots
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
 from infer.kernels.runtime.dispatch import is_gpu
 
@@ -68,6 +69,13 @@ class KVStore:
             self.fixed = list(fixed.to(device))
         if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
+
+    def slots(
+        self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
+    ) -> CacheSlots:
+        """The cache of one layer, and in it the slots of a step's tokens, given those of each table."""
+        keys, values, slots_T = self.keys[layer], self.values[layer], slots_KT[self.tables[layer]]
+        return CacheSlots(keys, values, slots_T, keeps, self.scales[layer], self.fixed[layer])
 
     @property
     def num_bytes(self) -> int:

@@ -29,7 +29,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
-from infer.kernels.elementwise.heads import CacheSlots, write_slots_reference
+from infer.kernels.elementwise.heads import write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.scheduling.batch_state import BatchState
@@ -186,11 +186,9 @@ class PagedStep(StepContext):
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        store, (number, scale, window) = self._store, layer
-        table, scales = store.tables[number], store.scales[number]
-        slots_T = self._batch.slots_KT[table]
-        fixed = store.fixed[number]
-        cache = CacheSlots(store.keys[number], store.values[number], slots_T, scales=scales, fixed=fixed)
+        number, scale, window = layer
+        cache, table = self._store.slots(number, self._batch.slots_KT), self._store.tables[number]
+        scales = cache.scales
         write_slots_reference(k_TGH, v_TGH, cache)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for place, chunk in enumerate(self._batch.long_chunks):

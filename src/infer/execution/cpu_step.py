@@ -128,17 +128,14 @@ class CpuStep(StepContext):
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
         store, (number, scale, window) = self._store, layer
-        keys, values, table = store.keys[number], store.values[number], store.tables[number]
-        scales, fixed = store.scales[number], store.fixed[number]
-        operations.write_cache(
-            self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table], scales, fixed
-        )
+        keys, values, slots_T, _, scales, fixed = store.slots(number, self._slots_KT)
+        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, slots_T, scales, fixed)
         return operations.attend(
             self._library,
             q_TNH,
             keys,
             values,
-            self._tables_KRB[table],
+            self._tables_KRB[store.tables[number]],
             self._items_I6,
             block_size=self._block_size,
             scale=scale,

@@ -95,11 +95,7 @@ class DeviceStep(StepContext):
     def slots(self, layer: int) -> CacheSlots:
         """The cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
-        slots_T = self._slots[self._store.tables[layer]]
-        store = self._store
-        return CacheSlots(
-            store.keys[layer], store.values[layer], slots_T, keeps, store.scales[layer], store.fixed[layer]
-        )
+        return self._store.slots(layer, self._slots, keeps=keeps)
 
     def attend_projected(
         self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
