@@ -7,8 +7,6 @@ products are those of kernels/linear/coded.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
@@ -23,7 +21,7 @@ from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.quant.coded import CodedRows
 from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
-from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows, rounded_form
+from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
 _CHUNK_NUMBERS = {
     8: 1 << 24,
@@ -48,11 +46,6 @@ class GPUWeights(Projection):
         self.scheme = spec.form.codes
         self.matrices, self.stack = matrices or [], stack  # one for each expert, and all of them
         super().__init__(spec)
-
-    @classmethod
-    def of(cls, scheme: str, spec: WeightSpec) -> GPUWeights:
-        """The weights of a spec in a scheme; a form that the spec has already stays."""
-        return cls(spec if spec.form else replace(spec, form=rounded_form(scheme, spec.size)))
 
     # -- what it stores ---------------------------------------------------------------------------------
 
