@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -107,79 +106,57 @@ def lay_out(
     return TokenLayout(np.frombuffer(ids, dtype=np.uintc), positions, slots, lens, ends)
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """Rows of about one length that attend together."""
+class _Part(NamedTuple):
+    """Tokens that attend together: those of one chunk, or one token each of sequences of about one length."""
 
-    rows_S: torch.Tensor  # which of the T tokens
+    tokens: slice | torch.Tensor  # which of the T tokens
+    num_new: int  # of each sequence
     table_rows_S: np.ndarray  # of the block tables
-    lens_S: np.ndarray  # positions each may see
+    stops_S: np.ndarray  # positions of each in the cache after this step
 
 
-@dataclass(frozen=True, slots=True)
-class _LongChunk:
-    """A run of tokens of one sequence that attends alone."""
-
-    first: int  # its place among the T tokens
-    last: int
-    table_row: int  # of the block tables
-    stop: int  # positions in the cache after this step
-
-
-class StepBatch:
-    """The tensors of one step: what the model reads, and where attention finds the rest."""
-
-    def __init__(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState, device: torch.device
-    ) -> None:
-        self.block_size = state.block_size
-        self.device = device
-        self.tables, chunks = state.tables, plan.chunks
-        layout = lay_out(chunks, sequences, state.tables, state.block_size)
-        short: list[tuple[int, int, int]] = []  # (kv length, place, table row)
-        self.long_chunks: list[_LongChunk] = []
-        self.last_rows: list[int] = (layout.ends - 1).tolist()  # of each chunk: the place of its last token
-        columns = zip(
-            layout.lens.tolist(),
-            layout.ends.tolist(),
-            chunks.rows.tolist(),
-            chunks.stops.tolist(),
-            strict=True,
-        )
-        for length, end, row, stop in columns:
-            if length == 1:
-                short.append((stop, end - 1, row))
-            else:
-                self.long_chunks.append(_LongChunk(end - length, end, row, stop))
-        self.tokens_T = torch.from_numpy(layout.tokens.astype(np.int64)).to(device)
-        self.positions_T = torch.from_numpy(layout.positions).to(device)
-        self.slots_KT = torch.from_numpy(layout.slots).to(device)
-        self.decode_groups = _group_by_length(short, device)
-
-
-def _group_by_length(short: list[tuple[int, int, int]], device: torch.device) -> list[_DecodeGroup]:
-    """Split rows into groups in which the longest is at most about twice the shortest."""
-    groups: list[list[tuple[int, int, int]]] = []
-    for item in sorted(short, key=lambda row: row[0]):
-        if not groups or item[0] > 2 * max(groups[-1][0][0], MIN_GROUP_LEN):
+def _parts_of(layout: TokenLayout, chunks: Chunks, device: torch.device) -> list[_Part]:
+    """Each chunk by itself, but single tokens together: the longest at most about twice the shortest."""
+    firsts, stops = layout.ends - layout.lens, chunks.stops
+    is_grouped = layout.lens == 1
+    parts = [
+        _Part(slice(firsts[number], layout.ends[number]), int(layout.lens[number]), rows_S, stops[[number]])
+        for number, rows_S in enumerate(chunks.rows[:, None])
+        if not is_grouped[number]
+    ]
+    groups, longest = list[list[int]](), 0
+    for number in sorted(is_grouped.nonzero()[0].tolist(), key=stops.__getitem__):
+        if stops[number] > longest:
             groups.append([])
-        groups[-1].append(item)
-    made = []
+            longest = 2 * max(int(stops[number]), MIN_GROUP_LEN)
+        groups[-1].append(number)
     for group in groups:
-        rows = torch.tensor([place for _, place, _ in group], device=device)
-        lens_S, _, table_rows_S = np.array(group).T
-        made.append(_DecodeGroup(rows, table_rows_S, lens_S))
-    return made
+        tokens = torch.from_numpy(firsts[group]).to(device)
+        parts.append(_Part(tokens, 1, chunks.rows[group], stops[group]))
+    return parts
 
 
 class PagedStep(StepContext):
     """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
 
-    def __init__(self, batch: StepBatch, store: KVStore, *, use_reference: bool) -> None:
-        self._batch, self._store = batch, store
-        self.positions = batch.positions_T
+    def __init__(
+        self,
+        plan: StepPlan,
+        sequences: Sequence[TokenSequence],
+        state: BatchState,
+        store: KVStore,
+        *,
+        use_reference: bool,
+    ) -> None:
+        layout, device = lay_out(plan.chunks, sequences, state.tables, state.block_size), store.device
+        self._state, self._store = state, store
         self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
         self._attend_rows = attend_paged_reference if use_reference else attend_paged
+        self.tokens_T = torch.from_numpy(layout.tokens.astype(np.int64)).to(device)
+        self.positions = torch.from_numpy(layout.positions).to(device)
+        self.slots_KT = torch.from_numpy(layout.slots).to(device)
+        self.last_rows: list[int] = (layout.ends - 1).tolist()  # of each chunk: the place of its last token
+        self.parts = _parts_of(layout, plan.chunks, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def attend(
@@ -187,52 +164,35 @@ class PagedStep(StepContext):
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
         number, scale, window = layer
-        cache, table = self._store.slots(number, self._batch.slots_KT), self._store.tables[number]
-        scales = cache.scales
+        cache, table = self._store.slots(number, self.slots_KT), self._store.tables[number]
+        keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
         write_slots_reference(k_TGH, v_TGH, cache)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for place, chunk in enumerate(self._batch.long_chunks):
-            slots_L = self._chunk_slots(place, chunk, window, table)
-            seen = read_both(cache.keys_PGH, cache.values_PGH, scales, slots_L, q_TNH.dtype)
-            out_TNH[chunk.first : chunk.last] = self._attend_one(
-                q_TNH[chunk.first : chunk.last], *seen, scale=scale, window=window
-            )
-        for place, group in enumerate(self._batch.decode_groups):
-            slots_SL, is_seen_SL = self._group_slots(place, group, window, table)
-            q_SNH = q_TNH[group.rows_S]
-            out_TNH[group.rows_S] = self._attend_rows(
-                q_SNH, cache.keys_PGH, cache.values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales
-            )
+        for place, part in enumerate(self.parts):
+            slots_SL, is_seen_SL = self._slots_of(place, part, window, table)
+            q = q_TNH[part.tokens]
+            if part.num_new == 1:
+                out = self._attend_rows(q, keys, values, slots_SL, is_seen_SL, scale=scale, scales=scales)
+            else:
+                seen = read_both(keys, values, scales, slots_SL[0], q.dtype)
+                out = self._attend_one(q, *seen, scale=scale, window=window)
+            out_TNH[part.tokens] = out
         return out_TNH
 
-    def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None, table: int) -> torch.Tensor:
-        """Slots of the positions that any token of the chunk may see, in order."""
-        key = (-1 - number, window, table)
-        if key not in self._slots:
-            num_new = chunk.last - chunk.first
-            first_seen = 0 if window is None else max(chunk.stop - num_new - window + 1, 0)
-            positions = np.arange(first_seen, chunk.stop)
-            block_size = self._batch.block_size
-            blocks = self._batch.tables[table, chunk.table_row, positions // block_size]
-            slots = blocks * block_size + positions % block_size
-            self._slots[key] = (torch.from_numpy(slots).to(self._batch.device), None)
-        return self._slots[key][0]
-
-    def _group_slots(
-        self, number: int, group: _DecodeGroup, window: int | None, table: int
+    def _slots_of(
+        self, place: int, part: _Part, window: int | None, table: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [S, L] of what each row may see, and which of them count; computed once for a table."""
-        key = (number, window, table)
+        """Slots [S, L] of what any token of each sequence may see, and which count; once for a table."""
+        key = (place, window, table)
         if key not in self._slots:
-            seen_S = group.lens_S if window is None else np.minimum(group.lens_S, window)
-            offsets = np.arange(seen_S.max())
-            first_S = group.lens_S - seen_S
+            stops_S, block_size, device = part.stops_S, self._state.block_size, self._store.device
+            first_S = stops_S * 0 if window is None else np.maximum(stops_S - part.num_new - window + 1, 0)
+            offsets = np.arange((stops_S - first_S).max())
             # Padding repeats the last position: it has been written, so nothing uninitialised is read.
-            positions = np.minimum(first_S[:, None] + offsets, group.lens_S[:, None] - 1)
-            block_size = self._batch.block_size
-            blocks = self._batch.tables[table, group.table_rows_S[:, None], positions // block_size]
-            is_seen = offsets < seen_S[:, None]
-            slots = torch.from_numpy(blocks * block_size + positions % block_size).to(self._batch.device)
-            mask = None if is_seen.all() else torch.from_numpy(is_seen).to(self._batch.device)
+            positions = np.minimum(first_S[:, None] + offsets, stops_S[:, None] - 1)
+            blocks = self._state.tables[table, part.table_rows_S[:, None], positions // block_size]
+            is_seen = offsets < (stops_S - first_S)[:, None]
+            slots = torch.from_numpy(blocks * block_size + positions % block_size).to(device)
+            mask = None if is_seen.all() else torch.from_numpy(is_seen).to(device)
             self._slots[key] = (slots, mask)
         return self._slots[key]

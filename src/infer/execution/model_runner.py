@@ -20,7 +20,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import DeviceLost
-from infer.execution.batch import PagedStep, StepBatch, has_embeddings, needed_tokens
+from infer.execution.batch import PagedStep, has_embeddings, needed_tokens
 from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
@@ -101,21 +101,22 @@ class ModelRunner(SyncRunner):
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""
         if self._cpu is not None and not self._is_split:
             return self._cpu.run(plan, sequences)
-        batch = StepBatch(plan, sequences, self._state, self._store.device)
+        paged = self._paged(plan, sequences, self._backend)
+        step: StepContext = paged
         if self._is_split:
-            step: StepContext = split_step(
-                plan, sequences, batch.positions_T, self._context, (self._decode_backend, self._backend)
-            )
-        else:
-            step = PagedStep(batch, self._store, use_reference=self._backend == REFERENCE)
-        places, last_rows = needed_tokens(plan, sequences, batch.last_rows)
+            backends = self._decode_backend, self._backend
+            step = split_step(plan, sequences, paged.positions, self._context, backends)
+        places, last_rows = needed_tokens(plan, sequences, paged.last_rows)
         step.logit_indices = None if places is None else torch.tensor(places, device=self._store.device)
-        return self._model(batch.tokens_T, step), last_rows
+        return self._model(paged.tokens_T, step), last_rows
+
+    def _paged(self, plan: StepPlan, sequences: Sequence[TokenSequence], backend: str) -> PagedStep:
+        """The step of some chunks in plain PyTorch."""
+        return PagedStep(plan, sequences, self._state, self._store, use_reference=backend == REFERENCE)
 
     def _context(self, plan: StepPlan, sequences: Sequence[TokenSequence], backend: str) -> StepContext:
         """The step of some of a plan's chunks, with one backend for all of them."""
         if backend == "c":
             assert self._cpu is not None
             return self._cpu.context(plan, sequences)
-        batch = StepBatch(plan, sequences, self._state, self._store.device)
-        return PagedStep(batch, self._store, use_reference=backend == REFERENCE)
+        return self._paged(plan, sequences, backend)

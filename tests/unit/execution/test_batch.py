@@ -10,7 +10,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.batch import PagedStep, StepBatch
+from infer.execution.batch import PagedStep
 from infer.kernels.attention.reference import attend_naive
 from infer.layers.attention import AttentionLayer
 from infer.scheduling.plan import Chunk
@@ -49,8 +49,8 @@ class World:
         self.keys[seq_id] = self.values[seq_id] = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
         self.computed[seq_id] = 0
 
-    def batch(self, lengths: dict[int, int]) -> StepBatch:
-        """The batch of a step that computes so many tokens of each sequence."""
+    def step(self, lengths: dict[int, int], *, use_reference: bool = False) -> PagedStep:
+        """A step that computes so many tokens of each sequence."""
         chunks, sequences = [], []
         for seq_id, length in lengths.items():
             start = self.computed[seq_id]
@@ -65,17 +65,16 @@ class World:
             sequences.append(seq)
         self._step += 1
         plan = self.running.plan(*chunks, step=self._step)
-        return StepBatch(plan, sequences, self.running.state, CPU)
+        return PagedStep(plan, sequences, self.running.state, self.store, use_reference=use_reference)
 
     def attend(
         self, lengths: dict[int, int], *, use_reference: bool, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step through the store and over plain lists; both results."""
-        batch = self.batch(lengths)
+        step = self.step(lengths, use_reference=use_reference)
         num_tokens = sum(lengths.values())
         q = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM)
         k, v = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM)
-        step = PagedStep(batch, self.store, use_reference=use_reference)
         ours = step.attend(AttentionLayer(0, 0.3, window), q, k, v)
         expected, first = [], 0
         for seq_id, length in lengths.items():
@@ -97,15 +96,14 @@ def test_chunks_are_laid_end_to_end() -> None:
         world.add(seq_id)
         if length:
             world.attend({seq_id: length}, use_reference=False, window=None)
-    batch = world.batch({1: 1, 2: 1, 3: 4})
-    assert batch.tokens_T.tolist() == [105, 217, 300, 301, 302, 303]
-    assert batch.positions_T.tolist() == [5, 17, 0, 1, 2, 3]
-    assert batch.last_rows == [0, 1, 5]
+    step = world.step({1: 1, 2: 1, 3: 4})
+    assert step.tokens_T.tolist() == [105, 217, 300, 301, 302, 303]
+    assert step.positions.tolist() == [5, 17, 0, 1, 2, 3]
+    assert step.last_rows == [0, 1, 5]
     table = {seq_id: world.pool.block_tables(seq_id)[0] for seq_id in (1, 2, 3)}
     places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
-    assert batch.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]
-    assert len(batch.long_chunks) == 1
-    assert sum(len(group.lens_S) for group in batch.decode_groups) == 2
+    assert step.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]
+    assert [(part.num_new, part.stops_S.tolist()) for part in step.parts] == [(4, [4]), (1, [6, 18])]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -133,7 +131,7 @@ def test_very_different_lengths_attend_in_separate_groups() -> None:
     for seq_id, length in lengths.items():
         world.add(seq_id)
         world.attend({seq_id: length}, use_reference=False, window=None)
-    groups = world.batch(dict.fromkeys(lengths, 1)).decode_groups
-    assert [group.lens_S.tolist() for group in groups] == [[4, 61, 101], [301, 311], [901]]
+    groups = world.step(dict.fromkeys(lengths, 1)).parts
+    assert [group.stops_S.tolist() for group in groups] == [[4, 61, 101], [301, 311], [901]]
     for group in groups:
-        assert group.lens_S.max() <= 2 * max(group.lens_S.min(), 64)
+        assert group.stops_S.max() <= 2 * max(group.stops_S.min(), 64)
