@@ -35,7 +35,7 @@ head always has 8. The choice depends on the files and the machine, never on a t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -258,15 +258,16 @@ def _bf16(dtype: str) -> WeightFormat:
     return WeightFormat("bf16", torch.bfloat16, "asked for")
 
 
-def scheme_of(module: str, form: str, matrices: Mapping[str, StoredMatrix]) -> Scheme:
-    """The scheme of one module on a CPU where the weights are kept in the form `form`."""
-    matrix = matrices.get(module)
+def scheme_of(form: str, is_head: bool, stored: Sequence[StoredTensor]) -> Scheme:
+    """The scheme of one matrix on a CPU where the weights are kept in the form `form`."""
     if form not in (*PACKED, *SCHEMES):
         return SCHEMES[DENSE]
+    if form in PACKED and is_head:
+        return SCHEMES["int8"]
     if form == MIXED:
-        is_four_bit = module != "head" and matrix is not None and matrix.bits == 4
+        is_four_bit = bool(stored) and all(tensor.is_four_bit for tensor in stored)
         return SCHEMES["int4" if is_four_bit else "int8"]
-    return SCHEMES["int8" if module == "head" and form in PACKED else form]
+    return SCHEMES[form]
 
 
 def home_of(device: torch.device) -> str:
@@ -275,17 +276,17 @@ def home_of(device: torch.device) -> str:
 
 
 def coded_form(
-    layer: Projected, form: str, is_head: bool, stored: Iterable[StoredTensor], settings: Mapping[str, Any]
+    layer: Projected, form: str, is_head: bool, stored: Sequence[StoredTensor], settings: Mapping[str, Any]
 ) -> CodedForm | None:
     """How a GPU keeps the matrix of a layer in codes; None: in the dtype.
 
     `stored` are the tensors that fill it; `settings`, what a config says about them where there are none yet.
     """
-    spec, tensors = layer.spec, list(stored)
+    spec = layer.spec
     if layer.always_dense or form == DENSE or (form != AS_STORED and form not in SCHEMES):
         return None
-    forms = [tensor.coded_form for tensor in tensors if len(tensor.shape) >= 2]
-    if not tensors and settings and not is_head:
+    forms = [tensor.coded_form for tensor in stored if len(tensor.shape) >= 2]
+    if not stored and settings and not is_head:
         forms = [form_of_config(settings, spec.size)]
     held = joined(forms, spec.size, spec.row_counts)
     if form == AS_STORED:
@@ -327,7 +328,6 @@ def make_projections(
     A tied embedding reads its rows from the head, if the head's scheme can; else the head is its own table.
     """
     weights = stored_weights(tensors, weight_map)
-    matrices = stored_matrices(tensors, weight_map)
     memory = WeightMemory() if device_kind(device) == "cpu" else None
     on_gpu = (home or home_of(device)) != "cpu"
     for name, layer in model.named_modules():
@@ -335,13 +335,13 @@ def make_projections(
             continue
         is_tied = layer is model.head and model.config.tie_embeddings
         coded, held_int8 = None, False
+        parts = weights.get("embedding" if is_tied else name, [])
         if on_gpu:
-            parts = weights.get("embedding" if is_tied else name, [])
             coded = coded_form(layer, form, layer is model.head, parts, settings or {})
             scheme = SCHEMES[DENSE if coded is None else coded.codes]
             held_int8 = all(tensor.coded_form == coded for tensor in parts)
         else:
-            scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
+            scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(form, layer is model.head, parts)
         if is_tied and scheme.name == DENSE:
             continue
         spec = replace(
