@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import asking, flags
 from infer.cli.answer import Screen, ShownAnswer, notice, show_answer, write_out
-from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools
+from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, read_tools
 from infer.cli.remote import RemoteModel
-from infer.dialects.events import ToolCall
+from infer.dialects.events import ToolCall, read_arguments
 from infer.errors import (
     ConfigError,
     ContextOverflow,
@@ -173,8 +173,9 @@ class ChatSession:
 def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
     """Yield the calls that can be made: none of an answer that the user stopped, none that was cut."""
     for call in answer.calls:
-        if is_whole(call) and answer.finish_reason is not None:
-            yield dataclasses.replace(call, arguments=call.arguments.strip() or "{}")
+        given = read_arguments(call.arguments.strip() or "{}")
+        if given is not None and answer.finish_reason is not None:
+            yield dataclasses.replace(call, arguments=json.dumps(given, ensure_ascii=False))
         else:
             notice(f"[left out a call of {escape(call.name)}: its arguments broke off]")
 

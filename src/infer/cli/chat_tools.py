@@ -143,14 +143,6 @@ class ToolBox:
         return True
 
 
-def is_whole(call: ToolCall) -> bool:
-    """Whether the arguments of a call are a JSON object, so that a chat template can show them."""
-    try:
-        return isinstance(json.loads(call.arguments.strip() or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:
     """Call a function; Ctrl-C ends it and nothing else."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infer.dialects.events import TOOL_NAME, ToolCall, is_complete
+from infer.dialects.events import TOOL_NAME, ToolCall, read_arguments
 from infer.dialects.grammar import constraint
 from infer.dialects.table import Dialect, Think
 from infer.errors import RequestError, show_value
@@ -105,7 +105,7 @@ class AnswerFormat:
         An answer whose last call was cut, as by a stop string, has not ended to have it made.
         """
         is_free = self.choice in ("auto", "required")
-        if reason == "stop" and is_free and calls and is_complete(calls[-1].arguments):
+        if reason == "stop" and is_free and calls and read_arguments(calls[-1].arguments) is not None:
             return "tool_calls"
         return reason
 

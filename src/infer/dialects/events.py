@@ -102,9 +102,14 @@ def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
     )
 
 
-def is_complete(arguments: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object: a stop string or a limit may cut them."""
+def read_arguments(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None: they are none, as where a limit or a stop string cut them.
+
+    Line ends in strings, which models write and JSON does not allow, are read; half a character is not.
+    """
     try:
-        return isinstance(json.loads(arguments, strict=False), dict)
+        found = json.loads(arguments, strict=False)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return False
+        return None
+    return found if isinstance(found, dict) else None

@@ -397,3 +397,13 @@ def test_what_is_thought_before_an_answer_to_a_prompt_is_no_part_of_it(infer: In
     data = json.loads(outcome.out)
     assert (data["text"], data["reasoning"], outcome.err) == ("Yes.", "Hm, well.", "")
     assert data["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+
+
+def test_a_call_with_line_ends_in_a_text_is_made(infer: Infer, file: Path) -> None:
+    """As models write them, and JSON does not allow; what goes back to the model is JSON."""
+    file.write_text("def count(text: str) -> int:\n    return text.count(chr(10))\n")
+    llm = ScriptedLLM([Call("count", '{"text": "a\nb\n"}')], ["Two."])
+    outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
+    assert (results(llm), outcome.out) == (["2"], "Two.\n")
+    (call,) = llm.chats[-1][1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"text": "a\nb\n"}

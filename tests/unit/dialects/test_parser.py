@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.dialects.answer import AnswerFormat, Tool
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.events import (
+    AnswerEvent,
+    CallDelta,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+    read_arguments,
+)
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import BY_NAME, THINK
 
@@ -444,3 +451,20 @@ def test_ids_have_the_form_that_the_family_knows(name: str) -> None:
         else:
             assert start.call_id.startswith("call_")
             assert len(start.call_id) == 29
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": "x\ny"}', {"a": "x\ny"}),
+        ('{"a": ', None),
+        ("", None),
+        ("[1]", None),
+        ('{"a": NaN}', None),
+        ('{"a": "\\ud800"}', None),
+        ('{"a": ' * 100_000, None),
+    ],
+)
+def test_arguments_are_an_object_that_can_be_written_or_none(text: str, expected: object) -> None:
+    assert read_arguments(text) == expected

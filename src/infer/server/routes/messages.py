@@ -28,7 +28,7 @@ import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from infer.dialects.events import is_complete
+from infer.dialects.events import read_arguments
 from infer.errors import RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
@@ -418,10 +418,11 @@ class MessageWriter(PartWriter):
     def _reason(self) -> dict[str, Any]:
         """Why the answer ended, in Anthropic's words."""
         sequence = self.stop_reason if isinstance(self.stop_reason, str) else None
+        calls = [part.text for part in self.parts if part.kind == "call"]
         if self.finish_reason == "length":
             is_full = self.generation.job.params.max_tokens is None  # `open_message` has lifted the limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif (calls := [part for part in self.parts if part.kind == "call"]) and is_complete(calls[-1].text):
+        elif calls and read_arguments(calls[-1]) is not None:
             reason = "tool_use"
         else:
             reason = "end_turn" if sequence is None else "stop_sequence"
@@ -462,9 +463,6 @@ def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None of a call that was cut short."""
-    try:  # models write line ends in strings as they are, which JSON does not allow
-        found = orjson.loads(json.dumps(json.loads(text, strict=False)))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    """The arguments of a call as an object that can be written; None of a call that was cut short."""
+    found = read_arguments(text)
+    return None if found is None else orjson.loads(json.dumps(found))  # numbers of any length become floats
