@@ -44,6 +44,9 @@ _NO_SERVER_TOOLS = "tools run where the client runs; describe one with name and 
 _NOT_KEPT = Neutral((), "this server keeps nothing between requests; send the whole conversation")
 
 
+# -- what clients send -----------------------------------------------------------------------------
+
+
 class TextBlock(Body):
     """A piece of text of any author."""
 
@@ -200,6 +203,9 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
+# -- the chat that it is ---------------------------------------------------------------------------
+
+
 def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     """The chat that a message is; raises a `RequestError` that names the field of the message."""
     is_answered = isinstance(body, MessagesRequest)
@@ -319,6 +325,9 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
         rest = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": {"name": "output", **rest}}
     return fields
+
+
+# -- the answer ------------------------------------------------------------------------------------
 
 
 class MessageError(BaseModel):

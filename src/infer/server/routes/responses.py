@@ -43,6 +43,9 @@ _TEXT_ONLY = "this server reads and writes text"
 _DIRECT = Neutral(({"type": "direct"},), _NO_HOSTED_TOOLS)
 
 
+# -- what clients send -----------------------------------------------------------------------------
+
+
 class TextPart(Body):
     """Text of a message, or what a tool said."""
 
@@ -204,6 +207,9 @@ class ResponsesRequest(AskingBody):
     user: str | None = None
 
 
+# -- the chat that it is ---------------------------------------------------------------------------
+
+
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a response answers; raises a `RequestError` that names the field of this API."""
     turns = Turns()
@@ -285,6 +291,8 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     check_has_schema(given, "text.format", '"name": ..., "schema": {...}')
     return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
 
+
+# -- the answer ------------------------------------------------------------------------------------
 
 router = make_router()
 
