@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
@@ -24,8 +24,6 @@ from infer.errors import ConfigError
 if TYPE_CHECKING:
     from infer.bench.report import Report
     from infer.bench.target import BenchTarget
-
-Benches: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 HELP = "measure a server, an engine, or what each idea is worth here"
 DESCRIPTION = "Measure a server, an engine, or what each idea is worth on this machine."
@@ -89,51 +87,45 @@ TRACE: Flags = {
     "--wait S": (zero_or_more, "seconds for the server to start", 0.0),
     "--prompt-len N": (positive, "token ids of each prompt", 512),
     "--requests N": (positive, "warm requests behind the cold one", 9),
-    "--seed N": (int, "seed of the prompts", 42),
 }
 SHAPE_HELP = "random weights of the shape in DIR/config.json instead of a model"
 TRACE_HELP = "what each stage of a request takes, from socket to socket, for a cold and for warm ones"
 
-# benchmarks of an engine here, without a server: (help, repeats, its own flags)
-ENGINE: dict[str, tuple[str, int | None, Flags]] = {
-    "offline": ("throughput of whole workloads, beside the machine's roofline", 3, OFFLINE),
-    "latency": ("one request at a time: first token, each token, the whole", 3, {}),
-    "prefill": ("prompts alone: tokens per second and share of the matmul rate", 3, LENGTHS),
-    "decode": ("decoding alone: step time at several batch sizes", 3, BATCHES | DECODE),
-    "attention": ("decode attention alone, over scattered blocks", 3, BATCHES | LENGTHS),
-    "backends": ("attention and MLP beside their references: largest difference, times", 3, BACKENDS),
-    "memory": ("weights, cache, activations; paged against contiguous", None, {}),
-    "matrix": ("switch one idea on after the other and see what each is worth", 1, MATRIX),
-}
-COMPARE = (
+COMPARE_HELP = (
     "two reports side by side, with a verdict per figure; exit code 1 if anything got worse, 2 if "
     "they have nothing in common"
 )
+COMPARE: Flags = {
+    "before BEFORE": (Path, "a report, or another engine's results"),
+    "after AFTER": (Path, ""),
+    "--all": (bool, "show what did not change as well"),
+    "--noise SHARE": (zero_or_more, "least band of noise", 0.02),
+}
+URL: Flags = {"--url URL": (str, "http://host:port, https://... or unix:///path/of/socket", flags.REQUIRED)}
+SEED: Flags = {"--seed N": (int, "seed of the prompts", 42)}
+OUT: Flags = {"--out FILE": (Path, "write the report: FILE.json and FILE.md")}
+JSON: Flags = {"--json": (bool, "print JSON lines, a row each, and no table")}
+ONCE: Flags = {"--repeats N": (positive, "runs of each", 1)}
+THRICE: Flags = {"--repeats N": (positive, "runs of each", 3)}
+STARTUP: Flags = {"--model MODEL": (str, "default: the default model")} | THRICE
+POLICIES: Flags = {"--num-requests N": (positive, "", 200)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its own commands, which have the flags."""
     parser.set_defaults(parser=parser, log_level="warning", debug=False)
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
-    _add_serve(benches)
-    for name in ENGINE:
-        _add_engine(benches, name)
-    startup = _new(benches, "startup", "fresh processes: imports, help, first token", _startup)
-    model: Flags = {"--model MODEL": (str, "default: the default model")}
-    _add_flags(startup.add_argument_group("what to run"), model, repeats=3, has_seed=False)
-    trace = _new(benches, "trace", TRACE_HELP, _trace, usage="--url URL [options]")
-    group = trace.add_argument_group("what to run")
-    group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
-    flags.add_rows(group, TRACE)
-    policies = _new(benches, "policies", "every scheduling policy under three simulated loads", _policies)
-    count: Flags = {"--num-requests N": (positive, "", 200)}
-    _add_flags(policies.add_argument_group("what to run"), count, repeats=None)
-    compare = _new(benches, "compare", COMPARE, _compare, usage="BEFORE AFTER [options]")
-    compare.add_argument("before", metavar="BEFORE", type=Path, help="a report, or another engine's results")
-    compare.add_argument("after", metavar="AFTER", type=Path)
-    compare.add_argument("--all", action="store_true", help="show what did not change as well")
-    flags.add_rows(compare, {"--noise SHARE": (zero_or_more, "least band of noise", 0.02)})
-    for made in (startup, trace, policies, compare):
+    for name, bench in BENCHES.items():
+        description = f"{bench.help[0].upper()}{bench.help[1:]}."
+        usage = f"infer bench {name} {bench.usage}"
+        made = benches.add_parser(
+            name, help=bench.help, description=description, usage=usage, epilog=bench.epilog
+        )
+        made.set_defaults(run=partial(_run_checked, bench.run))
+        for title, rows in bench.flags.items():
+            flags.add_rows(made.add_argument_group(title) if title else made, rows)
+        if bench.has_knobs:
+            flags.add_knob_flags(made, without={"seed"})
         flags.add_common_flags(made)
 
 
@@ -143,54 +135,13 @@ def run(args: argparse.Namespace) -> int:
     return 2
 
 
-def _new(
-    benches: Benches,
-    name: str,
-    help_text: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    epilog: str = "",
-    usage: str = "[options]",
-) -> argparse.ArgumentParser:
-    parser = benches.add_parser(
-        name,
-        help=help_text,
-        description=help_text[0].upper() + help_text[1:] + ".",
-        usage=f"infer bench {name} {usage}",
-        epilog=epilog,
-    )
-
-    def checked(args: argparse.Namespace) -> int:
-        if getattr(args, "out", None) is not None:
-            _check_out(_report_path(args.out))
-        return run(args)
-
-    parser.set_defaults(run=checked)
-    return parser
-
-
-def _add_flags(
-    group: argparse._ArgumentGroup, rows: Flags, *, repeats: int | None, has_seed: bool = True
-) -> None:
-    """Add a benchmark's own flags, then those of a seed and of repeats, where it has such, and `--out`."""
-    seed: Flags = {"--seed N": (int, "seed of the prompts", 42)} if has_seed else {}
-    runs: Flags = {"--repeats N": (positive, "runs of each", repeats)} if repeats is not None else {}
-    out: Flags = {"--out FILE": (Path, "write the report: FILE.json and FILE.md")}
-    flags.add_rows(group, rows | seed | runs | out)
+def _run_checked(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    if getattr(args, "out", None) is not None:
+        _check_out(_report_path(args.out))
+    return run(args)
 
 
 # -- a server -----------------------------------------------------------------------------------------
-
-
-def _add_serve(benches: Benches) -> None:
-    about = "workloads against any OpenAI-compatible server"
-    parser = _new(benches, "serve", about, _serve, epilog=WORKLOADS, usage="--url URL [options]")
-    group = parser.add_argument_group("what to run")
-    group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
-    _add_flags(group, SERVE_WHAT, repeats=1)
-    group = parser.add_argument_group("how to ask")
-    flags.add_rows(group, SERVE_HOW)
-    flags.add_common_flags(parser)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -240,22 +191,6 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 # -- an engine ----------------------------------------------------------------------------------------
-
-
-def _add_engine(benches: Benches, name: str) -> None:
-    help_text, repeats, rows = ENGINE[name]
-    epilog = WORKLOADS if name == "offline" else ""
-    parser = _new(benches, name, help_text, partial(_bench_engine, name), epilog=epilog)
-    group = parser.add_argument_group("what to run")
-    is_tiny = name == "matrix"
-    tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
-    model: Flags = {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
-    flags.add_rows(group, model)
-    _add_flags(group, rows, repeats=repeats)
-    if name == "backends":
-        group.add_argument("--json", action="store_true", help="print JSON lines, a row each, and no table")
-    flags.add_knob_flags(parser, without={"seed"})
-    flags.add_common_flags(parser)
 
 
 def _bench_engine(name: str, args: argparse.Namespace) -> int:
@@ -375,3 +310,61 @@ def _check_out(path: Path) -> None:
 
 def _report_path(out: Path) -> Path:
     return out if out.suffix == ".json" else out.with_name(out.name + ".json")
+
+
+# -- all of them --------------------------------------------------------------------------------------
+
+
+class Bench(NamedTuple):
+    """A benchmark as a command."""
+
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    flags: Mapping[str, Flags]  # by the title of their group; "": none
+    usage: str = "[options]"
+    epilog: str = ""
+    has_knobs: bool = False  # it runs an engine here
+
+
+def _of_engine(name: str) -> Bench:
+    """A benchmark of an engine here, without a server."""
+    text, rows = ENGINE[name]
+    is_tiny = name == "matrix"
+    tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
+    model: Flags = {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
+    epilog = WORKLOADS if name == "offline" else ""
+    return Bench(text, partial(_bench_engine, name), {WHAT: model | rows}, epilog=epilog, has_knobs=True)
+
+
+WHAT = "what to run"
+TO_SERVER = "--url URL [options]"
+REPORTED = SEED | THRICE | OUT
+ENGINE: Mapping[str, tuple[str, Flags]] = {
+    "offline": ("throughput of whole workloads, beside the machine's roofline", OFFLINE | REPORTED),
+    "latency": ("one request at a time: first token, each token, the whole", REPORTED),
+    "prefill": ("prompts alone: tokens per second and share of the matmul rate", LENGTHS | REPORTED),
+    "decode": ("decoding alone: step time at several batch sizes", BATCHES | DECODE | REPORTED),
+    "attention": ("decode attention alone, over scattered blocks", BATCHES | LENGTHS | REPORTED),
+    "backends": (
+        "attention and MLP beside their references: largest difference, times",
+        BACKENDS | REPORTED | JSON,
+    ),
+    "memory": ("weights, cache, activations; paged against contiguous", SEED | OUT),
+    "matrix": ("switch one idea on after the other and see what each is worth", MATRIX | SEED | ONCE | OUT),
+}
+BENCHES: Mapping[str, Bench] = {
+    "serve": Bench(
+        "workloads against any OpenAI-compatible server",
+        _serve,
+        {WHAT: URL | SERVE_WHAT | SEED | ONCE | OUT, "how to ask": SERVE_HOW},
+        TO_SERVER,
+        WORKLOADS,
+    ),
+    **{name: _of_engine(name) for name in ENGINE},
+    "startup": Bench("fresh processes: imports, help, first token", _startup, {WHAT: STARTUP | OUT}),
+    "trace": Bench(TRACE_HELP, _trace, {WHAT: URL | TRACE | SEED}, TO_SERVER),
+    "policies": Bench(
+        "every scheduling policy under three simulated loads", _policies, {WHAT: POLICIES | SEED | OUT}
+    ),
+    "compare": Bench(COMPARE_HELP, _compare, {"": COMPARE}, "BEFORE AFTER [options]"),
+}

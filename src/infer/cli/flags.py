@@ -65,6 +65,8 @@ HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRES
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+REQUIRED = object()  # in place of the default of a flag that must be given
+
 Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], str, Any]
 
 
@@ -83,6 +85,8 @@ def add_rows(group: argparse._ActionsContainer, rows: Mapping[str, Row]) -> None
             group.add_argument(name, action="store_true", help=text)
         elif reader is list:
             group.add_argument(name, metavar=metavar, action="append", help=text)
+        elif default is REQUIRED:
+            group.add_argument(name, metavar=metavar, type=reader, required=True, help=text)
         else:
             shown = f"{default:g}" if isinstance(default, float) else default
             told = "" if default in (None, "") else f" (default: {shown})"

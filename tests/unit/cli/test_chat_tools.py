@@ -405,5 +405,6 @@ def test_a_call_with_line_ends_in_a_text_is_made(infer: Infer, file: Path) -> No
     llm = ScriptedLLM([Call("count", '{"text": "a\nb\n"}')], ["Two."])
     outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
     assert (results(llm), outcome.out) == (["2"], "Two.\n")
-    (call,) = llm.chats[-1][1]["tool_calls"]
+    sent: Any = llm.chats[-1][1]["tool_calls"]
+    (call,) = sent
     assert json.loads(call["function"]["arguments"]) == {"text": "a\nb\n"}
