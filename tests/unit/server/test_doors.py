@@ -13,7 +13,6 @@ from infer.dialects.answer import read_choice, read_tools
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.schemas import ChatRequest
 from infer.server.protocol.structured import read_structured
-from infer.server.protocol.turns import count_blocks
 from infer.server.routes.messages import CountTokensRequest, MessagesRequest, messages_to_chat
 from infer.server.routes.responses import ResponsesRequest, responses_to_chat
 
@@ -515,7 +514,6 @@ def test_any_value_in_any_place_is_taken_or_refused(body_type: Any, to_chat: Any
             except (ValidationError, RequestError):  # FastAPI's to answer
                 continue
             try:
-                assert count_blocks(body.input if "input" in full else body.messages) >= 0
                 made_chat = to_chat(body)
                 read_structured(made_chat)
                 read_choice(made_chat.tool_choice, read_tools(made_chat.tools))

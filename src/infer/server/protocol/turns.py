@@ -13,7 +13,7 @@ Blocks and items are bodies of their own (schemas.py): every field of each is ac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -104,14 +104,6 @@ class Turns:
         if not self._turns or self._turns[-1]["role"] != role:
             self._turns.append({"role": role, "content": []})
         return self._turns[-1]
-
-
-def count_blocks(turns: str | Sequence[Mapping[str, Any]]) -> int:
-    """About how many blocks or items there are to translate."""
-    if isinstance(turns, str):
-        return 1
-    inner = (value for turn in turns for value in turn.values() if isinstance(value, list))
-    return len(turns) + sum(map(len, inner))
 
 
 @contextmanager

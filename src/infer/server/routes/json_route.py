@@ -30,7 +30,7 @@ from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body
 from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
-from infer.server.protocol.turns import count_blocks, spelled
+from infer.server.protocol.turns import spelled
 from infer.server.state import ServerState
 
 P = ParamSpec("P")
@@ -196,11 +196,10 @@ async def answer(
     return json_response(content, body)
 
 
-async def open_agent(
-    http: Request, body: Agent, turns: str | list[dict[str, Any]], to_chat: Callable[[Agent], ChatRequest]
-) -> Job:
-    """The job of a body of another API, which is the chat that `to_chat` makes of its turns and the rest."""
-    chat = await in_thread_if_large(10 * count_blocks(turns), to_chat, body)
+async def open_agent(http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest]) -> Job:
+    """The job of a body of another API, which is the chat that `to_chat` makes of it."""
+    size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
+    chat = await in_thread_if_large(size, to_chat, body)
     job = await open_chat(chat, server_state(http), is_agent=True)
     body.note_ignored(body.spellings.get(name, name) for name in chat.ignored_fields)
     return job

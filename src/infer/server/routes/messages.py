@@ -365,13 +365,13 @@ async def create_message(body: MessagesRequest, http: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
     """The length of a conversation's prompt."""
     with spelled(body.spellings):
-        job = await open_agent(http, body, body.messages, messages_to_chat)
+        job = await open_agent(http, body, messages_to_chat)
     return json_response({"input_tokens": len(job.requests[0].prompt)}, body)
 
 
 async def open_message(body: MessagesRequest, http: Request) -> Job:
     """The job of a chat, with an answer that may fill the context where it asks for more than that."""
-    job = await open_agent(http, body, body.messages, messages_to_chat)
+    job = await open_agent(http, body, messages_to_chat)
     request, max_tokens = job.requests[0], job.params.max_tokens
     room = job.model.encoder.context_len - len(request.prompt)
     if max_tokens is None or not 0 < room < max_tokens:

@@ -303,7 +303,7 @@ PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    return await answer(http, body, open_agent(http, body, body.input, responses_to_chat), ResponseWriter)
+    return await answer(http, body, open_agent(http, body, responses_to_chat), ResponseWriter)
 
 
 class ResponseWriter(PartWriter):
