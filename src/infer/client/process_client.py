@@ -103,7 +103,14 @@ class ProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self._call(messages.ResetPrefixCache)
+        ticket = next(self._tickets)
+        self._send(messages.ResetPrefixCache(ticket))
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._calls[ticket] = done
+        try:
+            return await done
+        finally:
+            self._calls.pop(ticket, None)
 
     async def close(self) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped`."""
@@ -128,16 +135,6 @@ class ProcessClient:
                     self._send(messages.Unsubscribe(ticket, request.request_id))
 
         return end
-
-    async def _call(self, command: Callable[[int], messages.Command]) -> int:
-        ticket = next(self._tickets)
-        self._send(command(ticket))
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._calls[ticket] = done
-        try:
-            return await done
-        finally:
-            self._calls.pop(ticket, None)
 
     def _send(self, command: messages.Command) -> None:
         if self._down is not None:
