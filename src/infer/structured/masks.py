@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MAX_THREADS = 8
-PATIENCE_S = 4e-4  # in one thread: a little more than 32 rows of JSON take (an H200's host: 0.31 ms)
+PATIENCE_S = 2e-4  # in one thread: about what the masks of 32 plain texts take
 
 
 def num_threads() -> int:
