@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from infer.sampling.structured import Reasoning
-from infer.structured.compiler import Grammar, Lexer
+from infer.structured.compiler import Grammar, Lexer, MaskCost
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -71,6 +71,12 @@ class Guide:
     def has_mask(self) -> bool:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
+
+    @property
+    def mask_cost(self) -> MaskCost:
+        """What its next mask should take. Only where it has a matcher."""
+        assert self._lexer is not None
+        return self._lexer.costs[self.is_wide]
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -128,6 +134,18 @@ class Guide:
                 return True
         self.error = AT_LIMIT + full.get_error().splitlines()[0]
         return False
+
+    def validate(self, ids: Sequence[int]) -> int:
+        """How many of these ids could follow, from the first on; the state stays as it is."""
+        trial = self.copy()
+        for number, token_id in enumerate(ids):
+            forced = trial.forced() if trial.has_mask else ()
+            if trial.state == ENDED or (forced and token_id != forced[0]):
+                return number
+            if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
+                return number
+            trial.consume((token_id,))
+        return len(ids)
 
     def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
         """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""

@@ -14,7 +14,7 @@ from infer.structured import compiler as compiler_module
 from infer.structured import masks as filler_module
 from infer.structured.compiler import Compiler, Grammar
 from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.structured.masks import MAX_THREADS, MaskFiller, num_threads
+from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
 from tests.support.words import (
     EOS_IDS,
     PIECES,
@@ -218,6 +218,17 @@ def test_an_id_that_was_not_expected_among_forced_ones_is_asked_about_anew() -> 
     assert guide.error is None and guide.known == ()
 
 
+def test_validate_says_how_many_fit_and_changes_nothing() -> None:
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
+    digits = ids_of("9") * 4
+    assert guide.validate([*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
+    assert guide.validate([THINK_END, *ids_of("1a")]) == 2
+    assert guide.state == REASONING
+    calls = Guide(compiled(CALL))
+    assert calls.validate(ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
+    assert calls.state == FREE
+
+
 def test_a_copy_goes_its_own_way() -> None:
     guide = Guide(compiled(NUMBER))
     guide.consume(ids_of("1"))
@@ -253,33 +264,32 @@ def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_cores")
-@pytest.mark.parametrize("patience_s", [60.0, -1.0], ids=["in this thread", "in others"])
-def test_masks_of_several_rows_are_those_of_each(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
-    monkeypatch.setattr(filler_module, "PATIENCE_S", patience_s)
+def test_masks_of_several_rows_are_those_of_each() -> None:
     others = Structured.regex("[abc]+"), Structured.choice(["abc"])
     guides = [Guide(compiled(each)) for each in (NUMBER, *others)]
     guides.append(Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)))
     assert guides[2].forced(), "one way to write it"
     masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     filler = MaskFiller()
-    assert filler.fill(guides, masks_KW) == []
-    assert (filler._executor is not None) == (patience_s < 0)
-    for guide, mask_W in zip(guides, masks_KW, strict=True):
-        bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
-        assert set(bits.nonzero()[0].tolist()) == allowed(guide)
+    ways = set()
+    for _ in range(3):  # in this thread, then in others, then whichever was quicker
+        before = guides[0].mask_cost.seconds, len(filler._in_threads)
+        masks_KW[:] = 0
+        assert filler.fill(guides, masks_KW) == []
+        filler.look_back()
+        ways |= {
+            way
+            for way in (0, 1)
+            if (guides[0].mask_cost.seconds, len(filler._in_threads))[way] != before[way]
+        }
+        for guide, mask_W in zip(guides, masks_KW, strict=True):
+            bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+            assert set(bits.nonzero()[0].tolist()) == allowed(guide)
+    assert ways == {0, 1}
 
 
-def test_a_row_alone_and_a_core_alone_need_no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filler_module, "PATIENCE_S", -1.0)
-    masks_KW = np.zeros((3, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-    for num_cores, num_rows in ((2, 1), (1, 3)):
-        monkeypatch.setattr(filler_module, "num_threads", lambda count=num_cores: count)
-        filler = MaskFiller()
-        filler.fill([Guide(compiled(NUMBER)) for _ in range(num_rows)], masks_KW)
-        assert filler._executor is None and masks_KW[:num_rows].any(axis=1).all()
-
-
-def test_masks_that_allow_any_letter_are_known_as_wide() -> None:
+@pytest.mark.usefixtures("_cores")
+def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     free, number = Structured.regex(r"(?s:.*)"), Structured.regex("[0-9]{1,9}")
     guides = [Guide(compiled(each)) for each in (free, free, number, number)]
     masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
@@ -288,6 +298,26 @@ def test_masks_that_allow_any_letter_are_known_as_wide() -> None:
     filler.look_back()
     assert [guide.is_wide for guide in guides] == [True, True, False, False]
     assert guides[0].copy().is_wide
+    assert guides[0].mask_cost is guides[1].mask_cost is not guides[2].mask_cost is guides[3].mask_cost
+    assert all(guide.mask_cost.seconds == 0 for guide in guides[:2]), "none was filled after a wide one"
+    assert filler._prefers_threads(8, 300e-6), "it was never tried"
+    for seconds in (300e-6, 200e-6):
+        filler._in_threads[filler_module._size_of(seconds)].note(250e-6)
+    assert filler._prefers_threads(8, 300e-6) and not filler._prefers_threads(8, 200e-6)
+    assert not filler._prefers_threads(1, 300e-6), "one mask"
+    assert not filler._prefers_threads(8, 0.0), "what they take is not known yet"
+    filler._num_fills = TRY_AGAIN - 1
+    assert not filler._prefers_threads(8, 300e-6), "the other way is tried again"
+    filler._has_cores = False
+    assert not any(filler._prefers_threads(8, 300e-6) for _ in range(TRY_AGAIN + 1)), "there are none to help"
+
+
+def test_what_masks_take_is_known_of_each_constraint() -> None:
+    """One whose masks take long does not make those of others look as if they did."""
+    slow, quick = Structured.regex("[0-9]{1,9};"), Structured.regex("[0-9]{1,8};")
+    guides = [Guide(compiled(each)) for each in (slow, quick)]
+    guides[0].mask_cost.seconds, guides[1].mask_cost.seconds = 1.0, 2e-6
+    assert Guide(compiled(slow)).mask_cost.seconds == 1.0 and Guide(compiled(quick)).mask_cost.seconds == 2e-6
 
 
 @pytest.mark.parametrize(
