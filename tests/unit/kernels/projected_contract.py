@@ -7,6 +7,7 @@ shows it; and the projection stands in a frame of NaN.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -267,6 +268,7 @@ class ProjectedContract(OnDevice):
             store = SimpleNamespace(
                 keys=keys, values=values, tables=[0, 0], scales=[None, None], fixed=[None, None]
             )
+            store.slots = partial(KVStore.slots, store)
             step = DeviceStep(
                 cast(KVStore, store), paged.tables[None], work, block_size=16,
                 positions_T=(lens_S.long() - 1).clamp(min=0), slots_KT=slots[None], rows_S=rows_S,

@@ -21,15 +21,15 @@ steps of three models.
 
 Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
 to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
-while there are no more than two blocks for each SM (with more than 16 tokens, one). With more than 32 tokens
-x is the larger part of what is read: taller tiles, or one block to an SM. A matrix of a small model has few
-stages, and unpacking the first ones is most of its time: there teams of warps share the stages of a block.
-Some dozens of cuts of each matrix were tried in chains of layers of three models, with 1 to 64 tokens. With
-more than 64 there is one block to an SM, and that cut is chosen whose rounds of blocks are the shortest;
-there are blocks for each 96 or 128 tokens, neighbours that read the same W from L2. Of nine cuts of each
-matrix of two models, with 128 and 256 tokens, none was faster than what the rule chooses by more than 1.5 %.
-There the weights of groups are scaled and rounded as a dense matrix has them, in place of the sums of groups,
-which would take as many registers again.
+while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
+read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and unpacking the first
+ones is most of its time: there teams of warps share the stages of a block. Some dozens of cuts of each matrix
+were tried in chains of layers of three models, with 1 to 64 tokens. With more than 64 there is one block to
+an SM, and that cut is chosen whose rounds of blocks are the shortest; there are blocks for each 96 or 128
+tokens, neighbours that read the same W from L2. Of nine cuts of each matrix of two models, with 128 and 256
+tokens, none was faster than what the rule chooses by more than 1.5 %. There the weights of groups are scaled
+and rounded as a dense matrix has them, in place of the sums of groups, which would take as many registers
+again.
 
 With more than 128 tokens arithmetic takes longer than reading W. Tokens of FP8 weights with a scale for each
 row are then rounded to FP8, too, each with a scale of its own (one short launch), and the matrix unit
@@ -271,12 +271,10 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
         teams = 4 if split == 1 and not keeps_sums else 2
     elif width <= 32:
         split = split_of(64, 2 * NUM_SMS)
-        if not by_warps:
-            split = max(split_of(64, NUM_SMS), min(2, split))
         blocks = 2 if split == 2 else 3
         if is_short and num_tiles[128] * 4 <= 2 * NUM_SMS:
             rows, split, blocks = 128, split_of(128, 2 * NUM_SMS, 2), 2
-        elif num_tiles[64] > 2 * NUM_SMS >= 2 * num_tiles[192] and (form.bits == 8 or not by_warps):
+        elif form.bits == 8 and num_tiles[64] > 2 * NUM_SMS and num_tiles[192] <= NUM_SMS:
             rows, blocks = 192, 1
     else:
         split = max(split_of(64, NUM_SMS), min(2, split_of(64, 2 * NUM_SMS)))
