@@ -60,7 +60,8 @@ class Ternary(Projection):
         fours = F.pad(codes, (0, -codes.shape[1] % 4)).view(len(codes), -1, 4)
         mine = self if self.spec.num_experts is None else self.expert(expert)
         part = slice(first, first + len(codes))
-        mine.tensors["fours"][part] = (fours << torch.tensor([0, 2, 4, 6])).sum(-1).to(torch.uint8)
+        shifted = fours << torch.tensor([0, 2, 4, 6], device=codes.device)
+        mine.tensors["fours"][part] = shifted.sum(-1).to(torch.uint8)
         mine.tensors["scale"][part] = scale
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

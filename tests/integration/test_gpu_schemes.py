@@ -1,7 +1,7 @@
 """fp8, int8 and int4 as a GPU keeps them, and published formats that stay packed there; on a CPU, in float32.
 
-Products are the reference's (quant/gpu_coded.py). Tested is which matrix is kept in which form, that a file's
-codes are not touched, and that the rest of the engine does not notice. tests/gpu has the kernels.
+Products are the reference's (quant/gpu_schemes.py). Tested is which matrix is kept in which form, that codes
+of a file are not touched, and that the rest of the engine does not notice. tests/gpu has the kernels.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ third of the answers they hang up on the way, as people do. Meanwhile the memory
 the end three things are judged:
 
     errors        none: a refusal, a broken stream or a stream that ends without its end is one
-    memory        the last quarter of the time against the second: what warms up does so in the first
+    memory        the last quarter of the time against the second: what warms up does so in the first; not in
+                  a soak of less than a minute
     p99 latency   the time to the first token, where a limit was given (`--slo ttft=...`)
 
 The memory is that of the processes which listen at the server's address and of their children, on the host
@@ -40,6 +41,7 @@ MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens, or what the context has room for
 HANG_UP_SHARE = 1 / 3
 LONGEST_WAIT_S = 2.0  # before a client hangs up
 NUM_READINGS = 40  # of the memory
+LEAST_JUDGED_S = 60.0  # in less time a server may use blocks of its cache for the first time
 DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # more than both is a leak
 _LISTEN = "0A"  # of /proc/net/tcp
 
@@ -77,6 +79,8 @@ def bench_soak(
             figures[name] = drift[1]
     faults = judge(soak, plan.slo)
     verdict = f"FAILED: {'; '.join(faults)}" if faults else "passed"
+    if soak.seconds < LEAST_JUDGED_S:
+        notes.append(f"growth of memory is judged from {LEAST_JUDGED_S:g} s on")
     if not soak.host_bytes:
         notes.append("the memory of the server could not be read: it is another machine's or user's")
     errors = dict.fromkeys(re.sub(r"\d+", "N", trace.error) for trace in soak.traces if trace.error)
@@ -99,7 +103,7 @@ def judge(soak: Soak, slo: Slo) -> list[str]:
         faults.append(f"{num_errors} of {len(soak.traces)} requests failed")
     on_gpu = "GPU (all processes)" if soak.is_shared else "GPU"
     for where, readings in (("host", soak.host_bytes), (on_gpu, soak.gpu_bytes)):
-        drift = drift_of(readings)
+        drift = drift_of(readings) if soak.seconds >= LEAST_JUDGED_S else None
         if drift is not None and drift[0] > DRIFT_BYTES and drift[1] > DRIFT_SHARE:
             faults.append(f"{where} memory grew by {drift[0] / 2**20:.0f} MiB ({drift[1]:.0%})")
     times = [trace.ttft for trace in soak.traces if trace.is_ok]

@@ -233,7 +233,7 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
     if given in ("none", "auto") or (given == "required" and tools):
         return str(given) if tools else "none"
     if given == "required":
-        raise RequestError.about("tool_choice", "is 'required', but there are no tools")
+        raise RequestError.about("tool_choice", "asks for a call, but there are no tools")
     kind = given.get("type") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and kind == "function":
         function = given.get("function")
@@ -244,7 +244,7 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         raise RequestError.about("tool_choice", f"names {show_value(name)}, but the tools are: {names}")
     what = f"{show_value(kind)} is not supported; " if kind is not None else ""
     raise RequestError(
-        f"{what}tool_choice must be 'auto', 'none', 'required' or "
-        f'{{"type": "function", "function": {{"name": ...}}}}',
+        f"{what}tool_choice must be 'auto', 'none', 'required' or an object that names a function of tools, "
+        f"got {show_value(given)}",
         param="tool_choice",
     )

@@ -201,10 +201,12 @@ def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
 
     The vocabulary is begun first: it keeps Python's lock for half a second, which copies do not need.
     """
-    device = choose_device(settings.load.device)
-    if is_gpu(device):
+    with suppress(Exception):  # it will be said where they are needed
+        device = choose_device(settings.load.device)
+        if not is_gpu(device):
+            return
         token_bytes.start()
-        with suppress(Exception), torch.cuda.device(device):  # it will be said where they are needed
+        with torch.cuda.device(device):
             x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
             copy_block(x.view(1, 2, 1, 64, 1, 64), 0, 0)
             attend_by_cudnn(x, x, x, 1.0)

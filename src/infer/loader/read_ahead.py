@@ -1,7 +1,7 @@
 """A model's weights on their way from the disk while the process that will load them imports PyTorch.
 
 The system is asked to have them in its page cache; what is there already costs nothing. Where codes were kept
-that had been made of these weights (code_cache.py), they are asked for instead: a start reads them, and the
+that had been made of these weights (code_cache.py), they are asked for first: a start reads them, and the
 weights only if it keeps them in another form this time.
 """
 
@@ -33,8 +33,9 @@ def read_ahead(source: ModelSource, max_bytes: int = MAX_BYTES) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     with contextlib.suppress(OSError, ModelSourceError):  # loading will say what is wrong with a file
-        kept = sorted(codes_dir().glob(f"{codes_prefix(source)}-*"), key=lambda file: file.stat().st_mtime)
-        for file in kept[-1:] or source.weight_files:
+        names = f"{codes_prefix(source)}-*.safetensors"
+        kept = sorted(codes_dir().glob(names), key=lambda file: file.stat().st_mtime)
+        for file in (*kept[-1:], *source.weight_files):
             with open(file, "rb") as handle:
                 size = min(os.fstat(handle.fileno()).st_size, max_bytes)
                 for start in range(0, size, CHUNK_BYTES):

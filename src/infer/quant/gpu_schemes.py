@@ -23,11 +23,9 @@ from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
-_CHUNK_NUMBERS = {
-    8: 1 << 24,
-    4: 1 << 23,
-}  # at a time, by the bits of a code: int4 has a dozen float32 of each
-LOADING_BYTES = 512 << 20  # beside the weights, while they are loaded
+# at a time, by the bits of a code: with fewer, launches take the time, and int4 has a dozen float32 of each
+_CHUNK_NUMBERS = {8: 1 << 24, 4: 1 << 23}
+LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded; 240 MiB were seen
 
 
 class GPUWeights(Projection):

@@ -160,7 +160,7 @@ class Projection:
 
     def making_seconds(self) -> float:
         """What `fill` has spent on codes that no file had: many are worth keeping (loader/code_cache.py)."""
-        seconds = sum(starmap(seconds_between, self._made))
+        seconds = sum(starmap(seconds_between, self._made), 0.0)
         self._made = [(0.0, seconds)]  # a GPU's events are let go
         return seconds
 

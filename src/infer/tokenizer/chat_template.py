@@ -277,7 +277,9 @@ def _clean_content(content: Any, where: str, *, may_be_missing: bool) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise TemplateError(f"{where}[{i}].text must be a text", param=where)
+        if kind != "text":
             raise TemplateError(
                 f"{where}[{i}] has type {kind!r}; this model reads text only: "
                 '{"type": "text", "text": "..."}',

@@ -126,7 +126,7 @@ def _quantized_products() -> str:
     device = torch.device("cuda", 0)
     few = "up to 64 tokens Triton, tile by tile"
     if is_for(device):
-        few = "up to 512 tokens (fp8: 1,024) CUDA C++, norm and gate fused; experts in Triton"
+        few = "up to 512 tokens (fp8: 1,024, in blocks 384) CUDA C++, norm and gate fused; experts in Triton"
     many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
     if nvidia_capability(device) < (8, 9):
         many = "unpacked to the dtype: no matrix units for fp8"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 _LIBRARY = "libnvidia-ml.so.1"
 _CELSIUS_OF_GPU = 0  # the sensor
 _UNKNOWN = 2**64 - 1  # bytes of a process, where the driver does not tell
+_LIST_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"  # not in drivers of before 2021
 _MOST_PROCESSES = 1024  # of one GPU that are listed
 
 
@@ -81,16 +82,19 @@ def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
 
 
 def held_by(pids: Collection[int], nvml: Any = None) -> int | None:
-    """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed."""
+    """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed.
+
+    In a container the driver may list processes by other numbers than they have there.
+    """
     nvml = nvml or library()
     count, device, held = ctypes.c_uint(), ctypes.c_void_p(), []
-    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+    if nvml is None or not hasattr(nvml, _LIST_PROCESSES) or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
     for index in range(count.value):
         number, listed = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             continue
-        if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(number), listed):
+        if getattr(nvml, _LIST_PROCESSES)(device, ctypes.byref(number), listed):
             continue
         held += [one.memory for one in listed[: number.value] if one.pid in pids and one.memory != _UNKNOWN]
     return sum(held) if held else None

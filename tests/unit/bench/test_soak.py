@@ -22,28 +22,32 @@ def answers(*ttfts: float, errors: int = 0) -> list[RequestTrace]:
 
 
 def test_a_server_without_faults_passes() -> None:
-    soak = Soak(traces=answers(0.1, 0.2), host_bytes=[GIB] * 40, gpu_bytes=[2 * GIB] * 40)
+    soak = Soak(seconds=300.0, traces=answers(0.1, 0.2), host_bytes=[GIB] * 40, gpu_bytes=[2 * GIB] * 40)
     assert judge(soak, Slo(ttft=0.5)) == []
 
 
 @pytest.mark.parametrize(
     ("soak", "slo", "fault"),
     [
-        (Soak(traces=answers(0.1, errors=1)), Slo(), "1 of 2 requests failed"),
+        (Soak(seconds=300.0, traces=answers(0.1, errors=1)), Slo(), "1 of 2 requests failed"),
         (Soak(), Slo(), "0 of 0 requests failed"),
-        (Soak(traces=answers(0.1, 3.0)), Slo(ttft=0.5), "TTFT p99 was 2.97 s, the limit is 0.5 s"),
         (
-            Soak(traces=answers(0.1), host_bytes=[GIB + step * 2**22 for step in range(40)]),
+            Soak(seconds=300.0, traces=answers(0.1, 3.0)),
+            Slo(ttft=0.5),
+            "TTFT p99 was 2.97 s, the limit is 0.5 s",
+        ),
+        (
+            Soak(seconds=300.0, traces=answers(0.1), host_bytes=[GIB + step * 2**22 for step in range(40)]),
             Slo(),
             "host memory grew by 80 MiB (7%)",
         ),
         (
-            Soak(traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10),
+            Soak(seconds=300.0, traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10),
             Slo(),
             "GPU memory grew by 1024 MiB (100%)",
         ),
         (
-            Soak(traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10, is_shared=True),
+            Soak(seconds=300.0, traces=answers(0.1), gpu_bytes=[GIB] * 30 + [2 * GIB] * 10, is_shared=True),
             Slo(),
             "GPU (all processes) memory grew by 1024 MiB (100%)",
         ),
@@ -52,6 +56,10 @@ def test_a_server_without_faults_passes() -> None:
 def test_each_fault_is_named(soak: Soak, slo: Slo, fault: str) -> None:
     [found] = judge(soak, slo)
     assert found == fault
+
+
+def test_growth_of_a_short_soak_is_not_judged() -> None:
+    assert judge(Soak(traces=answers(0.1), host_bytes=[GIB] * 30 + [2 * GIB] * 10, seconds=20.0), Slo()) == []
 
 
 def test_what_warms_up_in_the_first_quarter_is_no_leak() -> None:
@@ -63,7 +71,7 @@ def test_what_warms_up_in_the_first_quarter_is_no_leak() -> None:
 def test_a_little_growth_is_no_leak() -> None:
     many = [100 * GIB + step * 2**27 for step in range(40)]  # 2.5 GiB of 100
     few = [2**20 * (1.0 + step) for step in range(40)]  # 20 MiB, which is twice as much as before
-    assert judge(Soak(traces=answers(0.1), host_bytes=many, gpu_bytes=few), Slo()) == []
+    assert judge(Soak(seconds=300.0, traces=answers(0.1), host_bytes=many, gpu_bytes=few), Slo()) == []
 
 
 def test_the_processes_of_a_server_are_found_by_its_address(tmp_path: Path) -> None:

@@ -310,4 +310,4 @@ def test_a_matrix_unpacked_for_a_product_is_counted_once_for_any_number_of_token
     assert coded.layers - plain.layers == coded.scratch == 100 << 20
     assert coded.logits - plain.logits == 10 << 20
     gaps = coded.graph_block - plain.graph_block - (110 << 20)  # those that smaller tensors leave before it
-    assert 0 < gaps < 100 << 20
+    assert gaps == pytest.approx((100 << 20) / 3, rel=0.2)

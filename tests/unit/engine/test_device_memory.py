@@ -246,7 +246,7 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
         (
             (9, 0),
             132,
-            "up to 512 tokens (fp8: 1,024) CUDA C++, norm and gate fused; experts in Triton; above",
+            "up to 512 tokens (fp8: 1,024, in blocks 384) CUDA C++, norm and gate fused; experts in Triton",
         ),
         ((9, 0), 60, "fp8, int8, int4; up to 64 tokens Triton, tile by tile; above"),  # a slice of one
         ((8, 9), 142, "fp8, int8, int4; up to 64 tokens Triton, tile by tile; above"),

@@ -50,7 +50,7 @@ def test_a_gguf_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert advice_for(monkeypatch, source, 1 << 40) == {"m.gguf": {0, 1}}
 
 
-def test_kept_codes_are_asked_for_in_place_of_the_weights_they_were_made_of(
+def test_kept_codes_are_asked_for_before_the_weights_they_were_made_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -58,10 +58,13 @@ def test_kept_codes_are_asked_for_in_place_of_the_weights_they_were_made_of(
     source = ModelSource(path=tmp_path / "m.gguf", name="m", is_gguf=True)
     codes_dir().mkdir(parents=True)
     prefix = codes_prefix(source)
-    for name, age in ((f"{prefix}-old", 2), (f"{prefix}-new", 1), ("00000000-another", 0)):
+    names = [f"{prefix}-old.safetensors", f"{prefix}-new.safetensors", f"{prefix}-1.4711.unfinished"]
+    for age, name in enumerate([*names, "00000000-another.safetensors"]):
         write_sparse(codes_dir() / name, 3)
-        os.utime(codes_dir() / name, (0, 1000 - age))
-    assert advice_for(monkeypatch, source, 1 << 40) == {f"{prefix}-new": {0, 1, 2}}
+        os.utime(codes_dir() / name, (0, 1000 + age))
+    asked = advice_for(monkeypatch, source, 1 << 40)
+    assert list(asked.items()) == [(names[1], {0, 1, 2}), ("m.gguf", {0, 1})]
+    assert advice_for(monkeypatch, source, 3 * CHUNK_BYTES)[names[1]] == {0, 1, 2}
     write_sparse(source.path, 4)  # other weights than those
     assert advice_for(monkeypatch, source, 1 << 40) == {"m.gguf": {0, 1, 2, 3}}
 

@@ -217,9 +217,10 @@ def test_reasons_to_stop() -> None:
     assert message([text], "length")["stop_reason"] == "max_tokens"
     assert message([text, call], "stop")["stop_reason"] == "tool_use"
     assert message([text, call], "length")["stop_reason"] == "max_tokens"
-    cut = Part("call", 1, "call_0", "f", ['{"a": '])
-    met = message([cut], "stop", "x")
-    assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "x")
+    for arguments in ('{"a": ', '{"a": ' + "1" * 400 + "}"):  # cut short; of no number that can be written
+        met = message([Part("call", 1, "call_0", "f", [arguments])], "stop", "x")
+        assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "x")
+        assert [block["type"] for block in met["content"]] == ["text"]
     assert message([text], "stop", 7)["stop_reason"] == "end_turn"
     met = message([text], "stop", "###")
     assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "###")

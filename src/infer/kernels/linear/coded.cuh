@@ -46,7 +46,7 @@ __device__ __forceinline__ float load_scale(const float* at) {
     return value;
 }
 
-__device__ __forceinline__ float load_float(const float* at) {  // of the kernel before
+__device__ __forceinline__ float load_float(const float* at) {  // not .nc: the kernel before wrote it
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
     return value;
@@ -127,7 +127,7 @@ __device__ __forceinline__ Pairs quads_of(const Piece& piece) {
 
 #define QUADS(tokens) "{ wgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {"
 
-// The same over 32 columns, both operands in FP8.
+// As `add_product` over 32 columns, both operands in FP8.
 template <int NUM_TOKENS>
 __device__ __forceinline__ void add_product_of_codes(float* s, const Pairs& w, u64 x) {
     static_assert(NUM_TOKENS == 96 || NUM_TOKENS == 128, "where there are many tokens");

@@ -279,7 +279,8 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
     else:
         split = max(split_of(64, NUM_SMS), min(2, split_of(64, 2 * NUM_SMS)))
         if is_short or num_tiles[128] > NUM_SMS:
-            rows = 192 if num_tiles[128] > NUM_SMS >= num_tiles[192] else 128
+            fits = form.group != 64  # of which two sums are kept: more registers than 192 rows leave
+            rows = 192 if fits and num_tiles[128] > NUM_SMS >= num_tiles[192] else 128
             split = split_of(rows, NUM_SMS)
         is_alone = form.group or num_tiles[rows] * split <= NUM_SMS
         blocks = 1 if is_alone and (rows > 64 or num_tiles[rows] * split <= NUM_SMS) else 2

@@ -2,7 +2,8 @@
 
 All processes wait for the same socket, and a connection goes to the one that takes it first. One that has
 more connections than another leaves a newcomer to the others for PAUSE_S, once: so a burst spreads evenly,
-and a process that hangs keeps nothing from the rest. Each takes one connection per turn of its event loop.
+and a process that hangs keeps nothing from the rest. Each takes one connection per turn of its event loop; a
+process that has the socket to itself takes all that wait, up to BURST.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from infer.server.processes.board import Board
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.001
+BURST = 128  # connections
 NO_FILES_PAUSE_S = 1.0  # after the limit of open files was reached
 NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -63,21 +65,22 @@ class Acceptor:
             self._pause(PAUSE_S)
             return
         self._has_waited = False
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another process was first, or the client has left
-        except OSError as error:
-            if error.errno not in NO_FILES:
-                raise
-            logger.error("connection not accepted reason=%r", error.strerror)
-            self._pause(NO_FILES_PAUSE_S)
-            return
-        connection.setblocking(False)
-        self._board.count_connection(1)
-        task: asyncio.Task[object] = self._loop.create_task(self._open(connection))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        for _ in range(1 if self._board.num_processes > 1 else BURST):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # another process was first, or the client has left
+            except OSError as error:
+                if error.errno not in NO_FILES:
+                    raise
+                logger.error("connection not accepted reason=%r", error.strerror)
+                self._pause(NO_FILES_PAUSE_S)
+                return
+            connection.setblocking(False)
+            self._board.count_connection(1)
+            task: asyncio.Task[object] = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:

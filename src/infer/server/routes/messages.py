@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -431,7 +432,7 @@ class MessageWriter(PartWriter):
         if self.finish_reason == "length":
             is_full = self.generation.job.params.max_tokens is None  # `open_message` has lifted the limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif calls and read_arguments(calls[-1]) is not None:
+        elif calls and _arguments(calls[-1]) is not None:
             reason = "tool_use"
         else:
             reason = "end_turn" if sequence is None else "stop_sequence"
@@ -472,6 +473,11 @@ def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object that can be written; None of a call that was cut short."""
+    """The arguments of a call as an object that can be written; None of a call that was cut short.
+
+    Integers of more than 64 bits become floats; with one that is too large for a float there is no object.
+    """
     found = read_arguments(text)
-    return None if found is None else orjson.loads(json.dumps(found))  # numbers of any length become floats
+    with suppress(ValueError):
+        return None if found is None else orjson.loads(json.dumps(found))
+    return None
