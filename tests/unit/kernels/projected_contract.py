@@ -268,7 +268,7 @@ class ProjectedContract(OnDevice):
             store = SimpleNamespace(
                 keys=keys, values=values, tables=[0, 0], scales=[None, None], fixed=[None, None]
             )
-            store.slots = partial(KVStore.slots, store)
+            store.slots = partial(KVStore.slots, cast(KVStore, store))
             step = DeviceStep(
                 cast(KVStore, store), paged.tables[None], work, block_size=16,
                 positions_T=(lens_S.long() - 1).clamp(min=0), slots_KT=slots[None], rows_S=rows_S,
