@@ -244,7 +244,7 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise TemplateError(
-            f"{where}.role is {role!r}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
+            f"{where}.role is {show_value(role)}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
         )
     clean: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
@@ -259,7 +259,7 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if message.get(key) is not None:
             if not isinstance(message[key], str):
                 raise TemplateError(
-                    f"{where}.{key} must be text, got {message[key]!r}", param=f"{where}.{key}"
+                    f"{where}.{key} must be text, got {show_value(message[key])}", param=f"{where}.{key}"
                 )
             clean[key] = message[key]
     if (reasoning := clean.pop("reasoning", None)) is not None:
@@ -273,7 +273,9 @@ def _clean_content(content: Any, where: str, *, may_be_missing: bool) -> str:
     if content is None and may_be_missing:
         return ""
     if not isinstance(content, Sequence):
-        raise TemplateError(f"{where} must be text or a list of text parts, got {content!r}", param=where)
+        raise TemplateError(
+            f"{where} must be text or a list of text parts, got {show_value(content)}", param=where
+        )
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -281,7 +283,7 @@ def _clean_content(content: Any, where: str, *, may_be_missing: bool) -> str:
             raise TemplateError(f"{where}[{i}].text must be a text", param=where)
         if kind != "text":
             raise TemplateError(
-                f"{where}[{i}] has type {kind!r}; this model reads text only: "
+                f"{where}[{i}] has type {show_value(kind)}; this model reads text only: "
                 '{"type": "text", "text": "..."}',
                 param=where,
             )

@@ -111,7 +111,7 @@ def test_nothing_of_a_role_is_logged(role: object) -> None:
     ("kind", "shown"),
     [
         ("image_url", "'image_url'; this model reads text only: "),
-        (None, "None; this model reads text only: "),
+        (None, "null; this model reads text only: "),
         (SENTENCE, "'..."),
         (CARD, "'..."),
         ({"bob": 1}, "..."),

@@ -30,11 +30,11 @@ def test_developer_is_system_and_unread_keys_are_dropped() -> None:
     ("message", "says"),
     [
         ({"role": "robot", "content": "x"}, "allowed are system, user, assistant, tool"),
-        ({"content": "x"}, "role is None"),
+        ({"content": "x"}, "role is null"),
         ({"role": "user"}, "must be text"),
         ({"role": "user", "content": 7}, "got 7"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "type 'image_url'"),
-        ({"role": "user", "content": ["x"]}, "type None"),
+        ({"role": "user", "content": ["x"]}, "type null"),
         ({"role": "user", "content": "x", "tool_calls": [{}]}, "only assistant messages may"),
         ({"role": "assistant", "tool_calls": "f"}, "must be a list"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "name and arguments"),

@@ -33,7 +33,7 @@ MAX_NAME_LEN = 64
 
 _DROPPED = re.compile(r",? got .*|(?<=cannot render these messages): .*", re.DOTALL)
 _HIDDEN = re.compile(
-    r"(?<=\.role is) .*|(?<=content-type) .*|(?<=content-encoding) .*|(?<= has type) (?!'|None;).*", re.DOTALL
+    r"(?<=\.role is) .*|(?<=content-type) .*|(?<=content-encoding) .*|(?<= has type) (?!'|null;).*", re.DOTALL
 )
 _LONG_NUMBER = re.compile(r"[0-9](?:[ ._/-]?[0-9]){11,}")
 _QUOTED = re.compile(r"""(?<!\w)(?:(['"])(?P<word>[^\s'"]+)\1|(?P<opened>['"]).*)""", re.DOTALL)
