@@ -18,8 +18,9 @@ import torch
 from infer.execution.batch import reads_prompt
 from infer.execution.runner import StepResult
 from infer.kernels.runtime.torch_threads import threads_for
+from infer.kernels.sampling.logprob_table import logprob_table
 from infer.models.model import Model
-from infer.sampling.logprobs import logprob_table, read_logprobs
+from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import RowLogprobs, sequence_seed
 from infer.sampling.sampler import SampleRow, sample
 from infer.scheduling.beam import num_logprobs

@@ -4,11 +4,8 @@ Logprobs are taken from the model's own logits, before bias, penalties, temperat
 describe the model, not the request. The chosen token is reported beside the k likeliest, so a client sees
 k or k + 1 different tokens.
 
-A *table* holds all of that for some rows, as integers of 32 bits so that it travels as one:
-
-    logprob of the chosen token | its rank | ids of the k likeliest | their logprobs
-
-It is made where the logits are, and read on the host when it has arrived.
+A *table* holds all of that for some rows. It is made where the logits are
+(kernels/sampling/logprob_table.py), and read on the host when it has arrived.
 
 Shapes:  S rows, V vocabulary.
 """
@@ -19,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.params import RowLogprobs
 
 
@@ -34,16 +32,6 @@ def top_logprobs(
         for i, row in zip(asking, read_logprobs(table, ids, counts), strict=True):
             found[i] = row
     return found
-
-
-def logprob_table(logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int) -> torch.Tensor:
-    """The table of some rows with `width` alternatives each, where they are; a negative id counts as 0."""
-    logprobs_SV = torch.log_softmax(logits_SV, dim=-1, dtype=torch.float32)
-    own_S1 = logprobs_SV.gather(1, chosen_S.clamp(min=0).unsqueeze(1))
-    rank_S1 = (logprobs_SV > own_S1).sum(dim=-1, keepdim=True) + 1
-    values_SK, ids_SK = torch.topk(logprobs_SV, min(width, logprobs_SV.shape[1]), dim=-1)
-    columns = own_S1.view(torch.int32), rank_S1.int(), ids_SK.int(), values_SK.view(torch.int32)
-    return torch.cat(columns, dim=1)
 
 
 def read_logprobs(table: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:

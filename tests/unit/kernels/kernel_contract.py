@@ -30,6 +30,7 @@ from infer.kernels.elementwise.rms_norm import (
     rms_norm_reference,
 )
 from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.sampling.logprob_table import logprob_table
 
 # Relative and absolute. bfloat16 keeps 8 bits, so 2^-7 is one unit in the last place; the interpreter
 # cuts off what a GPU rounds.
@@ -191,3 +192,41 @@ class KernelContract:
         q = far_apart_rows((3, 2, 32), self.device)
         weight = self.weight(32)
         assert_same(rms_norm(q, weight, eps=EPS), rms_norm_reference(q, weight, EPS, 0.0))
+
+    @every_dtype
+    @pytest.mark.parametrize(("vocab_size", "width"), [(3, 20), (97, 0), (4096, 1), (9000, 20), (12_289, 40)])
+    def test_logprob_table(self, vocab_size: int, width: int, dtype: torch.dtype) -> None:
+        logits = self.framed(5, vocab_size, dtype=dtype)
+        logits.view[1, : vocab_size // 2] = -torch.inf  # forbidden, with whole tiles of it
+        logits.before.copy_(logits.frame)
+        chosen = [vocab_size - 1, vocab_size - 1, 0, -1, int(logits.view[4].argmax())]
+        places = [4, 0, 1, 3]
+        with nan_in_fresh_memory():
+            table = logprob_table(
+                logits.view, torch.tensor(chosen, device=self.device), width,
+                torch.tensor(places, device=self.device),
+            ).cpu()  # fmt: skip
+        logits.assert_untouched()
+        num_top = min(width, vocab_size)
+        assert table.shape == (len(places), 2 + 2 * num_top)
+        rows = logits.view[places].double().cpu()
+        logprobs = torch.log_softmax(rows, dim=-1)
+        own = torch.tensor([max(chosen[place], 0) for place in places]).unsqueeze(1)
+        fractions = table.view(torch.float32).double()
+        near = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(fractions[:, :1], logprobs.gather(1, own), **near)
+        assert table[:, 1].tolist() == (1 + (rows > rows.gather(1, own)).sum(dim=1)).tolist()
+        ids, top = table[:, 2 : 2 + num_top].long(), fractions[:, 2 + num_top :]
+        torch.testing.assert_close(top, logprobs.topk(num_top, dim=-1).values, **near)
+        torch.testing.assert_close(top, logprobs.gather(1, ids), **near)
+        assert all(len(set(row)) == num_top for row in ids.tolist())
+        if num_top:  # a greedy token is the first of equal ones, and its logprob the same to the bit
+            assert ids[0, 0] == chosen[4] and table[0, 0] == table[0, 2 + num_top]
+
+    def test_logprob_table_of_all_rows(self) -> None:
+        logits = self.framed(3, 500, dtype=torch.float32)
+        chosen = torch.tensor([1, 2, 3], device=self.device)
+        places = torch.arange(3, device=self.device)
+        table = logprob_table(logits.view, chosen, 5)
+        torch.testing.assert_close(table, logprob_table(logits.view, chosen, 5, places), rtol=0, atol=0)
+        assert logprob_table(logits.view[:0], chosen[:0], 5).shape == (0, 12)

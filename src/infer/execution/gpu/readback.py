@@ -4,9 +4,8 @@ Steps are launched ahead of the one that is read, so there are several buffers, 
 written again before it has been read. Their memory is pinned, which lets the device copy while the host
 does something else, and an event behind each copy says when it is done.
 
-Logprobs come with the ids of the rows that ask for them. They take longer than the whole sampler, so the
-logits of these rows are copied and looked at in a stream of their own, beside the next step. Those of many
-rows, of which a copy would be large, are looked at in the stream of the steps.
+Logprobs come with the ids of the rows that ask for them. What needs the logits is done in the stream of the
+steps, before the next one overwrites them; the rest, and the copy, in a stream of its own beside that step.
 
 The other way needs no such care: what the host sends goes through memory of its own each time, which
 torch's allocator keeps until the copy has run (`sending.send`), however many steps it stands behind.
@@ -24,10 +23,11 @@ import torch
 from infer.errors import DeviceLost, EngineError
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
-from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
+from infer.execution.host_sampling import PromptTable, read_prompts
 from infer.execution.runner import StepResult
 from infer.kernels.runtime.dispatch import is_gpu
-from infer.sampling.logprobs import logprob_table, read_logprobs
+from infer.kernels.sampling.logprob_table import logprob_table
+from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 
 
@@ -129,6 +129,8 @@ class Readback:
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
         self._aside: torch.cuda.Stream | None = None  # of logprobs, made for the first of them
+        self._places: list[int] = []  # of the rows that asked for logprobs last
+        self._places_K = torch.empty(0, dtype=torch.int64, device=device)
         self._last: deque[PendingStep] = deque(maxlen=num_buffers)  # those whose buffers are still theirs
 
     def take(
@@ -167,44 +169,20 @@ class Readback:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
-        """The step has been sampled and cannot be repeated: without memory, it is done row by row."""
-        try:
-            return self._look_at_logprobs(asked, ids_S)
-        except torch.OutOfMemoryError:
-            pass  # and with it go the tensors of the attempt
-        try:
-            return self._arrival(torch.cat(_logprob_parts(asked, ids_S, 1)))
-        except torch.OutOfMemoryError as error:
-            raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
-
-    def _look_at_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
-        width, num_rows = max(asked.counts), len(asked.places)
-        if not self._is_cuda or num_rows > LOGPROB_ROWS:
-            return self._arrival(torch.cat(_logprob_parts(asked, ids_S, LOGPROB_ROWS)))
-        places_K = send(torch.tensor(asked.places), self._device)
-        logits_KV, chosen_K = asked.logits_SV[places_K], ids_S[places_K]
-        steps = torch.cuda.current_stream(self._device)
+        if asked.places != self._places:  # most steps ask for those of the last
+            self._places, self._places_K = asked.places, send(torch.tensor(asked.places), self._device)
+        places_K, width = self._places_K, max(asked.counts)
+        if not self._is_cuda:
+            return HostCopy(logprob_table(asked.logits_SV, ids_S, width, places_K), None)
         self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(steps)
-        for tensor in (logits_KV, chosen_K):
-            tensor.record_stream(aside)
+        try:
+            table = logprob_table(asked.logits_SV, ids_S, width, places_K, aside)
+        except torch.OutOfMemoryError as error:  # the step has been sampled and cannot be repeated
+            raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
         with torch.cuda.stream(aside):
-            return self._arrival(logprob_table(logits_KV, chosen_K, width))
-
-    def _arrival(self, table: torch.Tensor) -> HostCopy:
-        fetched, event = self.fetch(table), _event() if self._is_cuda else None
-        if event is not None:
+            fetched, event = self.fetch(table), _event()
             event.record()
         return HostCopy(fetched, event)
-
-
-def _logprob_parts(asked: Asked, ids_S: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
-    """The tables of so many rows at a time, in the stream of the steps."""
-    width = max(asked.counts)
-    return [
-        logprob_table(asked.logits_SV[part_K], ids_S[part_K], width)
-        for part_K in torch.split(send(torch.tensor(asked.places), ids_S.device), num_rows)
-    ]
 
 
 def _event() -> torch.cuda.Event:

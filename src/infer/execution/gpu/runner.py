@@ -43,7 +43,7 @@ from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import LOGPROB_ROWS, HostSampler, PromptTable
+from infer.execution.host_sampling import HostSampler, PromptTable
 from infer.execution.runner import StepResult, UnsampledStep
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
@@ -356,15 +356,11 @@ class DeviceRunner:
     def compute_padding(self) -> None:
         """Compute the layers of the largest step there can be, all of it padding."""
         num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
-        # the logits that logprobs of the step before are taken from meanwhile
-        shape, dtype = (min(num_rows, LOGPROB_ROWS), self._model.config.vocab_size), self._store.dtype
-        beside_KV = torch.empty(shape, dtype=dtype, device=self._device)
         with self._few_layers():
             self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
             longest = self._dense.prepare_longest() if self._dense is not None else 0
             if longest:  # less one: what is not a whole shape is copied, which takes the most
                 self._run_ragged_padding(self._max_tokens, 0, longest - 1)
-        del beside_KV
 
     @torch.inference_mode()
     def sample_padding(self, counts: Sequence[int] = ()) -> None:

@@ -70,6 +70,7 @@ from infer.kernels.sampling.adjust_logits import (
 )
 from infer.kernels.sampling.gumbel import argmax_rows, gumbel_noise
 from infer.kernels.sampling.gumbel import noise_keys as noise_keys_on_host
+from infer.kernels.sampling.logprob_table import logprob_table
 from infer.kernels.sampling.sample_state import (
     MAX_BIASED,
     NUM_FIELDS,
@@ -803,7 +804,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Begin to compile the kernels: `sample_rows` waits for what it needs, the call returned for all."""
+    """Begin to compile these kernels and those of logprobs: a launch waits for its own, the call for all."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None
@@ -814,6 +815,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
     def compile_all() -> None:
         with compiling_ahead(device):
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
+            logprob_table(logits_1V, positions_1, 0)
 
     thread = threading.Thread(target=compile_all, name="compile-sample-rows", daemon=True)
     thread.start()
