@@ -22,6 +22,7 @@ class StepDefaults(NamedTuple):
     chunk_size: int | None  # None: as long as the step
     mixed_tokens: int | None  # prompt tokens of a step in which others decode; None: no limit of their own
     busy_tokens: int = 0  # all tokens of a short step, where hurried ones are frequent; 0: never short
+    packed_tokens: int | None = None  # prompt tokens of a step with many short prompts; None: no such limit
 
 
 CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
@@ -33,6 +34,8 @@ LARGE_GPU_BYTES = 64 << 30
 TIGHT_GPU_STEPS = GPU_STEPS._replace(batch_size=32, batched_tokens=1024, busy_tokens=0)  # of a large model
 TIGHT_GPU_BYTES = 12 << 30  # with no more, what large steps need is worth more as KV cache
 SMALL_MODEL_MIXED_TOKENS, SMALL_MODEL_BUSY_TOKENS = 8192, 4096  # on a GPU
+LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
+PACKED_TOKENS = 4096  # where that is less than a layer: steps with more would wait for their launches
 SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 

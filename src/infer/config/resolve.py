@@ -22,6 +22,8 @@ from infer.config.defaults import (
     GPU_STEPS,
     LARGE_GPU_BYTES,
     LARGE_GPU_STEPS,
+    LAUNCHED_LAYER,
+    PACKED_TOKENS,
     SMALL_MODEL_BUSY_TOKENS,
     SMALL_MODEL_MIXED_TOKENS,
     SMALL_MODEL_WEIGHTS,
@@ -60,6 +62,7 @@ class ModelFacts:
 
     max_seq_len: int  # prompt + output, in tokens
     num_layer_weights: int  # of all layers, that one token meets
+    num_layers: int = 1
     dtype: str = "float32"  # of activations, and of the KV cache unless that is kept in 8 bits
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
@@ -70,6 +73,10 @@ class ModelFacts:
     def is_small(self) -> bool:
         """Whether a decode step is so short on a GPU that everything around it counts."""
         return self.num_layer_weights <= SMALL_MODEL_WEIGHTS
+
+    def is_launched_slowly(self, num_tokens: int) -> bool:
+        """Whether the host takes longer to launch a layer than a large GPU does to compute so many tokens."""
+        return self.num_layer_weights / self.num_layers * num_tokens <= LAUNCHED_LAYER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,7 @@ class ResolvedScheduler:
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
     busy_step_tokens: int  # of a step, decoding rows included, where hurried ones would be frequent; 0: never
+    packed_step_tokens: int  # prompt tokens of a step with many short prompts
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int
@@ -162,7 +170,11 @@ def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
     steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
     if not model.is_small:
         return TIGHT_GPU_STEPS if memory is not None and memory <= TIGHT_GPU_BYTES else steps
-    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS, busy_tokens=SMALL_MODEL_BUSY_TOKENS)
+    return steps._replace(
+        mixed_tokens=SMALL_MODEL_MIXED_TOKENS,
+        busy_tokens=SMALL_MODEL_BUSY_TOKENS,
+        packed_tokens=PACKED_TOKENS if model.is_launched_slowly(PACKED_TOKENS) else None,
+    )
 
 
 def resolve_scheduler(
@@ -189,6 +201,7 @@ def resolve_scheduler(
     mixed = settings.prefill_tokens_while_decoding
     if mixed is None and defaults.mixed_tokens is not None and is_chunked:
         mixed = min(defaults.mixed_tokens, budget)
+    packs = is_chunked and settings.max_num_batched_tokens is settings.prefill_tokens_while_decoding is None
     left = {field.name for field in fields(ResolvedScheduler)} & {field.name for field in fields(settings)}
     known = {name: getattr(settings, name) for name in left}
     decided: dict[str, Any] = {
@@ -197,6 +210,7 @@ def resolve_scheduler(
         "prefill_chunk_size": settings.prefill_chunk_size or defaults.chunk_size or budget,
         "prefill_tokens_while_decoding": mixed,
         "hurries": settings.itl_target_ms is None,
+        "packed_step_tokens": (packs and defaults.packed_tokens) or budget,
         "busy_step_tokens": defaults.busy_tokens if settings.prefill_tokens_while_decoding is None else 0,
     }
     return ResolvedScheduler(**(known | decided))

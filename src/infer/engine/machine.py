@@ -42,6 +42,7 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
     return ModelFacts(
         max_seq_len=loaded.max_seq_len,
         num_layer_weights=loaded.config.all_layer_weights,
+        num_layers=loaded.config.num_layers,
         dtype=str(loaded.dtype).removeprefix("torch."),
         weights=loaded.weights,
         published_as=loaded.published_as,

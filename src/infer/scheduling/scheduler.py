@@ -38,6 +38,7 @@ BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are 
 HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
 RECENT_STEPS = 128  # over which prompts are counted to see how often such a step would be needed
 RARE, OFTEN = 20, 6  # one step in so many: between the two, short steps (`busy_step_tokens`) take the place
+SHORT_PROMPT = 2560  # tokens of the mean prompt, with which many are packed into steps (`packed_step_tokens`)
 ROW_PADDING = 32  # rows that decode are padded to a multiple of it, or less
 FIRST_SHARE = 2  # one part in so many of a step's prompt tokens is the first prompt's, if others are shorter
 MUCH_SHORTER = 4  # a prompt that waits goes beside a longer one that has so many times as much left
@@ -316,28 +317,33 @@ class Scheduler:
         return np.array(kept, dtype=np.int64)
 
     def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step that decodes short: few tokens of prompts, unless many wait behind them."""
+        """Keep a step that decodes short: few tokens of prompts, unless many wait behind them.
+
+        Many short prompts are computed in steps that are launched at once, whether others decode or not.
+        """
+        if not (prompts or self._waiting):
+            return
+        num_prompts = len(prompts) + self.num_waiting
+        num_tokens = self._waiting.num_tokens + sum([seq.num_pending for seq in prompts])
+        if num_prompts > 1 and num_tokens <= SHORT_PROMPT * num_prompts:
+            draft.budget = min(draft.budget, self.config.packed_step_tokens)
         limit, num_rows = self.config.prefill_tokens_while_decoding, draft.num_tokens
-        if limit is None or not num_rows or not (prompts or self._waiting):
+        if limit is None or not num_rows:
             return
         if self.config.hurries:
             short = self.config.busy_step_tokens - -(-num_rows // ROW_PADDING) * ROW_PADDING
-            if self._is_busy(prompts, num_rows, short):
+            if self._hurries_often() and num_prompts <= num_rows and num_tokens <= short * num_prompts:
                 limit = short
             elif self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
                 limit = max(limit, HURRIED_TOKENS)
         draft.budget = min(draft.budget, limit)
 
-    def _is_busy(self, prompts: list[Sequence], num_rows: int, short: int) -> bool:
-        """Whether hurried steps would come often, and prompts are few and short enough for short steps."""
+    def _hurries_often(self) -> bool:
+        """Whether hurried steps would come often, but not so often that most of the time is theirs."""
         self._recent_tokens *= (1.0 - 1.0 / RECENT_STEPS) ** (self.step - self._counted_at)
         self._counted_at = self.step
         share = self._recent_tokens / (RECENT_STEPS * HURRIED_TOKENS)  # of hurried steps among all
-        if not 1 / RARE < share < 1 / OFTEN:
-            return False
-        num_prompts = len(prompts) + self.num_waiting
-        num_tokens = self._waiting.num_tokens + sum([seq.num_pending for seq in prompts])
-        return num_prompts <= num_rows and num_tokens <= short * num_prompts
+        return 1 / RARE < share < 1 / OFTEN
 
     def _plan_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Go on with prompts that are begun, then let others in; a long one leaves a share to short ones."""

@@ -85,6 +85,24 @@ def test_decisions_have_reasons_and_what_was_given_has_none() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("machine", "model", "knobs", "expected"),
+    [
+        (GPU, replace(SMALL, num_layer_weights=440_000_000, num_layers=28), {}, 4096),
+        (GPU, replace(SMALL, num_layer_weights=973_000_000, num_layers=16), {}, 16384),
+        (GPU, replace(LARGE, num_layers=1000), {}, 16384),
+        (CPU, replace(SMALL, num_layer_weights=440_000_000, num_layers=28), {}, 512),
+        (GPU, replace(SMALL, num_layers=1000), {"use_chunked_prefill": False}, 16384),
+        (GPU, replace(SMALL, num_layers=1000), {"max_num_batched_tokens": 8192}, 8192),
+        (GPU, replace(SMALL, num_layers=1000), {"prefill_tokens_while_decoding": 512}, 16384),
+    ],
+)
+def test_short_prompts_are_packed_where_launching_takes_longer_than_computing(
+    machine: Machine, model: ModelFacts, knobs: dict[str, Any], expected: int
+) -> None:
+    assert resolved(machine, model, **knobs).scheduler.packed_step_tokens == expected
+
+
 def test_the_start_line_says_what_another_setting_turns_off() -> None:
     config = resolved(CPU, kv_cache_backend="contiguous")
     line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=config.backends[:2])

@@ -113,6 +113,22 @@ def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -
     assert step(world) == {"a": (2, 3), "b": (0, 4)}
 
 
+def test_many_short_prompts_are_packed_into_steps_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.SHORT_PROMPT", 12)
+    world = make_world(max_batch_size=8, max_num_batched_tokens=64)
+    world.scheduler.config = replace(world.scheduler.config, packed_step_tokens=20)
+    world.add("a", prompt_of(30), max_tokens=1)
+    assert step(world) == {"a": (0, 30)}, "one alone is computed as fast as it can be"
+    for name in "bcd":
+        world.add(name, prompt_of(12, start=ord(name)), max_tokens=30)
+    assert step(world) == {"b": (0, 12), "c": (0, 8)}, "though none decodes"
+    assert step(world) == {"b": (12, 13), "c": (8, 12), "d": (0, 12)}, "20 tokens beside those that decode"
+    for name in "ef":
+        world.add(name, prompt_of(30, start=ord(name)), max_tokens=1)
+    planned = step(world)
+    assert planned["e"] == (0, 30) and planned["f"][1] > 20, "long ones are not"
+
+
 BUSY = {
     "BACKLOG_TOKENS": 16,
     "HURRIED_TOKENS": 40,

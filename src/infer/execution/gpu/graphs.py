@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infer.config.defaults import LAUNCHED_LAYER
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,6 @@ _MANY_ROWS = (64, 256)
 _MANY_TOKENS = (768, 1024, 1536, 2048, 3072, 4096)  # with rows
 _SHORT = 16  # parts of the largest step: a short one is at most one
 _MOST_PADDING = 128  # prompt tokens that a short step may lack: with fewer it is launched kernel by kernel
-_LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 
 
 class StepSize(NamedTuple):
@@ -92,7 +92,7 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
     """
     weights = config.all_layer_weights / config.num_layers
-    limit = min(_LAUNCHED_LAYER / weights, max_tokens / 2)
+    limit = min(LAUNCHED_LAYER / weights, max_tokens / 2)
     return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
 
 
