@@ -84,7 +84,6 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     num_computed = 0
     while scheduler.has_work:
         plan = scheduler.plan()
-        sequences = scheduler.planned
         scheduler.advance(plan)
         scheduler.commit(plan)
         num_computed += plan.num_tokens
@@ -92,7 +91,7 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
             usage = scheduler.usage()
             num_filled = usage.num_used * pool.block_size - usage.num_unfilled_slots
             samples.append((len(scheduler.running), num_filled / NUM_SLOTS, usage.fragmentation))
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+        for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
             if chunk.num_samples:
                 seq.tokens.append(0)
                 if chunk.stop + 1 >= seq.group.max_total:

@@ -67,7 +67,7 @@ def run_steps(scheduler: Scheduler, count: int) -> float:
         scheduler.advance(plan)
         scheduler.commit(plan)
         seconds += time.process_time() - start
-        for chunk, seq in zip(plan.chunks, scheduler.planned, strict=True):
+        for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
             if chunk.num_samples:
                 seq.tokens.append((seq.seq_id * 17 + number) % 1000)
     return seconds

@@ -77,7 +77,6 @@ class _Flight(NamedTuple):
     """A step the device is working on."""
 
     plan: StepPlan
-    sequences: list[Sequence]
     wait: Callable[[], StepResult]
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
     result: StepResult | None = None  # once it has been read
@@ -251,7 +250,7 @@ class Engine:
 
     def _let_go(self) -> None:
         """Keep nothing of the last batch alive while there is no work."""
-        self._begun = self.scheduler.planned = []
+        self._begun = []
 
     def _step(self) -> list[StepOutput]:
         num_flights = len(self._flights)
@@ -260,7 +259,7 @@ class Engine:
         if not num_flights and self._requests.guides:
             self._unreported += self._requests.jump_all()
         plan = self.scheduler.plan()
-        sequences = self.scheduler.planned
+        sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
             return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
         self._empty_steps = 0
@@ -281,29 +280,29 @@ class Engine:
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
-            return self._retire() + self._give_up(plan, sequences, error)
+            return self._retire() + self._give_up(plan, error)
         except BaseException as error:  # Ctrl-C: where it is caught, the books are balanced
-            self._unreported += self._give_up(plan, sequences, error)
+            self._unreported += self._give_up(plan, error)
             raise
         self.scheduler.advance(plan)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._has_drafts = plan.chunks.num_drafts > 0
         if step is not None:
-            return self._sample(plan, sequences, step)
-        self._flights.append(_Flight(plan, sequences, wait, set()))
+            return self._sample(plan, step)
+        self._flights.append(_Flight(plan, wait, set()))
         return self._retire(all_but=self._num_ahead)
 
-    def _sample(self, plan: StepPlan, sequences: list[Sequence], step: UnsampledStep) -> list[StepOutput]:
+    def _sample(self, plan: StepPlan, step: UnsampledStep) -> list[StepOutput]:
         """Sample a step that has begun, once all ids before it are known: they say what may come next.
 
         The device waits for that. The rest of what they mean is found out while it samples.
         """
-        requests, outputs = self._requests, list[StepOutput]()
+        requests, sequences, outputs = self._requests, plan.chunks.sequences, list[StepOutput]()
         try:
             outputs += self._retire(all_but=1)
             if self._flights:
-                requests.show_guides(self._flights[0].sequences, self._read())
-            masked = requests.masked_of(plan, sequences)
+                requests.show_guides(self._flights[0].plan, self._read())
+            masked = requests.masked_of(plan)
             broken = self._masks.fill(masked.values(), step.masks(len(masked)))
             wait = step.sample(list(masked))
         except DeviceLost:
@@ -311,19 +310,19 @@ class Engine:
             raise
         except Exception as error:
             logger.exception("step %d could not be sampled", plan.step)
-            return outputs + self._conclude_read() + self._give_up(plan, sequences, error)
+            return outputs + self._conclude_read() + self._give_up(plan, error)
         except BaseException as error:
-            self._unreported += outputs + self._conclude_read() + self._give_up(plan, sequences, error)
+            self._unreported += outputs + self._conclude_read() + self._give_up(plan, error)
             raise
         dropped: set[int] = set()
-        self._flights.append(_Flight(plan, sequences, wait, dropped))
+        self._flights.append(_Flight(plan, wait, dropped))
         self._masks.look_back()
         if broken or requests.may_jump(masked.values(), len(sequences)):
             outputs += self._retire(all_but=1)
             for number, guide in masked.items():
                 if guide in broken and sequences[number].finish_reason is None:
                     outputs += requests.fail_guided(sequences[number], guide)
-            outputs += requests.jump(plan, sequences, dropped)
+            outputs += requests.jump(plan, dropped)
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
@@ -384,27 +383,27 @@ class Engine:
 
     def _conclude(self, flight: _Flight) -> list[StepOutput]:
         """Report what came of a step that has been read."""
-        plan, sequences, _, _, result = flight
+        plan, _, _, result = flight
         assert result is not None
         if plan.chunks.num_drafts:
             self.scheduler.retract(plan, result.ids)
         self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)
         if result.is_whole:
-            return self._requests.report(plan, sequences, result)
+            return self._requests.report(plan, result)
         broken = [  # except sequences that have ended since: theirs are not reported
-            sequences[number]
-            for number, ids in enumerate(result.ids)
-            if NO_TOKEN in ids and sequences[number].finish_reason is None
+            seq
+            for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True)
+            if NO_TOKEN in ids and seq.finish_reason is None
         ]
         failed: list[StepOutput] = []
         for group in {id(seq.group): seq.group for seq in broken}.values():
             failed += self._fail(group.unfinished, _why_no_token(group.request.params))
-        return failed + self._requests.report(plan, sequences, result)
+        return failed + self._requests.report(plan, result)
 
-    def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
+    def _give_up(self, plan: StepPlan, error: BaseException) -> list[StepOutput]:
         """End the requests of a plan that did not run; other sequences it moved blocks for start over."""
-        outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+        outputs = self._fail(plan.chunks.sequences, f"{type(error).__name__} in step {plan.step}")
         self.scheduler.abandon(plan)
         return outputs
 

@@ -102,8 +102,9 @@ class RequestTable:
 
     # -- to go on ---------------------------------------------------------------------------------
 
-    def report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
+    def report(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Give every sequence of a plan its ids, one or several; outputs come in plan order, beams last."""
+        sequences = plan.chunks.sequences
         if result.prompt_logprobs:
             for chunk, seq in zip(plan.chunks, sequences, strict=True):
                 # from its own position on: a prompt that was preempted half way is computed again
@@ -138,15 +139,13 @@ class RequestTable:
             if not group.is_finished:
                 outputs.extend(self._advance_beams(group, beams))
         if result.pooled:
-            outputs += self._report_pooled(plan, sequences, result.pooled)
+            outputs += self._report_pooled(plan, result.pooled)
         return outputs
 
-    def _report_pooled(
-        self, plan: StepPlan, sequences: Seq[Sequence], pooled: Mapping[int, np.ndarray]
-    ) -> list[StepOutput]:
+    def _report_pooled(self, plan: StepPlan, pooled: Mapping[int, np.ndarray]) -> list[StepOutput]:
         """Add the pooled states of a step's chunks up; one output for each embedding that is complete."""
         outputs: list[StepOutput] = []
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+        for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
             group, states_D = seq.group, pooled.get(seq.seq_id)
             if states_D is None or seq.finish_reason is not None:
                 continue
@@ -222,21 +221,21 @@ class RequestTable:
         guides = self.guides
         return bool(guides) and any(seq.seq_id in guides for seq in sequences)
 
-    def show_guides(self, sequences: Seq[Sequence], result: StepResult) -> None:
+    def show_guides(self, plan: StepPlan, result: StepResult) -> None:
         """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
         guides = self.guides
-        for seq, ids in zip(sequences, result.ids, strict=True):
+        for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
             guide = guides.get(seq.seq_id)
             if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
                 continue
             if result.is_whole or NO_TOKEN not in ids:
                 guide.advance(ids, seq.stop_ids)
 
-    def masked_of(self, plan: StepPlan, sequences: Seq[Sequence]) -> dict[int, Guide]:
+    def masked_of(self, plan: StepPlan) -> dict[int, Guide]:
         """The guides under whose masks a step draws, by the number of the chunk."""
         guides, masked = self.guides, dict[int, Guide]()
         for number in plan.chunks.draws.nonzero()[0].tolist():
-            guide = guides.get(sequences[number].seq_id)
+            guide = guides.get(plan.chunks.sequences[number].seq_id)
             if guide is not None and guide.has_mask and guide.error is None:
                 masked[number] = guide
         return masked
@@ -249,12 +248,12 @@ class RequestTable:
         forced = [guide.forced() for guide in guides]
         return self._is_worth_it(sum(len(ids) - 1 for ids in forced if ids), num_sequences)
 
-    def jump(self, plan: StepPlan, sequences: Seq[Sequence], dropped: set[int]) -> list[StepOutput]:
+    def jump(self, plan: StepPlan, dropped: set[int]) -> list[StepOutput]:
         """Append what must follow in the sequences of a step under way; the outputs say so.
 
         `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
         """
-        drawing = plan.chunks.draws.nonzero()[0].tolist()
+        drawing, sequences = plan.chunks.draws.nonzero()[0].tolist(), plan.chunks.sequences
         guided = {number: sequences[number] for number in drawing if sequences[number].seq_id in self.guides}
         outputs = self._jump(guided, len(sequences))
         dropped.update(outputs)

@@ -74,7 +74,6 @@ class Scheduler:
         )
         self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
         self.running = self.state.sequences  # by sort_key: the first is the most urgent
-        self.planned: list[Sequence] = []  # the sequences of the last plan: one for each of its chunks
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
         self.all_decode = False  # the last plan: with every running sequence, without a prompt
         self.num_preemptions = 0
@@ -181,16 +180,11 @@ class Scheduler:
             self._limit_prompts(prompts, draft)
             self._plan_prompts(prompts, draft)
         # whether each sequence that was ready to decode does, and no other
-        is_uniform = (
-            not prompts and draft.num_tokens - state.num_drafts == num_decoding and draft.num_turns == 1
-        )
-        decodes_all = is_uniform and num_decoding == len(self.running)
+        is_uniform = not prompts and draft.num_tokens - state.num_drafts == num_decoding
+        decodes_all = is_uniform and draft.num_turns == 1 and num_decoding == len(self.running)
         chunks = state.planned_chunks(decodes_all=decodes_all, in_turn=draft.num_turns > 1)
-        self.planned = chunks.sequences
         self.num_planned_tokens = draft.num_tokens
-        self.all_decode = (
-            not prompts and draft.num_tokens - state.num_drafts == len(chunks) == num_decoding > 0
-        )
+        self.all_decode = is_uniform and len(chunks) == num_decoding > 0
         if decodes_all and self.keeps_cache and not (may_admit or self._num_beams or self.policy.rotates):
             state.settle()
         return draft.to_plan(self.step, chunks)
