@@ -8,6 +8,7 @@ outside this file knows of it but the row that the fixture adds.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -207,14 +208,19 @@ def test_experts_of_it(scheme: type[Ternary], tmp_path: Path) -> None:
 
 
 def test_it_generates_through_the_engine(scheme: type[Ternary], tmp_path: Path) -> None:
-    """Greedy ids do not depend on where the codes come from."""
-    prompts = [PROMPT, PROMPT[::-1], [7]]
+    """Wherever the codes come from, greedy ids are those of a dense network with the numbers they mean."""
+    plain, packed = write_pair(tmp_path)
+    dense = tmp_path / "dense"
+    shutil.copytree(plain, dense)
+    tensors, head = load_file(plain / "model.safetensors"), projections(load(plain, "ternary"))["head"]
+    tensors["lm_head.weight"] = head.multiply(torch.eye(head.spec.size)).T.contiguous()
+    save_file(tensors, dense / "model.safetensors")
     answers = []
-    for path in write_pair(tmp_path):
-        llm = LLM(str(path), device="cpu", dtype="float32", quantization="ternary", num_blocks=64)
-        assert llm.engine.stats().weights == "ternary"
-        answers.append([answer.token_ids for answer in llm.generate(prompts, GREEDY)])
-    assert answers[0] == answers[1]
+    for path, quantization in ((dense, "none"), (plain, "ternary"), (packed, "ternary")):
+        llm = LLM(str(path), device="cpu", dtype="float32", quantization=quantization, num_blocks=64)
+        assert (llm.engine.stats().weights == "ternary") == (path != dense)
+        answers.append([answer.token_ids for answer in llm.generate([PROMPT, PROMPT[::-1], [7]], GREEDY)])
+    assert answers[0] == answers[1] == answers[2]
     assert all(len(ids) == GREEDY.max_tokens for ids in answers[0])
 
 

@@ -87,9 +87,13 @@ class CompiledLinears:
         """The kernels, and the matrices that each is for."""
         layers, coded = list(self._layers), list(self._coded)
         heads = [head for head in self._heads if self.wgmma.choose(wgmma.TOKENS[-1], head) is not None]
-        gates_and_writers = [matrix for matrix in layers if matrix.activation or matrix.writes]
-        matrices = (layers, [*layers, *heads] if layers else [], gates_and_writers, coded, coded)
-        return list(zip(self._kernels, matrices, strict=True))
+        return [
+            (self.pdl, layers),
+            (self.wgmma, [*layers, *heads] if layers else []),
+            (self.wgmma_more, [matrix for matrix in layers if matrix.activation or matrix.writes]),
+            (self.coded_pdl, coded),
+            (self.coded, coded),
+        ]
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool

@@ -57,6 +57,7 @@ from typing import Any
 
 import torch
 
+from infer.kernels.attention.decode import PROJECTED_HEADS
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import quantize_rows
@@ -84,7 +85,7 @@ _CHUNK = 64  # columns of a stage
 _RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
 _MOST_SMS = 112  # and enough are left for the next kernel
 _CROWDED = 96  # blocks: on most SMs
-_PROJECTED = 32  # tokens, up to which attention takes the projection itself (8 kv heads), and loads little
+_PROJECTED = PROJECTED_HEADS // 8  # tokens; up to so many attention, of 8 kv heads, takes the projection
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
