@@ -106,7 +106,7 @@ def lay_out(
     return TokenLayout(np.frombuffer(ids, dtype=np.uintc), positions, slots, lens, ends)
 
 
-class _Part(NamedTuple):
+class _TokenGroup(NamedTuple):
     """Tokens that attend together: those of one chunk, or one token each of sequences of about one length."""
 
     tokens: slice | torch.Tensor  # which of the T tokens
@@ -115,25 +115,22 @@ class _Part(NamedTuple):
     stops_S: np.ndarray  # positions of each in the cache after this step
 
 
-def _parts_of(layout: TokenLayout, chunks: Chunks, device: torch.device) -> list[_Part]:
+def _group(layout: TokenLayout, chunks: Chunks, device: torch.device) -> list[_TokenGroup]:
     """Each chunk by itself, but single tokens together: the longest at most about twice the shortest."""
-    firsts, stops = layout.ends - layout.lens, chunks.stops
-    is_grouped = layout.lens == 1
-    parts = [
-        _Part(slice(firsts[number], layout.ends[number]), int(layout.lens[number]), rows_S, stops[[number]])
-        for number, rows_S in enumerate(chunks.rows[:, None])
-        if not is_grouped[number]
-    ]
-    groups, longest = list[list[int]](), 0
-    for number in sorted(is_grouped.nonzero()[0].tolist(), key=stops.__getitem__):
+    firsts, lens, stops = layout.ends - layout.lens, layout.lens, chunks.stops
+    groups, longest = [[number] for number in (lens > 1).nonzero()[0].tolist()], 0
+    for number in sorted((lens == 1).nonzero()[0].tolist(), key=stops.__getitem__):
         if stops[number] > longest:
             groups.append([])
             longest = 2 * max(int(stops[number]), MIN_GROUP_LEN)
         groups[-1].append(number)
+    made = []
     for group in groups:
-        tokens = torch.from_numpy(firsts[group]).to(device)
-        parts.append(_Part(tokens, 1, chunks.rows[group], stops[group]))
-    return parts
+        first, num_new = int(firsts[group[0]]), int(lens[group[0]])
+        is_chunk = num_new > 1
+        tokens = slice(first, first + num_new) if is_chunk else torch.from_numpy(firsts[group]).to(device)
+        made.append(_TokenGroup(tokens, num_new, chunks.rows[group], stops[group]))
+    return made
 
 
 class PagedStep(StepContext):
@@ -156,7 +153,7 @@ class PagedStep(StepContext):
         self.positions = torch.from_numpy(layout.positions).to(device)
         self.slots_KT = torch.from_numpy(layout.slots).to(device)
         self.last_rows: list[int] = (layout.ends - 1).tolist()  # of each chunk: the place of its last token
-        self.parts = _parts_of(layout, plan.chunks, device)
+        self.groups = _group(layout, plan.chunks, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def attend(
@@ -168,29 +165,29 @@ class PagedStep(StepContext):
         keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
         write_slots_reference(k_TGH, v_TGH, cache)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for place, part in enumerate(self.parts):
-            slots_SL, is_seen_SL = self._slots_of(place, part, window, table)
-            q = q_TNH[part.tokens]
-            if part.num_new == 1:
+        for place, group in enumerate(self.groups):
+            slots_SL, is_seen_SL = self._slots_of(place, group, window, table)
+            q = q_TNH[group.tokens]
+            if group.num_new == 1:
                 out = self._attend_rows(q, keys, values, slots_SL, is_seen_SL, scale=scale, scales=scales)
             else:
                 seen = read_both(keys, values, scales, slots_SL[0], q.dtype)
                 out = self._attend_one(q, *seen, scale=scale, window=window)
-            out_TNH[part.tokens] = out
+            out_TNH[group.tokens] = out
         return out_TNH
 
     def _slots_of(
-        self, place: int, part: _Part, window: int | None, table: int
+        self, place: int, group: _TokenGroup, window: int | None, table: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Slots [S, L] of what any token of each sequence may see, and which count; once for a table."""
         key = (place, window, table)
         if key not in self._slots:
-            stops_S, block_size, device = part.stops_S, self._state.block_size, self._store.device
-            first_S = stops_S * 0 if window is None else np.maximum(stops_S - part.num_new - window + 1, 0)
+            stops_S, block_size, device = group.stops_S, self._state.block_size, self._store.device
+            first_S = stops_S * 0 if window is None else np.maximum(stops_S - group.num_new - window + 1, 0)
             offsets = np.arange((stops_S - first_S).max())
             # Padding repeats the last position: it has been written, so nothing uninitialised is read.
             positions = np.minimum(first_S[:, None] + offsets, stops_S[:, None] - 1)
-            blocks = self._state.tables[table, part.table_rows_S[:, None], positions // block_size]
+            blocks = self._state.tables[table, group.table_rows_S[:, None], positions // block_size]
             is_seen = offsets < (stops_S - first_S)[:, None]
             slots = torch.from_numpy(blocks * block_size + positions % block_size).to(device)
             mask = None if is_seen.all() else torch.from_numpy(is_seen).to(device)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 
@@ -58,8 +58,12 @@ class _Count:
     def __set_name__(self, owner: type[Sequence], name: str) -> None:
         self._line = LINES.index(name)
 
-    def __get__(self, seq: Sequence, owner: type[Sequence]) -> int:
-        return seq.cells[self._line][seq.place]
+    @overload
+    def __get__(self, seq: None, owner: type[Sequence]) -> _Count: ...
+    @overload
+    def __get__(self, seq: Sequence, owner: type[Sequence]) -> int: ...
+    def __get__(self, seq: Sequence | None, owner: type[Sequence]) -> int | _Count:
+        return self if seq is None else seq.cells[self._line][seq.place]
 
     def __set__(self, seq: Sequence, count: int) -> None:
         seq.cells[self._line][seq.place] = count

@@ -79,7 +79,7 @@ class MachineMemory:
     """The device that an engine would be on, here or elsewhere, and its memory."""
 
     device: torch.device
-    found: DeviceMemory  # before the weights are there
+    unloaded: DeviceMemory  # before the weights are there
     runtime: int = 0  # of what is held: by the runtime of a GPU that no process uses yet
 
     @property
@@ -90,16 +90,18 @@ class MachineMemory:
     @property
     def memory(self) -> int:
         """Bytes for this engine: what is free, or what `device_memory` leaves."""
-        return self.runtime + (self.found.free if self.found.limit is None else max(self.found.room, 0))
+        return self.runtime + (
+            self.unloaded.free if self.unloaded.limit is None else max(self.unloaded.room, 0)
+        )
 
     @property
     def others(self) -> int:
         """Bytes of a GPU that other processes hold."""
-        return self.found.others if is_gpu(self.device) else 0
+        return self.unloaded.others if is_gpu(self.device) else 0
 
     def resolve(self, config: EngineConfig, choice: LoadChoice) -> ResolvedConfig:
         """Return what an engine would decide at its start there, whatever of the memory others use."""
-        total = (self.found.limit or self.found.total) if is_gpu(self.device) else None
+        total = (self.unloaded.limit or self.unloaded.total) if is_gpu(self.device) else None
         machine = replace(machine_of(choice), gpu_memory=total)
         return config.resolve(machine, facts_of(choice))
 
@@ -204,7 +206,7 @@ def plan_memory(
     step = steps_of(resolved, choice, kept_in)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
-    beside = machine.found.with_weights(weights)
+    beside = machine.unloaded.with_weights(weights)
     left = beside.room
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
@@ -287,7 +289,7 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory)
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
         beside = max(step.total, loading) + 2 * config.cache.block_size * token
-        share = machine.found.share if machine.found.limit is None else 1.0
+        share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
         needed = weights + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
@@ -423,12 +425,12 @@ def find_machine(device: str, gpu_memory: str | None, device_memory: str | None 
     limit = None if device_memory is None else device_limit(device_memory, total)
     found = DeviceMemory(total=total, free=total, held=0, limit=limit, share=GPU_SHARE)
     taken = found.with_weights(GPU_RUNTIME_BYTES)
-    return MachineMemory(device=torch.device("cuda"), found=taken, runtime=GPU_RUNTIME_BYTES)
+    return MachineMemory(device=torch.device("cuda"), unloaded=taken, runtime=GPU_RUNTIME_BYTES)
 
 
 def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
     """What an engine would find on a device of this machine now."""
-    return MachineMemory(device=device, found=look(device, device_memory, free_host=free_host_bytes()))
+    return MachineMemory(device=device, unloaded=look(device, device_memory, free_host=free_host_bytes()))
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:

@@ -88,7 +88,7 @@ def test_what_other_processes_hold_is_not_counted_as_free(monkeypatch: pytest.Mo
     assert memory.room == int(0.9 * memory.free)
     assert "other processes hold 65.0 GiB" in _gpu_memory()
     found = memory_plan.machine_on(GPU, "60GiB")
-    assert (found.memory, found.others, found.found.limit) == (memory.free, 65 * GIB, 60 * GIB)
+    assert (found.memory, found.others, found.unloaded.limit) == (memory.free, 65 * GIB, 60 * GIB)
 
 
 @pytest.mark.parametrize("text", ["0", "0.0", "1.5", "12", "-1", "much", "", "nan", "0GiB"])

@@ -103,7 +103,7 @@ def test_chunks_are_laid_end_to_end() -> None:
     table = {seq_id: world.pool.block_tables(seq_id)[0] for seq_id in (1, 2, 3)}
     places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
     assert step.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]
-    assert [(part.num_new, part.stops_S.tolist()) for part in step.parts] == [(4, [4]), (1, [6, 18])]
+    assert [(group.num_new, group.stops_S.tolist()) for group in step.groups] == [(4, [4]), (1, [6, 18])]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -131,7 +131,7 @@ def test_very_different_lengths_attend_in_separate_groups() -> None:
     for seq_id, length in lengths.items():
         world.add(seq_id)
         world.attend({seq_id: length}, use_reference=False, window=None)
-    groups = world.step(dict.fromkeys(lengths, 1)).parts
+    groups = world.step(dict.fromkeys(lengths, 1)).groups
     assert [group.stops_S.tolist() for group in groups] == [[4, 61, 101], [301, 311], [901]]
     for group in groups:
         assert group.stops_S.max() <= 2 * max(group.stops_S.min(), 64)
