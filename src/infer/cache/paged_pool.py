@@ -137,7 +137,9 @@ class PagedKVCachePool:
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
         """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
-        books = self._sequences.get(seq_id) or self._books(seq_id)
+        books = self._sequences.get(seq_id)
+        if books is None:
+            raise self._not_resident(seq_id)
         return books.tables
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
@@ -316,8 +318,8 @@ class PagedKVCachePool:
 
         The next commit enters its blocks into the tree anew.
         """
-        books = self._books(seq_id)
-        if books.host_tables is None:
+        books = self._sequences.get(seq_id)
+        if books is None or books.host_tables is None:
             raise EngineError(f"sequence {seq_id} is not swapped out; swap_out comes before swap_in")
         sources = books.host_holdings()
         if not self._make_room(len(sources)):
@@ -376,12 +378,6 @@ class PagedKVCachePool:
         """Name every block whose owner is neither the tree nor a sequence here; none after a normal life."""
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
-
-    def _books(self, seq_id: int) -> SequenceBooks:
-        books = self._sequences.get(seq_id)
-        if books is None:
-            raise self._not_resident(seq_id)
-        return books
 
     def _resident(self, seq_id: int) -> SequenceBooks:
         books = self._sequences.get(seq_id)

@@ -73,10 +73,6 @@ class CompilingRequests:
         """Let no caller wait from now on; `wake` is called in a compiler's thread."""
         self._wake = wake
 
-    def read_vocabulary(self) -> None:
-        """Begin to read the vocabulary in a thread, for which the first constraint would wait otherwise."""
-        self._compiler.token_bytes.start()
-
     def begin(self, structured: Structured, group: SequenceGroup, tokens: array[int]) -> Grammar | None:
         """The grammar of a request, or None: it waits, and is taken later."""
         is_aborted, wake = Event(), self._wake

@@ -122,7 +122,8 @@ class Engine:
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._has_drafts = False  # the last step launched: it is read before the next
         self._is_guided = False  # the last step launched: its masks need all ids before it
-        self._compiling = CompilingRequests(Compiler(token_bytes or TokenBytes(None, vocab_size=vocab_size)))
+        self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
+        self._compiling = CompilingRequests(Compiler(self._token_bytes))
         self._masks = MaskFiller()
         self._step_tokens = Histogram(STEP_TOKENS)
 
@@ -167,7 +168,7 @@ class Engine:
 
     def read_vocabulary(self) -> None:
         """Begin to read the vocabulary of constraints in a thread: for an engine that is idle (`IDLE_S`)."""
-        self._compiling.read_vocabulary()
+        self._token_bytes.start()
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""

@@ -34,6 +34,6 @@ POLICIES = {
     "fcfs": Policy(),
     "prefill_first": Policy(prompts_first=True),
     "decode_round_robin": Policy(rotates=True),
-    "priority": Policy(lambda seq: float(seq.priority)),
-    "deadline": Policy(lambda seq: math.inf if seq.deadline is None else seq.deadline),
+    "priority": Policy(lambda seq: float(seq.group.request.priority)),
+    "deadline": Policy(lambda seq: math.inf if (by := seq.group.request.deadline) is None else by),
 }

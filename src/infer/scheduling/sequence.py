@@ -73,9 +73,9 @@ class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
     __slots__ = (
-        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "deadline", "drafts",
+        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "drafts",
         "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
-        "num_cached", "num_prompt", "num_slots", "num_tokens_then", "place", "priority", "request_id",
+        "num_cached", "num_prompt", "num_slots", "num_tokens_then", "place", "request_id",
         "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens", "waiting_since",
         "was_admitted",
     )  # fmt: skip
@@ -107,8 +107,6 @@ class Sequence:
         self.is_swapped = False
         self.was_admitted = False  # whether it has ever run
         self.arrival = 0
-        self.priority = request.priority
-        self.deadline = request.deadline
         self.sort_key: tuple[float, int] = (0.0, 0)
         self.ticket = 0  # its number in the waiting queue; 0: it does not wait
         self.waiting_since = 0  # the step in which it began to wait for its next token

@@ -491,7 +491,7 @@ def test_who_is_let_in_and_preempted_in_turn_is_promoted_in_the_end(preemption: 
     for number in range(200):
         if ("meek", 0) in world.finished:
             break
-        if not any(seq.priority < 0 for seq in world.scheduler.sequences()):
+        if not any(seq.group.request.priority < 0 for seq in world.scheduler.sequences()):
             world.add(str(number), prompt_of(8, start=number), request={"priority": -1}, max_tokens=36)
         world.step()
     assert world.scheduler.num_preemptions >= 1
