@@ -258,7 +258,7 @@ def random_tensors(
 def _shape(module: Any, parameter: torch.Tensor, target: Target) -> tuple[int, ...]:
     shape = list(parameter.shape)
     if target.part is not None:
-        rows = module.part_rows(target.part)
+        rows = module.spec.part_rows(target.part)
         shape[0] = rows.stop - rows.start
     return tuple(reversed(shape) if target.transposed else shape)
 

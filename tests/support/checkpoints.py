@@ -126,7 +126,7 @@ def copy_weights(model: Model, tensors: Mapping[str, torch.Tensor], weight_map: 
         if target.ignored or (target.module == "head" and model.config.tie_embeddings):
             continue
         module: Any = model.get_submodule(target.module)
-        rows = slice(None) if target.part is None else module.part_rows(target.part)
+        rows = slice(None) if target.part is None else module.spec.part_rows(target.part)
         place = getattr(module, leaf).data[rows]
         source = tensor.t() if target.transposed else tensor
         assert place.shape == source.shape, (name, tuple(place.shape), tuple(source.shape))

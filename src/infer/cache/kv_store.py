@@ -91,8 +91,6 @@ class KVStore:
             source_side, destination_side = (device, host) if kind == "swap_out" else (host, device)
             try:
                 destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
-            except (
-                torch.OutOfMemoryError
-            ):  # it is gathered on the device on its way; plane by plane it is not
+            except torch.OutOfMemoryError:  # it is gathered on the device; plane by plane it is not
                 for to, of in zip(destination_side.flatten(0, 1), source_side.flatten(0, 1), strict=True):
                     to[destination].copy_(of[source], non_blocking=True)

@@ -30,7 +30,7 @@ from torch import nn
 
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.quant.dense import Dense
-from infer.quant.projection import Projection, WeightSpec, rows_of_part
+from infer.quant.projection import Projection, WeightSpec
 from infer.quant.residual import NormedInput, PendingProduct, as_tensor
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
@@ -90,10 +90,6 @@ class Projected(nn.Module):
     def parts(self) -> Mapping[str, int]:
         """The names of the matrices that are fused, and their rows, in order."""
         return self.spec.parts
-
-    def part_rows(self, name: str) -> slice:
-        """The rows of the weight (and of the bias) that part `name` fills."""
-        return rows_of_part(self.spec.parts, name)
 
     def extra_repr(self) -> str:
         """Shape, parts and scheme, for print(model)."""

@@ -74,7 +74,7 @@ class Move:
             whole = getattr(module, leaf)
             if part is not None:
                 assert isinstance(module, Projected), f"{module} has no parts"
-                whole = whole[module.part_rows(part)]
+                whole = whole[module.spec.part_rows(part)]
             self.source.copy_to(whole)
 
 

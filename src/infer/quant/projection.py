@@ -91,7 +91,11 @@ class WeightSpec:
 
     def part_rows(self, part: str | None) -> slice:
         """The rows that a part fills; without a name, all."""
-        return slice(0, self.num_rows) if part is None else rows_of_part(self.parts, part)
+        if part is None:
+            return slice(0, self.num_rows)
+        assert part in self.parts, f"no part {part!r} in {list(self.parts)}"
+        start = sum(list(self.parts.values())[: list(self.parts).index(part)])
+        return slice(start, start + self.parts[part])
 
 
 class Choices(NamedTuple):
@@ -277,10 +281,3 @@ class Scheme:
     devices: tuple[str, ...]  # "cpu", "cuda"
     make: Callable[[WeightSpec], Projection]
     cost: str = ""  # in accuracy, of rounding weights of 16 bits to it: for the start line
-
-
-def rows_of_part(parts: Mapping[str, int], name: str) -> slice:
-    """Where part `name` lies among parts that are given with their numbers of rows, in order."""
-    assert name in parts, f"no part {name!r} in {list(parts)}"
-    start = sum(list(parts.values())[: list(parts).index(name)])
-    return slice(start, start + parts[name])

@@ -404,9 +404,8 @@ class Scheduler:
         seq = self._waiting.first(self.step)
         group = seq.group.unfinished if seq.is_beam else [seq]
         num_slots = self._slots_used + sum(member.num_slots for member in group)
-        if num_slots > self.config.max_batch_size or seq.num_tokens > len(
-            seq.tokens
-        ):  # its last id is on its way
+        is_on_its_way = seq.num_tokens > len(seq.tokens)  # its last id
+        if is_on_its_way or num_slots > self.config.max_batch_size:
             return False
         # Beams that came back one by one could wait for each other for ever, each holding blocks.
         num_blocks = sum(self.pool.blocks_of(member.num_tokens) for member in group)

@@ -173,7 +173,7 @@ def _line_up(
         elif isinstance(module, Linear):
             for part in module.parts:
                 if (name, part) in reference_names:
-                    parts[f"{name}[{part}]"] = output[..., module.part_rows(part)]
+                    parts[f"{name}[{part}]"] = output[..., module.spec.part_rows(part)]
                     pairs[f"{name}[{part}]"] = reference_names[name, part]
     return parts, pairs
 

@@ -16,7 +16,11 @@ def filled(linear: Linear) -> Linear:
 def test_parts_name_consecutive_rows() -> None:
     linear = Linear(4, 10, bias=True, parts={"q": 6, "k": 1, "v": 3})
 
-    assert [linear.part_rows(name) for name in ("q", "k", "v")] == [slice(0, 6), slice(6, 7), slice(7, 10)]
+    assert [linear.spec.part_rows(name) for name in ("q", "k", "v")] == [
+        slice(0, 6),
+        slice(6, 7),
+        slice(7, 10),
+    ]
 
 
 def test_a_fused_layer_equals_its_parts_alone() -> None:
@@ -25,7 +29,7 @@ def test_a_fused_layer_equals_its_parts_alone() -> None:
     assert linear.bias is not None
 
     for name, output in zip(linear.parts, linear.split(linear(x)), strict=True):
-        rows = linear.part_rows(name)
+        rows = linear.spec.part_rows(name)
         expected = x @ linear.weight[rows].T + linear.bias[rows]
         torch.testing.assert_close(output, expected)
 
@@ -46,7 +50,7 @@ def test_parts_must_fill_all_rows() -> None:
 
 def test_an_unknown_part_is_named() -> None:
     with pytest.raises(AssertionError, match="'w'"):
-        Linear(4, 2, bias=False, parts={"q": 2}).part_rows("w")
+        Linear(4, 2, bias=False, parts={"q": 2}).spec.part_rows("w")
 
 
 def test_a_tied_weight_is_shared() -> None:
