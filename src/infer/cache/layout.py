@@ -64,14 +64,6 @@ class KVLayout:
         """Layers that the blocks of all tables have room for."""
         return self.num_planes * len(self.windows)
 
-    def blocks_of(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
-        """How many blocks a sequence of this length holds at most; see `blocks_of_sequence`."""
-        return blocks_of_sequence(self.windows, -(-num_tokens // block_size), block_size, max_chunk)
-
-    def longest(self, num_blocks: int, block_size: int, max_chunk: int | None) -> int:
-        """How many tokens of one sequence this many blocks hold."""
-        return block_size * longest_table(self.windows, num_blocks, block_size, max_chunk)
-
 
 def window_blocks(window: int | None, block_size: int, max_chunk: int | None) -> int:
     """The most blocks a table holds of a sequence, however long: those of a window and of a step's tokens.
@@ -84,21 +76,22 @@ def window_blocks(window: int | None, block_size: int, max_chunk: int | None) ->
 
 
 def blocks_of_sequence(
-    windows: Sequence[int | None], table_len: int, block_size: int, max_chunk: int | None
+    windows: Sequence[int | None], num_tokens: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """How many blocks a sequence holds at most while its tables reach this length."""
+    """How many blocks of tables with these windows a sequence holds at most until it has this length."""
+    table_len = -(-num_tokens // block_size)
     return sum(min(table_len, window_blocks(window, block_size, max_chunk)) for window in windows)
 
 
-def longest_table(
+def longest_sequence(
     windows: Sequence[int | None], num_blocks: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """The length that the tables of one sequence can reach with this many blocks."""
+    """How many tokens of one sequence, whole blocks of them, this many blocks hold."""
 
-    def num_held(length: int) -> int:
-        return blocks_of_sequence(windows, length, block_size, max_chunk)
+    def num_held(table_len: int) -> int:
+        return blocks_of_sequence(windows, table_len * block_size, block_size, max_chunk)
 
-    return bisect_right(range(ENDLESS), num_blocks, key=num_held) - 1
+    return block_size * (bisect_right(range(ENDLESS), num_blocks, key=num_held) - 1)
 
 
 def _choose_planes(group_sizes: dict[int | None, int]) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.cache.layout import KVLayout
+from infer.cache.layout import KVLayout, blocks_of_sequence
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
@@ -259,7 +259,7 @@ def size_cache(
         num_slots = cache.num_blocks * cache.block_size * num_tables
     else:
         budget = parse_bytes(cache.kv_cache_memory) if cache.kv_cache_memory is not None else free_bytes
-        blocks_each = layout.blocks_of(max_seq_len, cache.block_size, scheduler.max_chunk)
+        blocks_each = blocks_of_sequence(layout.windows, max_seq_len, cache.block_size, scheduler.max_chunk)
         wanted = scheduler.max_batch_size * blocks_each * cache.block_size
         num_slots = min(budget * num_tables // bytes_per_token, wanted)
     is_contiguous = cache.kv_cache_backend == "contiguous"

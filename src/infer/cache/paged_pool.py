@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
-from infer.cache.layout import blocks_of_sequence, longest_table, window_blocks
+from infer.cache.layout import blocks_of_sequence, longest_sequence, window_blocks
 from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
@@ -105,7 +105,7 @@ class PagedKVCachePool:
         self.windows = tuple(windows)  # of each table: the tokens that its layers see back; None: all
         self.max_chunk = max_chunk
         self._use_prefix_caching = use_prefix_caching
-        self._longest_table = longest_table(windows, num_blocks, block_size, max_chunk)
+        self._longest_table = longest_sequence(windows, num_blocks, block_size, max_chunk) // block_size
         if max_blocks_per_sequence is not None:
             self._longest_table = min(self._longest_table, max_blocks_per_sequence)
         self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
@@ -126,14 +126,13 @@ class PagedKVCachePool:
 
     def blocks_of(self, num_tokens: int) -> int:
         """How many blocks a sequence of this length holds at most, in all of its tables."""
-        table_len = blocks_for(num_tokens, self.block_size)
-        return blocks_of_sequence(self.windows, table_len, self.block_size, self.max_chunk)
+        return blocks_of_sequence(self.windows, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, num_sequences: int = 1) -> int:
         """How many tokens each of so many sequences can have when they have the cache to themselves."""
         share = self.num_blocks // num_sequences
-        table_len = longest_table(self.windows, share, self.block_size, self.max_chunk)
-        return min(table_len, self._longest_table) * self.block_size
+        fitting = longest_sequence(self.windows, share, self.block_size, self.max_chunk)
+        return min(fitting, self._longest_table * self.block_size)
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
         """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""

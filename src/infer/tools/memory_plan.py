@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.cache.layout import KVLayout
+from infer.cache.layout import KVLayout, blocks_of_sequence, longest_sequence
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
     NO_SCRATCH,
@@ -133,19 +133,21 @@ class MemoryPlan:
     def longest_sequence(self) -> int:
         """The longest sequence that can be served with this cache: the last token is never cached."""
         max_chunk = self.resolved.scheduler.max_chunk
-        longest = self.layout.longest(self.cache.num_blocks, self.cache.block_size, max_chunk)
+        size, num_blocks = self.cache.block_size, self.cache.num_blocks
+        longest = longest_sequence(self.layout.windows, num_blocks, size, max_chunk)
         return min(self.choice.max_seq_len, longest + 1)
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values of one sequence of this length while it decodes."""
-        num_blocks = self.layout.blocks_of(context, self.cache.block_size, 1)
+        num_blocks = blocks_of_sequence(self.layout.windows, context, self.cache.block_size, 1)
         return min(num_blocks * self.cache.bytes_per_block, context * self.cache.bytes_per_token)
 
     def at_once(self, context: int) -> int:
         """How many sequences of this length can run together."""
         size, scheduler = self.cache.block_size, self.resolved.scheduler
-        in_prompt = self.layout.blocks_of(context, size, scheduler.max_chunk)
-        others = (self.cache.num_blocks - in_prompt) // self.layout.blocks_of(context, size, 1)  # they decode
+        in_prompt = blocks_of_sequence(self.layout.windows, context, size, scheduler.max_chunk)
+        decoding = blocks_of_sequence(self.layout.windows, context, size, 1)
+        others = (self.cache.num_blocks - in_prompt) // decoding
         return min(max(others + 1, 0), scheduler.max_batch_size)
 
     def contexts(self) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import MAX_TABLES, KVLayout
+from infer.cache.layout import MAX_TABLES, KVLayout, blocks_of_sequence, longest_sequence
 
 
 def gemma(num_layers: int, window: int = 1024) -> list[int | None]:
@@ -54,16 +54,21 @@ def test_no_chunk_of_a_sequence_needs_more_than_the_bound(window: int, max_chunk
             first = max(computed - window + 1, 0) // size
             most = max(most, -(-stop // size) - first)
             computed = stop
-        bound = layout.blocks_of(num_tokens, size, max_chunk) - -(-num_tokens // size)
+        bound = blocks_of_sequence(layout.windows, num_tokens, size, max_chunk) - -(-num_tokens // size)
         assert most <= bound <= most + 2
-    assert layout.longest(layout.blocks_of(num_tokens, size, max_chunk), size, max_chunk) >= num_tokens
-    assert layout.longest(9, size, None) == 16
+    assert (
+        longest_sequence(
+            layout.windows, blocks_of_sequence(layout.windows, num_tokens, size, max_chunk), size, max_chunk
+        )
+        >= num_tokens
+    )
+    assert longest_sequence(layout.windows, 9, size, None) == 16
 
 
 def test_a_model_of_windows_alone_has_no_longest_sequence() -> None:
     layout = KVLayout.of([16] * 3, 1000)
-    assert layout.longest(9, 4, 8) > 10**9
-    assert layout.longest(6, 4, 8) == 6 * 4
+    assert longest_sequence(layout.windows, 9, 4, 8) > 10**9
+    assert longest_sequence(layout.windows, 6, 4, 8) == 6 * 4
 
 
 def test_layers_of_one_plane_lie_in_the_same_memory() -> None:
