@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence as Seq
 
 from infer.cache.memory import CacheSize
 from infer.client.process import main
@@ -21,7 +20,6 @@ from infer.engine.engine import Engine
 from infer.execution.runner import StepResult, SyncRunner
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
 
 
 class NullRunner(SyncRunner):
@@ -31,7 +29,7 @@ class NullRunner(SyncRunner):
         self._interval = 1 / pace if pace else 0.0
         self._next = 0.0
 
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Wait for the next tick and draw."""
         now = time.monotonic()
         if self._next > now:

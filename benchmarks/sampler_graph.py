@@ -100,8 +100,8 @@ def launch_masked(runner: DeviceRunner) -> Any:
     begin = runner.begin
     runner._rows.sampling.masks_RW.fill_(int(HALF))
 
-    def launch(plan: Any, sequences: Any) -> Any:
-        step: Any = begin(plan, sequences)
+    def launch(plan: Any) -> Any:
+        step: Any = begin(plan)
         numbers = plan.chunks.draws.nonzero()[0].tolist()
         step._masks_KW = runner._rows.masks.take(len(numbers))  # all the same: no step need be waited for
         return step.sample(numbers)

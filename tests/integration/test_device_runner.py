@@ -443,9 +443,9 @@ def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.Mo
     looked_at: list[int] = []
     sync = runner._rows.sync
 
-    def look(plan: StepPlan, sequences: Any) -> Any:
+    def look(plan: StepPlan) -> Any:
         looked_at.append(plan.step)
-        return sync(plan, sequences)
+        return sync(plan)
 
     monkeypatch.setattr(runner._rows, "sync", look)
     requests = [(prompt[:8], SamplingParams(temperature=0.0, max_tokens=20)) for prompt, _ in PLAIN[:2]]

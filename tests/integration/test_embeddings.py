@@ -109,9 +109,9 @@ def test_a_chunk_in_the_middle_gives_nothing_whatever_the_type_of_the_states() -
         Request(request_id="e", prompt=(1,) * 9, pooling="last"), max_total=10, stop_ids=(), seed=0
     )
     seq = Sequence(7, group, 0, [1] * 9)
-    middle = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 0, 4, 0)])), [seq], [3], states_TD)
+    middle = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 0, 4, 0)], [seq])), [3], states_TD)
     assert middle.by_sequence() == {}
-    last = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 5, 9, 0)])), [seq], [3], states_TD)
+    last = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 5, 9, 0)], [seq])), [3], states_TD)
     assert last.by_sequence()[7].tolist() == [1.0, 1.0, 1.0]
 
 

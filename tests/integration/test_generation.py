@@ -424,8 +424,8 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch
     runner: Any = llm.engine._runner
     run = runner.run
 
-    def run_and_collect(plan: StepPlan, sequences: Any) -> StepResult:
-        result: StepResult = run(plan, sequences)
+    def run_and_collect(plan: StepPlan) -> StepResult:
+        result: StepResult = run(plan)
         doomed.clear()
         return result
 
@@ -483,7 +483,7 @@ def test_best_of_and_beams_do_not_stream(llm: LLM) -> None:
 def test_a_model_that_raises_is_an_error_and_no_endless_wait(
     llm: LLM, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raise_out_of_memory(plan: StepPlan, sequences: object) -> None:
+    def raise_out_of_memory(plan: StepPlan) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:

@@ -75,9 +75,9 @@ class FailingEngine:
         launch, engine._runner.launch = engine._runner.launch, self._launch  # type: ignore[method-assign]
         self._inner, self._allocator = launch, allocator
 
-    def _launch(self, plan: Any, sequences: Any) -> Any:
+    def _launch(self, plan: Any) -> Any:
         with self._allocator:
-            return self._inner(plan, sequences)
+            return self._inner(plan)
 
 
 def serve(
@@ -201,7 +201,7 @@ def test_the_log_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 
 class Seq:
-    drafts = ()
+    drafts, row = (), 0
 
 
 @pytest.mark.parametrize(
@@ -216,16 +216,16 @@ class Seq:
     ],
 )
 def test_a_step_is_halved_by_its_tokens(lens: list[int], at: tuple[int, int] | None) -> None:
-    chunks = Chunks.of([Chunk(number, 3, 3 + length, 1) for number, length in enumerate(lens)])
-    assert split_numbers(chunks, [Seq()] * len(lens)) == at  # type: ignore[list-item]
+    chunks = [Chunk(number, 3, 3 + length, 1) for number, length in enumerate(lens)]
+    assert split_numbers(Chunks.of(chunks, [Seq()] * len(lens))) == at  # type: ignore[list-item]
 
 
 def test_drafts_are_not_cut() -> None:
-    chunks = Chunks.of([Chunk(0, 3, 4, 1), Chunk(1, 3, 8, 1)])
     first, second = Seq(), Seq()
     second.drafts = (1, 2, 3, 4)  # type: ignore[assignment]
-    assert split_numbers(chunks, [first, second]) == (1, 0)  # type: ignore[list-item]
-    assert split_numbers(Chunks.of([Chunk(1, 3, 8, 1)]), [second]) is None  # type: ignore[list-item]
+    chunks = Chunks.of([Chunk(0, 3, 4, 1), Chunk(1, 3, 8, 1)], [first, second])  # type: ignore[list-item]
+    assert split_numbers(chunks) == (1, 0)
+    assert split_numbers(Chunks.of([Chunk(1, 3, 8, 1)], [second])) is None  # type: ignore[list-item]
     assert np.array(chunks.stops).tolist() == [4, 8]
 
 

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence as Seq
 
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.client.process import main
@@ -28,7 +27,6 @@ from infer.errors import CheckpointError
 from infer.execution.runner import StepResult
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
 CRASH, STUCK, RAISE, FORKED = range(VOCAB_SIZE - 4, VOCAB_SIZE)
@@ -38,9 +36,9 @@ CONTEXT_LEN = 400
 class FaultyRunner(OracleRunner):
     """The oracle, with orders."""
 
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Obey, or answer."""
-        orders = {seq.tokens[0] for seq in sequences}
+        orders = {seq.tokens[0] for seq in plan.chunks.sequences}
         if FORKED in orders:
             subprocess.Popen(["sleep", "600"])
         if CRASH in orders or FORKED in orders:
@@ -49,7 +47,7 @@ class FaultyRunner(OracleRunner):
             time.sleep(600)
         if RAISE in orders:
             raise KeyboardInterrupt
-        return super().run(plan, sequences)
+        return super().run(plan)
 
 
 def make_engine(config: EngineConfig) -> Engine:

@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from infer.cache.memory import CacheSize
@@ -32,7 +31,6 @@ from infer.engine.engine import Engine
 from infer.execution.runner import StepResult
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
 THIS = "tests.support.faulty_server"
@@ -46,14 +44,14 @@ _start = ProcessClient.start
 class ObedientRunner(OracleRunner):
     """The oracle, with orders."""
 
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Obey, or answer."""
-        orders = {seq.tokens[0] for seq in sequences}
+        orders = {seq.tokens[0] for seq in plan.chunks.sequences}
         if CRASH in orders:
             os.kill(os.getpid(), signal.SIGKILL)
         if STUCK in orders:
             time.sleep(600)
-        return super().run(plan, sequences)
+        return super().run(plan)
 
 
 def make_engine(config: EngineConfig) -> Engine:

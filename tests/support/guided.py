@@ -16,7 +16,6 @@ from infer.engine.engine import Engine
 from infer.execution.runner import StepResult
 from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence
 from infer.structured.guide import ENDED, Guide
 from tests.support import words
 from tests.support.oracle import OracleRunner, OracleWorld, next_token
@@ -37,29 +36,31 @@ class MaskedOracle(OracleRunner):
 
     vocab_size = VOCAB_SIZE
 
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
-        return self.begin(plan, sequences).sample([])()
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.begin(plan).sample([])()
 
-    def begin(self, plan: StepPlan, sequences: Seq[Sequence]) -> OracleStep:
-        return OracleStep(self, plan, sequences)
+    def begin(self, plan: StepPlan) -> OracleStep:
+        return OracleStep(self, plan)
 
-    def forward(self, plan: StepPlan, sequences: Seq[Sequence]) -> tuple[StepResult, list[list[int]]]:
+    def forward(self, plan: StepPlan) -> tuple[StepResult, list[list[int]]]:
         """Write and read the cache; what each chunk's last token sees."""
-        result, size = super().run(plan, sequences), self.pool.block_size
+        result, size = super().run(plan), self.pool.block_size
         stops, rows = plan.chunks.stops.tolist(), plan.chunks.rows.tolist()
         tables = [
             self.state.tables[:, row, : -(-stop // size)] for row, stop in zip(rows, stops, strict=True)
         ]
         starts = plan.chunks.starts.tolist()
-        return result, [self._read(*each) for each in zip(sequences, tables, starts, stops, strict=True)]
+        return result, [
+            self._read(*each) for each in zip(plan.chunks.sequences, tables, starts, stops, strict=True)
+        ]
 
 
 class OracleStep:
     """A step that has read the cache when it begins, as a device has, and draws when its masks are there."""
 
-    def __init__(self, runner: MaskedOracle, plan: StepPlan, sequences: Seq[Sequence]) -> None:
-        self._runner, self._plan, self._sequences = runner, plan, sequences
-        self._result, self._seen = runner.forward(plan, sequences)
+    def __init__(self, runner: MaskedOracle, plan: StepPlan) -> None:
+        self._runner, self._plan = runner, plan
+        self._result, self._seen = runner.forward(plan)
         self._masks_KW = np.empty((0, -(-VOCAB_SIZE // 32)), dtype=np.int32)
 
     def masks(self, num_rows: int) -> np.ndarray:
@@ -68,7 +69,9 @@ class OracleStep:
 
     def sample(self, numbers: Seq[int]) -> Callable[[], StepResult]:
         allowed = {number: bits_of(mask_W) for number, mask_W in zip(numbers, self._masks_KW, strict=True)}
-        for number, (chunk, seq) in enumerate(zip(self._plan.chunks, self._sequences, strict=True)):
+        for number, (chunk, seq) in enumerate(
+            zip(self._plan.chunks, self._plan.chunks.sequences, strict=True)
+        ):
             seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
             drawn = tuple(draw(self._seen[number], seed, allowed.get(number)) for seed in seeds)
             if len(drawn) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from infer.engine.engine import Engine
 from infer.execution.runner import StepResult
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 Allow = Callable[[str, int], Collection[int] | None]
 """Which ids a request may have at a position of its output; None: any."""
@@ -21,19 +20,19 @@ def mask_steps(engine: Engine, allow: Allow) -> list[int]:
     runner: Any = engine._runner
     launch, counts = runner.launch, list[int]()
 
-    def launch_masked(plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
+    def launch_masked(plan: StepPlan) -> Callable[[], StepResult]:
         if plan.masks:  # a half of a step
-            return launch(plan, sequences)  # type: ignore[no-any-return]
+            return launch(plan)  # type: ignore[no-any-return]
         wanted = {
             number: ids
-            for number, (chunk, seq) in enumerate(zip(plan.chunks, sequences, strict=True))
+            for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True))
             if chunk.num_samples
             and (ids := allow(seq.group.request.request_id, chunk.stop - seq.num_prompt)) is not None
         }
         counts.append(len(wanted))
         if not wanted:
-            return launch(plan, sequences)  # type: ignore[no-any-return]
-        step = runner.begin(plan, sequences)
+            return launch(plan)  # type: ignore[no-any-return]
+        step = runner.begin(plan)
         fill(step.masks(len(wanted)), wanted.values())
         return step.sample(list(wanted))  # type: ignore[no-any-return]
 

@@ -114,7 +114,7 @@ class OracleRunner(SyncRunner):
         self.fail_at: int | None = None  # raise at this step, once
         self.fails_early = False  # raise before any block was moved
 
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Move, write, read back, hash."""
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
@@ -131,12 +131,12 @@ class OracleRunner(SyncRunner):
             self.state.tables[:, row, : -(-stop // size)]
             for row, stop in zip(plan.chunks.rows.tolist(), plan.chunks.stops.tolist(), strict=True)
         ]
-        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
+        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
             for position in range(chunk.start, chunk.stop):
                 self.device[table[:, position // size], position % size] = self._token(seq, position)
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
-        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
+        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
             seen = self._read(seq, table, chunk.start, chunk.stop)
             seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
             lengths = [chunk.stop] * len(seeds)
@@ -160,16 +160,12 @@ class OracleRunner(SyncRunner):
                     for length, token in zip(lengths, drawn, strict=True)
                 )
             )
-        return StepResult(
-            ids, logprobs, _prompt_logprobs(plan, sequences), pooled=self._pooled(plan, sequences, tables)
-        )
+        return StepResult(ids, logprobs, _prompt_logprobs(plan), pooled=self._pooled(plan, tables))
 
-    def _pooled(
-        self, plan: StepPlan, sequences: Seq[Sequence], tables: Seq[np.ndarray]
-    ) -> dict[int, np.ndarray]:
+    def _pooled(self, plan: StepPlan, tables: Seq[np.ndarray]) -> dict[int, np.ndarray]:
         """Two numbers for a chunk of an embedding: of the last token a hash, of many the sum of their ids."""
         found: dict[int, np.ndarray] = {}
-        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
+        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
             pooling = seq.group.request.pooling
             if pooling is None:
                 continue
@@ -213,10 +209,10 @@ class OracleRunner(SyncRunner):
             self.num_transfers[kind] += 1
 
 
-def _prompt_logprobs(plan: StepPlan, sequences: Seq[Sequence]) -> dict[int, list[RowLogprobs]]:
+def _prompt_logprobs(plan: StepPlan) -> dict[int, list[RowLogprobs]]:
     """For each prompt token that follows one of this step: minus its position."""
     found: dict[int, list[RowLogprobs]] = {}
-    for chunk, seq in zip(plan.chunks, sequences, strict=True):
+    for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
         followers = range(chunk.start + 1, min(chunk.stop + 1, seq.num_prompt))
         if seq.group.request.params.prompt_logprobs is not None and followers:
             found[seq.seq_id] = [RowLogprobs(seq.tokens[p], float(-p), 1, ()) for p in followers]

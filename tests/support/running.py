@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.scheduling.batch_state import BatchState
@@ -38,6 +39,6 @@ class Running:
         return StepPlan(step, Chunks.of(chunks, [known[chunk.seq_id] for chunk in chunks]))
 
 
-def plan_of(chunks: Iterable[Chunk], step: int = 1) -> StepPlan:
-    """A plan whose chunks belong to no sequence."""
-    return StepPlan(step, Chunks.of(chunks))
+def plan_of(chunks: Iterable[Chunk], sequences: Seq[Sequence] = (), step: int = 1) -> StepPlan:
+    """A plan whose chunks belong to these sequences, or to none."""
+    return StepPlan(step, Chunks.of(chunks, sequences))

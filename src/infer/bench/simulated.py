@@ -39,7 +39,6 @@ from infer.execution.runner import StepResult, SyncRunner
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence as TokenSequence
 from infer.tools.step_cost import StepCost
 
 VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
@@ -53,9 +52,9 @@ class SimulatedRunner(SyncRunner):
         self.now = 0.0
         self.first_chunk: dict[str, float] = {}  # request -> when its first step began
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
-        for seq in sequences:
+        for seq in plan.chunks.sequences:
             if seq.num_tokens == seq.num_prompt:
                 self.first_chunk.setdefault(seq.group.request.request_id, self.now)
         self.now += self.cost.seconds(plan)

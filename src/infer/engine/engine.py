@@ -273,9 +273,9 @@ class Engine:
         step: UnsampledStep | None = None
         try:
             if self._is_guided:
-                step = self._runner.begin(plan, sequences)
+                step = self._runner.begin(plan)
             else:
-                wait = self._runner.launch(plan, sequences)
+                wait = self._runner.launch(plan)
         except DeviceLost:  # every further step would fail as well: the supervisor must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on

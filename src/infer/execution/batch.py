@@ -18,7 +18,7 @@ row.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class NeededTokens(NamedTuple):
     last_rows: list[int]  # of each chunk that samples: which of these rows is its last token's
 
 
-def needed_tokens(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> NeededTokens:
+def needed_tokens(plan: StepPlan, last_places: list[int]) -> NeededTokens:
     """The ends, at `last_places`, of the chunks that sample; all tokens where a prompt's states are read.
 
     There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
@@ -53,7 +53,7 @@ def needed_tokens(plan: StepPlan, sequences: Sequence[TokenSequence], last_place
     chunks = plan.chunks
     draws: list[bool] = chunks.draws.tolist()
     num_drawn = sum(draws)
-    if num_drawn == chunks.num_tokens or any(map(reads_prompt, chunks.starts.tolist(), sequences)):
+    if num_drawn == chunks.num_tokens or any(map(reads_prompt, chunks.starts.tolist(), chunks.sequences)):
         return NeededTokens(None, last_places)
     places = [place for place, is_drawn in zip(last_places, draws, strict=True) if is_drawn]
     rows = [*accumulate(draws, initial=0)][:-1]
@@ -70,9 +70,9 @@ def reads_prompt(start: int, seq: TokenSequence) -> bool:
     return has_logprobs or request.pooling is not None
 
 
-def has_embeddings(sequences: Sequence[TokenSequence]) -> bool:
+def has_embeddings(plan: StepPlan) -> bool:
     """Whether the hidden states of a step's chunks are to be pooled."""
-    return any(seq.group.request.pooling is not None for seq in sequences)
+    return any(seq.group.request.pooling is not None for seq in plan.chunks.sequences)
 
 
 class TokenLayout(NamedTuple):
@@ -85,11 +85,9 @@ class TokenLayout(NamedTuple):
     ends: np.ndarray  # of each chunk: the place behind its last token
 
 
-def lay_out(
-    chunks: Chunks, sequences: Sequence[TokenSequence], tables_KRB: np.ndarray, block_size: int
-) -> TokenLayout:
+def lay_out(chunks: Chunks, tables_KRB: np.ndarray, block_size: int) -> TokenLayout:
     """Lay the tokens of chunks end to end, and look up their slots in the block tables."""
-    starts, stops = chunks.starts, chunks.stops
+    starts, stops, sequences = chunks.starts, chunks.stops, chunks.sequences
     lens = stops - starts
     ends = lens.cumsum()
     ids = array("I")
@@ -136,16 +134,8 @@ def _group(layout: TokenLayout, chunks: Chunks, device: torch.device) -> list[_T
 class PagedStep(StepContext):
     """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        state: BatchState,
-        store: KVStore,
-        *,
-        use_reference: bool,
-    ) -> None:
-        layout, device = lay_out(plan.chunks, sequences, state.tables, state.block_size), store.device
+    def __init__(self, plan: StepPlan, state: BatchState, store: KVStore, *, use_reference: bool) -> None:
+        layout, device = lay_out(plan.chunks, state.tables, state.block_size), store.device
         self._state, self._store = state, store
         self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
         self._attend_rows = attend_paged_reference if use_reference else attend_paged

@@ -24,8 +24,6 @@ Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -39,7 +37,6 @@ from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 MAX_PARTS = 64  # segments of a step that are items of their own
 LOGIT_ROWS = 8  # up to which a step waits for Python rather than for the head; their logits keep their memory
@@ -60,9 +57,9 @@ class CpuInputs:
         self._places = np.arange(capacity)
         self.num_rows = self.num_items = 0
 
-    def fill(self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState) -> list[int]:
+    def fill(self, plan: StepPlan, state: BatchState) -> list[int]:
         """Write a plan down; returns where each chunk's last token is."""
-        layout = lay_out(plan.chunks, sequences, state.tables, state.block_size)
+        layout = lay_out(plan.chunks, state.tables, state.block_size)
         self.num_rows = num_rows = len(layout.tokens)
         self.tokens[:num_rows] = layout.tokens
         self.positions[:num_rows] = layout.positions
@@ -171,7 +168,7 @@ class CpuSteps:
         if record:
             self._record(max_rows)
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
+    def run(self, plan: StepPlan) -> tuple[torch.Tensor, list[int]]:
         """The hidden states of a plan's tokens that are needed, and where each chunk's last one is.
 
         The states of a recorded step are overwritten by the next one.
@@ -182,12 +179,12 @@ class CpuSteps:
             if num_rows <= self._inputs.capacity
             else CpuInputs(num_rows, len(self._state.tables))
         )
-        last_rows = inputs.fill(plan, sequences, self._state)
+        last_rows = inputs.fill(plan, self._state)
         if self._program is not None and inputs is self._inputs:
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._state, num_rows, self._parts)
-        places, last_rows = needed_tokens(plan, sequences, last_rows)
+        places, last_rows = needed_tokens(plan, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
@@ -200,10 +197,10 @@ class CpuSteps:
         self._head.run(num_rows, 0)
         return self._logits_SV[:num_rows]
 
-    def context(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> CpuStep:
+    def context(self, plan: StepPlan) -> CpuStep:
         """The `StepContext` of a plan, or of a part of one; not recorded."""
         inputs = CpuInputs(plan.num_tokens, len(self._state.tables))
-        inputs.fill(plan, sequences, self._state)
+        inputs.fill(plan, self._state)
         return CpuStep(self._library, self._store, inputs, self._state, plan.num_tokens)
 
     @torch.inference_mode()

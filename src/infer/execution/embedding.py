@@ -13,14 +13,12 @@ Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 
 class Pooled(NamedTuple):
@@ -34,13 +32,11 @@ class Pooled(NamedTuple):
         return dict(zip(self.seq_ids, self.states_ED.cpu().numpy(), strict=True))
 
 
-def pool_hidden(
-    plan: StepPlan, sequences: Sequence[TokenSequence], last_rows: list[int], hidden_TD: torch.Tensor
-) -> Pooled:
+def pool_hidden(plan: StepPlan, last_rows: list[int], hidden_TD: torch.Tensor) -> Pooled:
     """Pool the chunks of embeddings, given the hidden states of all tokens and each chunk's last row."""
     seq_ids: list[int] = []
     states: list[torch.Tensor] = []
-    for chunk, seq, last in zip(plan.chunks, sequences, last_rows, strict=True):
+    for chunk, seq, last in zip(plan.chunks, plan.chunks.sequences, last_rows, strict=True):
         pooling = seq.group.request.pooling
         if pooling == "mean":
             states.append(hidden_TD[last + 1 - (chunk.stop - chunk.start) : last + 1].float().sum(dim=0))

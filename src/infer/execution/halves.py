@@ -16,7 +16,7 @@ not write again; transfers of blocks, which are no such thing, have been made be
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,11 +24,10 @@ import torch
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.plan import Chunks, StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
-RunStep = Callable[[StepPlan, Sequence[TokenSequence]], StepResult]
+RunStep = Callable[[StepPlan], StepResult]
 
 
 class SmallerSteps:
@@ -39,9 +38,7 @@ class SmallerSteps:
         self._has_spoken = False
         self._tries_again = False  # a step that cannot be halved
 
-    def run(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError
-    ) -> StepResult:
+    def run(self, plan: StepPlan, error: torch.OutOfMemoryError) -> StepResult:
         """The result of the whole plan; `error` is why it did not run at once.
 
         It is raised if a step that cannot be halved fails twice.
@@ -54,16 +51,16 @@ class SmallerSteps:
                 "smaller max_num_batched_tokens or device_memory avoids them step=%d num_tokens=%d reason=%r",
                 plan.step, plan.num_tokens, str(error).splitlines()[0],
             )  # fmt: skip
-        numbers = split_numbers(plan.chunks, sequences)
+        numbers = split_numbers(plan.chunks)
         if numbers is None:
-            return self._run_again(plan, sequences, error)
-        ids: list[tuple[int, ...]] = [()] * len(sequences)
-        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(sequences)
+            return self._run_again(plan, error)
+        ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(plan.chunks)
         prompt_logprobs: dict[int, list[RowLogprobs]] = {}
         pooled: dict[int, np.ndarray] = {}
         is_whole = True
-        for part, half in halves(plan, sequences, numbers):
-            result = self._run(half, [sequences[number] for number in part])
+        for part, half in halves(plan, numbers):
+            result = self._run(half)
             for place, number in enumerate(part):
                 if result.ids[place]:  # of a chunk that was cut, only the last part has any
                     ids[number], logprobs[number] = result.ids[place], result.logprobs[place]
@@ -74,20 +71,18 @@ class SmallerSteps:
             is_whole &= result.is_whole
         return StepResult(ids, logprobs, prompt_logprobs, is_whole, pooled)
 
-    def _run_again(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError
-    ) -> StepResult:
+    def _run_again(self, plan: StepPlan, error: torch.OutOfMemoryError) -> StepResult:
         if self._tries_again:
             raise error
         self._tries_again = True
         try:
             again = StepPlan(plan.step, plan.chunks, table_changes=plan.table_changes, masks=plan.masks)
-            return self._run(again, sequences)
+            return self._run(again)
         finally:
             self._tries_again = False
 
 
-def split_numbers(chunks: Chunks, sequences: Sequence[TokenSequence]) -> tuple[int, int] | None:
+def split_numbers(chunks: Chunks) -> tuple[int, int] | None:
     """Where a step is halved: a chunk's number, and how many of its tokens come first; None: it cannot be."""
     lens = chunks.stops - chunks.starts
     before = lens.cumsum() - lens
@@ -96,22 +91,20 @@ def split_numbers(chunks: Chunks, sequences: Sequence[TokenSequence]) -> tuple[i
         return None
     number = int(np.searchsorted(before, half, side="right")) - 1
     num_first = half - int(before[number])
-    if sequences[number].drafts:  # which are judged together
+    if chunks.sequences[number].drafts:  # which are judged together
         if number + 1 < len(lens):
             return number + 1, 0
         return (number, 0) if number else None
     return number, num_first
 
 
-def halves(
-    plan: StepPlan, sequences: Sequence[TokenSequence], at: tuple[int, int]
-) -> list[tuple[list[int], StepPlan]]:
+def halves(plan: StepPlan, at: tuple[int, int]) -> list[tuple[list[int], StepPlan]]:
     """The two smaller plans, each with the numbers of its chunks in the whole one.
 
     What tables have got goes with the first of them; blocks that had to move have moved.
     """
     number, num_first = at
-    first, second = list(range(number + (num_first > 0))), list(range(number, len(sequences)))
+    first, second = list(range(number + (num_first > 0))), list(range(number, len(plan.chunks)))
     columns = plan.chunks
     early, late = columns.select(np.array(first, dtype=np.int64)), columns.select(np.array(second))
     if num_first:

@@ -9,7 +9,7 @@ what runs next, forks and beams, and it takes the logprobs of prompts from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,26 +53,20 @@ class HostSampler:
     ) -> None:
         self._model, self._send, self._logits = model, send, logits
 
-    def sample(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        last_rows: list[int],
-        hidden_TD: torch.Tensor,
-    ) -> StepResult:
+    def sample(self, plan: StepPlan, last_rows: list[int], hidden_TD: torch.Tensor) -> StepResult:
         """The result of a step, given the row of `hidden_TD` that belongs to each chunk's last token."""
         places: list[int] = []
         rows: list[SampleRow] = []
         counts: list[int] = plan.chunks.num_samples.tolist()
         stops: list[int] = plan.chunks.stops.tolist()
-        for count, stop, seq, last_row in zip(counts, stops, sequences, last_rows, strict=True):
+        for count, stop, seq, last_row in zip(counts, stops, plan.chunks.sequences, last_rows, strict=True):
             mask_W = plan.masks.get(seq.seq_id) if plan.masks else None
             for index in range(count):
                 places.append(last_row)
                 rows.append(sample_row(seq, seq.index + index, stop, mask_W))
         ids: list[tuple[int, ...]] = [()] * len(counts)
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(counts)
-        prompt_logprobs = read_prompts(self.prompt_tables(plan, sequences, last_rows, hidden_TD))
+        prompt_logprobs = read_prompts(self.prompt_tables(plan, last_rows, hidden_TD))
         if not rows:
             return StepResult(ids, logprobs, prompt_logprobs)
         # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
@@ -90,14 +84,10 @@ class HostSampler:
         return StepResult(ids, logprobs, prompt_logprobs)
 
     def prompt_tables(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        last_rows: list[int],
-        hidden_TD: torch.Tensor,
+        self, plan: StepPlan, last_rows: list[int], hidden_TD: torch.Tensor
     ) -> list[PromptTable]:
         """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
-        found: list[PromptTable] = []
+        found, sequences = list[PromptTable](), plan.chunks.sequences
         if all(seq.group.request.params.prompt_logprobs is None for seq in sequences):
             return found
         for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):

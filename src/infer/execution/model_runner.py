@@ -13,8 +13,6 @@ Where rows that decode and prompts have different backends, the step is split in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from infer.cache.kv_store import KVStore
@@ -31,7 +29,6 @@ from infer.layers.attention import StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 
 class ModelRunner(SyncRunner):
@@ -76,7 +73,7 @@ class ModelRunner(SyncRunner):
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
         return False
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Execute the plan; see the module's docstring for the order."""
         try:
             with torch.inference_mode():
@@ -84,39 +81,39 @@ class ModelRunner(SyncRunner):
                 if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
                     return StepResult([], [], {})
                 try:
-                    return self._compute(plan, sequences)
+                    return self._compute(plan)
                 except torch.OutOfMemoryError as error:
-                    return self._smaller.run(plan, sequences, error)
+                    return self._smaller.run(plan, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
-    def _compute(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        hidden_TD, last_rows = self._hidden(plan, sequences)
-        result = self._sampler.sample(plan, sequences, last_rows, hidden_TD)
-        if not has_embeddings(sequences):
+    def _compute(self, plan: StepPlan) -> StepResult:
+        hidden_TD, last_rows = self._hidden(plan)
+        result = self._sampler.sample(plan, last_rows, hidden_TD)
+        if not has_embeddings(plan):
             return result
-        return result._replace(pooled=pool_hidden(plan, sequences, last_rows, hidden_TD).by_sequence())
+        return result._replace(pooled=pool_hidden(plan, last_rows, hidden_TD).by_sequence())
 
-    def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
+    def _hidden(self, plan: StepPlan) -> tuple[torch.Tensor, list[int]]:
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""
         if self._cpu is not None and not self._is_split:
-            return self._cpu.run(plan, sequences)
-        paged = self._paged(plan, sequences, self._backend)
+            return self._cpu.run(plan)
+        paged = self._paged(plan, self._backend)
         step: StepContext = paged
         if self._is_split:
             backends = self._decode_backend, self._backend
-            step = split_step(plan, sequences, paged.positions, self._context, backends)
-        places, last_rows = needed_tokens(plan, sequences, paged.last_rows)
+            step = split_step(plan, paged.positions, self._context, backends)
+        places, last_rows = needed_tokens(plan, paged.last_rows)
         step.logit_indices = None if places is None else torch.tensor(places, device=self._store.device)
         return self._model(paged.tokens_T, step), last_rows
 
-    def _paged(self, plan: StepPlan, sequences: Sequence[TokenSequence], backend: str) -> PagedStep:
+    def _paged(self, plan: StepPlan, backend: str) -> PagedStep:
         """The step of some chunks in plain PyTorch."""
-        return PagedStep(plan, sequences, self._state, self._store, use_reference=backend == REFERENCE)
+        return PagedStep(plan, self._state, self._store, use_reference=backend == REFERENCE)
 
-    def _context(self, plan: StepPlan, sequences: Sequence[TokenSequence], backend: str) -> StepContext:
+    def _context(self, plan: StepPlan, backend: str) -> StepContext:
         """The step of some of a plan's chunks, with one backend for all of them."""
         if backend == "c":
             assert self._cpu is not None
-            return self._cpu.context(plan, sequences)
-        return self._paged(plan, sequences, backend)
+            return self._cpu.context(plan)
+        return self._paged(plan, backend)

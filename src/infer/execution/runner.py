@@ -24,7 +24,6 @@ import numpy as np
 
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 
 class StepResult(NamedTuple):
@@ -37,7 +36,7 @@ class StepResult(NamedTuple):
     pooled: Mapping[int, np.ndarray] = {}  # by seq_id: pooled hidden states of this chunk of an embedding
 
 
-Launch = Callable[[StepPlan, Sequence[TokenSequence]], Callable[[], StepResult]]
+Launch = Callable[[StepPlan], Callable[[], StepResult]]
 
 
 class UnsampledStep(Protocol):
@@ -66,11 +65,11 @@ class Runner(Protocol):
         """Whether steps pool the hidden states of embeddings."""
         ...
 
-    def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
-        """Begin a plan whose chunks belong to `sequences`, in order; call what it returns to wait for it."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a plan; call what it returns to wait for it."""
         ...
 
-    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+    def begin(self, plan: StepPlan) -> UnsampledStep:
         """Begin a plan, and let the caller say later what it may sample.
 
         By then the counts of its sequences have moved on: a chunk's `stop` is where its sampled token stands.
@@ -85,26 +84,24 @@ class SyncRunner(ABC):
     vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
 
     @abstractmethod
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Execute a plan."""
 
-    def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Execute the plan at once; nothing is left to wait for."""
-        result = self.run(plan, sequences)
+        result = self.run(plan)
         return lambda: result
 
-    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+    def begin(self, plan: StepPlan) -> UnsampledStep:
         """Wait for the masks, then execute the plan: there is nothing that could work meanwhile."""
-        return LateStep(self.launch, plan, sequences, self.vocab_size)
+        return LateStep(self.launch, plan, self.vocab_size)
 
 
 class LateStep:
     """A step that is launched when its masks are there: they are in `plan.masks`."""
 
-    def __init__(
-        self, launch: Launch, plan: StepPlan, sequences: Sequence[TokenSequence], vocab_size: int
-    ) -> None:
-        self._launch, self._plan, self._sequences = launch, plan, sequences
+    def __init__(self, launch: Launch, plan: StepPlan, vocab_size: int) -> None:
+        self._launch, self._plan = launch, plan
         self._num_words = -(-vocab_size // 32)
         self._masks_KW = np.empty((0, self._num_words), dtype=np.int32)
 
@@ -115,6 +112,6 @@ class LateStep:
 
     def sample(self, numbers: Sequence[int]) -> Callable[[], StepResult]:
         """Run the step and sample it."""
-        seq_ids = [self._sequences[number].seq_id for number in numbers]
+        seq_ids = [self._plan.chunks.sequences[number].seq_id for number in numbers]
         self._plan.masks = dict(zip(seq_ids, self._masks_KW, strict=True))
-        return self._launch(self._plan, self._sequences)
+        return self._launch(self._plan)

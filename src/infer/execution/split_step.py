@@ -15,7 +15,6 @@ import torch
 
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 
 class SplitStep(StepContext):
@@ -36,9 +35,8 @@ class SplitStep(StepContext):
 
 def split_step(
     plan: StepPlan,
-    sequences: Sequence[TokenSequence],
     positions_T: torch.Tensor,
-    make: Callable[[StepPlan, Sequence[TokenSequence], str], StepContext],
+    make: Callable[[StepPlan, str], StepContext],
     backends: tuple[str, str],
 ) -> SplitStep:
     """Return the step of a plan; `make` a context for the rows that decode, and one for the prompts."""
@@ -48,7 +46,7 @@ def split_step(
         numbers = is_part.nonzero()[0]
         if len(numbers):
             part = replace(plan, chunks=plan.chunks.select(numbers))
-            context = make(part, [sequences[number] for number in numbers.tolist()], backend)
+            context = make(part, backend)
             places = torch.from_numpy(is_part.repeat(lens).nonzero()[0]).to(positions_T.device)
             parts.append((context, places))
     return SplitStep(positions_T, parts)

@@ -7,7 +7,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,6 @@ from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence as TokenSequence
 from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_embedding, expected_output
 
 
@@ -39,9 +38,9 @@ class GatedRunner(OracleRunner):
         super().__init__(pool, state)
         self.gate = threading.Semaphore(0)
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         assert self.gate.acquire(timeout=30), "the test never opened the gate"
-        return super().run(plan, sequences)
+        return super().run(plan)
 
 
 def make_client(
@@ -223,7 +222,7 @@ def test_a_lost_device_ends_the_loop_and_tells_all_requests(monkeypatch: pytest.
     async def main() -> None:
         client, engine = make_client()
 
-        def lose(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        def lose(plan: StepPlan) -> StepResult:
             raise DeviceLost("the device failed in step 1")
 
         monkeypatch.setattr(engine._runner, "run", lose)

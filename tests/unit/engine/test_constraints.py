@@ -15,7 +15,6 @@ from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
-from infer.scheduling.sequence import Sequence
 from infer.structured import compiler as compiler_module
 from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, OracleStep, expected
@@ -311,9 +310,9 @@ def test_the_model_of_the_next_step_is_launched_before_ids_are_reported(
     runner, engine, moves = world.runner, world.engine, list[tuple[str, int]]()
     begin, conclude, sample = runner.begin, engine._conclude, OracleStep.sample
 
-    def noted_begin(plan: StepPlan, sequences: list[Sequence]) -> UnsampledStep:
+    def noted_begin(plan: StepPlan) -> UnsampledStep:
         moves.append(("begin", plan.step))
-        return begin(plan, sequences)
+        return begin(plan)
 
     def noted_report(flight: Any) -> list[StepOutput]:
         moves.append(("report", flight.plan.step))

@@ -19,7 +19,6 @@ from infer.execution.runner import StepResult
 from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
-from infer.scheduling.sequence import Sequence
 from tests.support.oracle import OracleWorld, expected_output, prompt_of
 
 THIEF = -1  # a sequence of no request: it takes the blocks that a test wants to be gone
@@ -302,13 +301,13 @@ def test_an_interrupt_ends_the_requests_of_its_step_and_no_others() -> None:
     world = reach("decoding", preemption="swap", block_size=1)
     run = world.runner.run
 
-    def interrupted(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
+    def interrupted(plan: StepPlan) -> StepResult:
         if plan.preempted:
             world.runner.run = run  # type: ignore[method-assign]
             raise KeyboardInterrupt
-        return run(plan, sequences)
+        return run(plan)
 
-    world.runner.run = interrupted  # type: ignore[method-assign, assignment]
+    world.runner.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         preempt_target(world)
     world.check_books()
@@ -348,15 +347,15 @@ def test_logits_without_a_token_end_their_own_request_only() -> None:
     world = reach("forks apart")
     run = world.runner.run
 
-    def run_with_a_broken_row(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
-        result = run(plan, sequences)
-        for place, seq in enumerate(sequences):
+    def run_with_a_broken_row(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        for place, seq in enumerate(plan.chunks.sequences):
             if seq.group.request.request_id == "t" and seq.index == 1:
                 result.ids[place] = (NO_TOKEN,)
                 result.logprobs[place] = (None,)
         return result
 
-    world.runner.run = run_with_a_broken_row  # type: ignore[method-assign, assignment]
+    world.runner.run = run_with_a_broken_row  # type: ignore[method-assign]
     outputs = world.step()
 
     failed = [output for output in outputs if output.request_id == "t"]

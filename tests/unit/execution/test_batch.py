@@ -51,7 +51,7 @@ class World:
 
     def step(self, lengths: dict[int, int], *, use_reference: bool = False) -> PagedStep:
         """A step that computes so many tokens of each sequence."""
-        chunks, sequences = [], []
+        chunks = []
         for seq_id, length in lengths.items():
             start = self.computed[seq_id]
             chunks.append(Chunk(seq_id, start, start + length, 1))
@@ -62,10 +62,9 @@ class World:
             seq = self.sequences.setdefault(seq_id, Sequence(seq_id, group, 0, ()))
             seq.tokens.extend(tokens[len(seq.tokens) :])
             self.running.enter(seq, start + length)
-            sequences.append(seq)
         self._step += 1
         plan = self.running.plan(*chunks, step=self._step)
-        return PagedStep(plan, sequences, self.running.state, self.store, use_reference=use_reference)
+        return PagedStep(plan, self.running.state, self.store, use_reference=use_reference)
 
     def attend(
         self, lengths: dict[int, int], *, use_reference: bool, window: int | None

@@ -64,7 +64,7 @@ class World:
             apply_table_diffs(tables_RB, diffs_K3)
 
         with mock.patch.object(device_rows, "apply_table_diffs", spy):
-            self.rows.sync(plan, plan.chunks.sequences)
+            self.rows.sync(plan)
         return sent
 
     def check(self) -> None:

@@ -61,10 +61,10 @@ def test_a_plan_runs_prompts_and_decodes_in_one_batch() -> None:
     seqs = {seq_id: make_seq(seq_id, prompt, GREEDY) for seq_id, prompt in prompts.items()}
     for seq_id, prompt in prompts.items():
         running.enter(seqs[seq_id], len(prompt) + 1)
-    first = runner.run(running.plan(Chunk(1, 0, 5, 1), step=1), [seqs[1]])
+    first = runner.run(running.plan(Chunk(1, 0, 5, 1), step=1))
     seqs[1].tokens.extend(first.ids[0])
-    second = runner.run(running.plan(Chunk(1, 5, 6, 1), Chunk(2, 0, 2, 0), step=2), [seqs[1], seqs[2]])
-    third = runner.run(running.plan(Chunk(2, 2, 3, 1), step=3), [seqs[2]])
+    second = runner.run(running.plan(Chunk(1, 5, 6, 1), Chunk(2, 0, 2, 0), step=2))
+    third = runner.run(running.plan(Chunk(2, 2, 3, 1), step=3))
     assert second.ids[1] == (), "the prompt goes on: nothing is sampled"
     assert [*first.ids[0], *second.ids[0]] == generate_greedy(model, prompts[1], 2)
     assert list(third.ids[0]) == generate_greedy(model, prompts[2], 1)
@@ -75,7 +75,7 @@ def test_the_same_plan_twice_gives_the_same_ids() -> None:
     seq = make_seq(1, [5, 6, 7], SamplingParams(seed=3), seed=3)
     running.enter(seq, 3)
     plan = running.plan(Chunk(1, 0, 3, 4), step=1)
-    once, again = runner.run(plan, [seq]), runner.run(plan, [seq])
+    once, again = runner.run(plan), runner.run(plan)
     assert once.ids == again.ids
     assert len(once.ids[0]) == 4
 
@@ -86,7 +86,7 @@ def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     block = store._parts[0][0][:, :, 3]
     block.fill_(1.5)
     moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))
-    result = runner.run(StepPlan(1, Chunks.of(()), (), moves), [])
+    result = runner.run(StepPlan(1, Chunks.of(()), (), moves))
     assert (result.ids, result.logprobs, result.prompt_logprobs) == ([], [], {})
     assert torch.equal(store._parts[0][0][:, :, 8], block)
     assert torch.equal(store._parts[0][0][:, :, 5], block)
@@ -102,7 +102,7 @@ def test_prompt_logprobs_do_not_depend_on_the_chunks(splits: list[int]) -> None:
     running.enter(seq, 55)
     found = []
     for start, stop in zip([0, *splits], [*splits, 55], strict=True):
-        result = runner.run(running.plan(Chunk(1, start, stop, int(stop == 55)), step=1), [seq])
+        result = runner.run(running.plan(Chunk(1, start, stop, int(stop == 55)), step=1))
         found += result.prompt_logprobs.get(1, [])
     expected = all_logprobs(model, prompt)
     assert [row.token_id for row in found] == prompt[1:]
@@ -124,7 +124,7 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.M
     prompt = list(range(30))
     seq = make_seq(1, prompt, SamplingParams(prompt_logprobs=0, temperature=0.0))
     running.enter(seq, 30)
-    result = runner.run(running.plan(Chunk(1, 0, 30, 1), step=1), [seq])
+    result = runner.run(running.plan(Chunk(1, 0, 30, 1), step=1))
     assert sorted(sizes) == [1, 5, 8, 8, 8]
     assert len(result.prompt_logprobs[1]) == 29
 
@@ -156,7 +156,7 @@ def test_the_chunks_of_an_embedding_are_pooled_one_by_one(pooling: str) -> None:
     with torch.no_grad():
         hidden_TD = model(torch.tensor(prompt), ListStep([ListCache()], [len(prompt)]))
     for start, stop in [(0, 4), (4, 8), (8, 11)]:
-        result = runner.run(running.plan(Chunk(1, start, stop, 0), step=1), [seq])
+        result = runner.run(running.plan(Chunk(1, start, stop, 0), step=1))
         assert result.ids == [()]
         if pooling == "last" and stop < 11:
             assert not result.pooled

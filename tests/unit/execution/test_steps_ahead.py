@@ -6,7 +6,7 @@ That no token, block or position changes by it is tested with random traffic in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -151,11 +151,11 @@ def test_an_interrupt_in_a_launch_that_preempts_sends_no_token_that_is_not_known
         world.add(name, prompt_of(4, start=number), max_tokens=12)
     launch = world.runner.launch
 
-    def interrupt(plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
+    def interrupt(plan: StepPlan) -> Callable[[], StepResult]:
         if plan.preempted:
             world.runner.launch = launch  # type: ignore[method-assign]
             raise KeyboardInterrupt
-        return launch(plan, sequences)
+        return launch(plan)
 
     world.runner.launch = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -221,9 +221,9 @@ def break_tokens(
     observer.on_failure = lambda _, reason: failures.append(reason)
     run = world.runner.run
 
-    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        result = run(plan, sequences)
-        rows = zip(sequences, plan.chunks, result.ids, strict=True)
+    def run_and_break(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        rows = zip(plan.chunks.sequences, plan.chunks, result.ids, strict=True)
         ids = [(NO_TOKEN,) if is_broken(seq, chunk, ids) else ids for seq, chunk, ids in rows]
         return result._replace(ids=ids, is_whole=False)
 

@@ -51,7 +51,7 @@ def test_those_that_sample_are_needed(
     chunks: list[Chunk], last_places: list[int], places: list[int] | None, last_rows: list[int | None]
 ) -> None:
     sequences = [make_seq(chunk.seq_id) for chunk in chunks]
-    found = needed_tokens(plan_of(chunks), sequences, last_places)
+    found = needed_tokens(plan_of(chunks, sequences), last_places)
     assert found.places == places
     read = [row if chunk.num_samples else None for chunk, row in zip(chunks, found.last_rows, strict=True)]
     assert read == last_rows
@@ -59,10 +59,10 @@ def test_those_that_sample_are_needed(
 
 def test_all_tokens_are_needed_for_logprobs_of_a_prompt() -> None:
     asking = make_seq(2, SamplingParams(prompt_logprobs=1))
-    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)])
-    assert needed_tokens(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])
-    later = plan_of([Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)])  # its last token predicts the output
-    assert needed_tokens(later, [make_seq(3), asking], [19, 20]) == ([19, 20], [0, 1])
+    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), asking])
+    assert needed_tokens(plan, [4, 13]) == (None, [4, 13])
+    chunks = [Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)]  # its last token predicts the output
+    assert needed_tokens(plan_of(chunks, [make_seq(3), asking]), [19, 20]) == ([19, 20], [0, 1])
 
 
 class Harness:
@@ -110,7 +110,7 @@ class Harness:
         self.running.enter(self.seqs[seq_id], len(PROMPTS[seq_id]) + 1)
 
     def run(self, *chunks: Chunk) -> StepResult:
-        result = self.runner.run(self.running.plan(*chunks), [self.seqs[chunk.seq_id] for chunk in chunks])
+        result = self.runner.run(self.running.plan(*chunks))
         for chunk, ids in zip(chunks, result.ids, strict=True):
             self.seqs[chunk.seq_id].tokens.extend(ids[:1])
             self.seqs[chunk.seq_id].num_tokens += len(ids[:1])
@@ -196,5 +196,5 @@ def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
 def test_all_tokens_are_needed_for_an_embedding() -> None:
     asking = make_seq(2)
     object.__setattr__(asking.group.request, "pooling", "mean")
-    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)])
-    assert needed_tokens(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])
+    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), asking])
+    assert needed_tokens(plan, [4, 13]) == (None, [4, 13])

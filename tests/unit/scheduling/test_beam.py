@@ -124,8 +124,8 @@ def test_equal_scores_are_settled_the_same_way_every_time() -> None:
     def tied(world: OracleWorld) -> OracleWorld:
         step = world.runner.run
 
-        def run_with_ties(plan: Any, sequences: Any) -> Any:
-            result = step(plan, sequences)
+        def run_with_ties(plan: Any) -> Any:
+            result = step(plan)
             for rows in result.logprobs:
                 for row in rows:
                     if isinstance(row, RowLogprobs):

@@ -24,7 +24,6 @@ from infer.loader.load import load_model
 from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
-from infer.scheduling.sequence import Sequence
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import Replay, check_threads, describe_state, replay_config, replay_model
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -172,8 +171,8 @@ def test_a_step_that_ran_and_broke_one_request_comes_out_again(tmp_path: Path) -
         runner: Any = engine._runner
         run = runner.run
 
-        def run_with_a_broken_row(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
-            result: StepResult = run(plan, sequences)
+        def run_with_a_broken_row(plan: StepPlan) -> StepResult:
+            result: StepResult = run(plan)
             if plan.step == broken_at:
                 result.ids[-1] = (NO_TOKEN,)
                 result.logprobs[-1] = (None,)
@@ -316,7 +315,7 @@ def test_a_run_stopped_with_ctrl_c_replays_up_to_there(tmp_path: Path) -> None:
         engine.add(make_request(1, random.Random(3)))
         engine.step()
 
-        def interrupt(plan: object, sequences: object) -> None:
+        def interrupt(plan: object) -> None:
             raise KeyboardInterrupt
 
         runner: Any = engine._runner

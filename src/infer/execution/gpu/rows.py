@@ -65,11 +65,11 @@ class DeviceRows:
         self._state = state
         self._tenancy = np.zeros(max_rows, dtype=np.int64)  # of the sequence that each row was entered for
 
-    def sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> None:
+    def sync(self, plan: StepPlan) -> None:
         """Send what the rows of a plan lack, in the order of the stream: after every step launched so far."""
         rows, parcels = plan.chunks.rows, list[tuple[np.ndarray, Callable[[torch.Tensor], None]]]()
         new = (self._tenancy[rows] != self._state.tenancy[rows]).nonzero()[0].tolist()
-        arrived = [sequences[number] for number in new]
+        arrived = [plan.chunks.sequences[number] for number in new]
         if arrived:
             packed = bytearray().join([self._enter(seq) for seq in arrived])
             entries_KF = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
@@ -77,7 +77,7 @@ class DeviceRows:
         if arrived or plan.table_changes:
             diffs = _packed_diffs(plan.table_changes, [self._table(seq) for seq in arrived])
             parcels.append((diffs, self._put_blocks))
-        tokens_3K = self._unknown_tokens(plan, sequences)
+        tokens_3K = self._unknown_tokens(plan)
         if tokens_3K is not None:
             parcels.append((tokens_3K, self._put_tokens))
         try:
@@ -150,7 +150,7 @@ class DeviceRows:
         lines_KB3[:, :, 2] = self._state.tables[:, row, :num_blocks]
         return lines_KB3.reshape(-1, 3)
 
-    def _unknown_tokens(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> np.ndarray | None:
+    def _unknown_tokens(self, plan: StepPlan) -> np.ndarray | None:
         """Rows that decode, their tokens and their positions, where the device has not sampled them itself.
 
         Padded to an even number, so that each line begins at a multiple of 16 bytes.
@@ -164,7 +164,7 @@ class DeviceRows:
         tokens_3K[0, : len(unknown)] = chunks.rows[unknown]
         starts = chunks.starts[unknown]
         tokens_3K[1, : len(unknown)] = [
-            sequences[number].tokens[start]
+            chunks.sequences[number].tokens[start]
             for number, start in zip(unknown.tolist(), starts.tolist(), strict=True)
         ]
         tokens_3K[2, : len(unknown)] = starts

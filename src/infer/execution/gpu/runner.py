@@ -55,7 +55,6 @@ from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_row
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, StepPlan, Transfer
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
@@ -372,31 +371,31 @@ class DeviceRunner:
         for count in counts or (len(rows_S),):
             self._sample_rows(self._model.logits(hidden_SD[:count]), rows_S[:count], places_S[:count])
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Launch a plan and wait for its result."""
-        return self.launch(plan, sequences)()
+        return self.launch(plan)()
 
-    def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
+    def launch(self, plan: StepPlan) -> WaitForStep:
         """Begin a plan; see the module's docstring for the order."""
         if plan.masks:
-            return _launch_masked(self.begin(plan, sequences), plan)
+            return _launch_masked(self.begin(plan), plan)
         try:
             if plan.transfers:
                 self._store.transfer(plan.transfers)
             try:
-                return self._start(plan, sequences, has_masks=False)()
+                return self._start(plan, has_masks=False)()
             except torch.OutOfMemoryError as error:
-                return self._launch_smaller(plan, sequences, error)
+                return self._launch_smaller(plan, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
-    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+    def begin(self, plan: StepPlan) -> UnsampledStep:
         """Begin a plan up to its logits: it is sampled when the masks of some of its rows are there."""
         try:
             if plan.transfers:
                 self._store.transfer(plan.transfers)
             try:
-                sample: Sample = self._start(plan, sequences, has_masks=True)
+                sample: Sample = self._start(plan, has_masks=True)
             except torch.OutOfMemoryError as error:  # known again when all can be run that the halves need
                 lost = error.with_traceback(None)
 
@@ -410,11 +409,11 @@ class DeviceRunner:
             sample,
             self._rows.masks,
             wait_for_steps=self._readback.arrive,
-            run_smaller=partial(self._launch_smaller, plan, sequences),
-            is_on_host=self._needs_host(plan, sequences),
+            run_smaller=partial(self._launch_smaller, plan),
+            is_on_host=self._needs_host(plan),
         )
 
-    def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
+    def _start(self, plan: StepPlan, *, has_masks: bool) -> Sample:
         """Launch a step up to its logits; returns what launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and decoded.rows is plan.chunks.rows:  # all that decoded last: a token on
@@ -426,11 +425,11 @@ class DeviceRunner:
             rows = plan.chunks.rows
             if not len(rows):  # beams coming back compute their next tokens together, once all are here
                 return lambda: _nothing_of(plan)
-            self._rows.sync(plan, sequences)
+            self._rows.sync(plan)
             self._clear_masks(has_masks)
             size = self._size_of(plan)
-            if size is None or self._is_ragged(plan, sequences):
-                return self._launch_ragged(plan, sequences)
+            if size is None or self._is_ragged(plan):
+                return self._launch_ragged(plan)
             if size.num_tokens:
                 return self._launch_mixed(plan, size)
             self._rows.has_newest[rows] = True
@@ -443,13 +442,11 @@ class DeviceRunner:
         if not has_masks and self._rows.masks.has_any:
             self._rows.masks.clear()
 
-    def _launch_smaller(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError
-    ) -> WaitForStep:
+    def _launch_smaller(self, plan: StepPlan, error: torch.OutOfMemoryError) -> WaitForStep:
         """Run a step that found no memory in halves; nothing of it has been sampled."""
         self._decoded = None
         self._readback.settle()  # the halves take the buffers of steps that have not been read
-        result = self._smaller.run(plan, sequences, error)
+        result = self._smaller.run(plan, error)
         return lambda: result
 
     def _size_of(self, plan: StepPlan) -> StepSize | None:
@@ -465,19 +462,19 @@ class DeviceRunner:
         num_rows = len(lens) - num_prompts
         return self._graphs.size_for(num_rows, int(lens.sum()) - num_rows)
 
-    def _is_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
+    def _is_ragged(self, plan: StepPlan) -> bool:
         """Whether a chunk of the plan forks, is a beam's, or has all its hidden states read."""
         if not np.count_nonzero(self._rows.is_ragged[plan.chunks.rows]):
             return False
         starts = plan.chunks.starts.tolist()
-        return self._needs_host(plan, sequences) or any(map(reads_prompt, starts, sequences))
+        return self._needs_host(plan) or any(map(reads_prompt, starts, plan.chunks.sequences))
 
-    def _needs_host(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
+    def _needs_host(self, plan: StepPlan) -> bool:
         """Whether ids of the plan decide what runs next: a chunk is about to fork, or there are beams."""
         chunks = plan.chunks
         if not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
             return False
-        return int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
+        return int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in chunks.sequences)
 
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
@@ -613,21 +610,21 @@ class DeviceRunner:
 
     # -- any other step -----------------------------------------------------------------------------
 
-    def _launch_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Sample:
+    def _launch_ragged(self, plan: StepPlan) -> Sample:
         chunks = plan.chunks
         num_decoding = int(np.count_nonzero(chunks.stops - chunks.starts == 1))
         prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
-        places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
+        places, last_rows = needed_tokens(plan, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
         pooled: Pooled | None = None
-        if has_embeddings(sequences):  # they arrive before the ids, whose event is waited for
-            pooled = pool_hidden(plan, sequences, last_rows, hidden_CD)
+        if has_embeddings(plan):  # they arrive before the ids, whose event is waited for
+            pooled = pool_hidden(plan, last_rows, hidden_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
-        if self._needs_host(plan, sequences):
-            return lambda: self._sample_on_host(plan, sequences, last_rows, hidden_CD, pooled)
+        if self._needs_host(plan):
+            return lambda: self._sample_on_host(plan, last_rows, hidden_CD, pooled)
         asked = [
             each._replace(table=self._readback.fetch(each.table))
-            for each in self._sampler.prompt_tables(plan, sequences, last_rows, hidden_CD)
+            for each in self._sampler.prompt_tables(plan, last_rows, hidden_CD)
         ]
         drawn = chunks.draws.nonzero()[0]
         if not len(drawn):
@@ -659,14 +656,9 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def _sample_on_host(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        last_rows: list[int],
-        hidden_CD: torch.Tensor,
-        pooled: Pooled | None,
+        self, plan: StepPlan, last_rows: list[int], hidden_CD: torch.Tensor, pooled: Pooled | None
     ) -> WaitForStep:
-        result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
+        result = self._sampler.sample(plan, last_rows, hidden_CD)
         self._rows.sampled_on_host(plan.chunks.rows)
         if pooled is None:
             return lambda: result

@@ -37,7 +37,7 @@ class Prompts:
         self.decoding = (lens == 1).nonzero()[0]  # the other chunks
         self.first = first
         chunks = plan.chunks.select(self.numbers)
-        layout = lay_out(chunks, chunks.sequences, state.tables, state.block_size)
+        layout = lay_out(chunks, state.tables, state.block_size)
         self.num_tokens = len(layout.tokens)  # of all prompts together
         self.end = self.first + self.num_tokens
         last_places = np.empty(len(lens), dtype=np.int64)
