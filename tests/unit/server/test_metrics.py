@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from infer.client.client import InProcessClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
-from infer.errors import EngineStopped, QueueFull
+from infer.errors import EngineError, EngineStopped, QueueFull
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -195,18 +195,15 @@ def test_a_request_that_runs_out_of_time_over_http_is_an_abort(oracle: LLM) -> N
     assert meter.finished == {"abort": 1}
 
 
-def test_a_failure_is_counted_and_passed_on() -> None:
-    fake = FakeClient()
-    fake.failure = EngineStopped("dead")
-    metrics = ServerMetrics("infer")
-    client = metrics.add("m", fake)
+def test_a_request_whose_engine_dies_is_an_error() -> None:
+    async def dies(request: Request) -> AsyncGenerator[StepOutput, None]:
+        script.failure = EngineStopped("dead")
+        raise script.failure
+        yield outputs_of(request, [5])[0]
 
-    async def read() -> None:
-        async for _ in client.generate(request()):
-            pass
-
-    with pytest.raises(EngineStopped):
-        asyncio.run(read())
+    script, metrics = ScriptedClient(dies), ServerMetrics("infer")
+    client = metrics.add("m", script)
+    read_all(client, EngineStopped)
     assert client.finished == {"error": 1}
     assert numbers(metrics)[f"infer_engine_up{LABELS}"] == 0
 
@@ -226,18 +223,24 @@ def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
     assert found[f'{prefix}http_errors_total{{code="context_length_exceeded"}}'] == 1
 
 
-def test_a_full_queue_is_no_success_either() -> None:
+@pytest.mark.parametrize(
+    "failure", [QueueFull("too many are waiting"), EngineStopped("the engine is being started again")]
+)
+def test_a_request_that_an_engine_does_not_take_is_in_no_count_of_ends(failure: EngineError) -> None:
     fake = FakeClient()
-    fake.failure = QueueFull("too many are waiting")
+    fake.failure = failure
     client = ServerMetrics("infer").add("m", fake)
+    read_all(client, type(failure))
+    assert client.finished.total() == 0
 
+
+def read_all(client: MeteredClient, raises: type[Exception]) -> None:
     async def read() -> None:
         async for _ in client.generate(request()):
             pass
 
-    with pytest.raises(QueueFull):
+    with pytest.raises(raises):
         asyncio.run(read())
-    assert client.finished.total() == 0
 
 
 def test_a_stream_that_breaks_off_is_an_error_though_its_status_is_200(oracle: LLM) -> None:

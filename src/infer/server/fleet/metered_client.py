@@ -10,8 +10,8 @@ body and the tokenizing.
     abort     given up before that: the client left, its time was up, another prompt of its body failed
     error     the engine failed or died
 
-A request that the engine refuses (a prompt that does not fit, a full queue) has not begun, so it is counted
-among the HTTP errors alone.
+A request that the engine refuses (a prompt that does not fit, a full queue), or does not take because it is
+down, has not begun, so it is counted among the HTTP errors alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import EngineStats, Histogram
-from infer.errors import EngineError, QueueFull, RequestError
+from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
 from infer.server.state import RequestRecord, current_record
 
@@ -84,16 +84,15 @@ class MeteredClient:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""
         record = current_record() or RequestRecord(request_id="", arrived_at=perf_counter())
         times = self._open[request.request_id] = _RequestTimes(request, record, self)
+        is_down = isinstance(self.failure, EngineStopped)  # it takes no request; a stuck one does
         try:
             async with aclosing(self.client.generate(request)) as outputs:
                 async for output in outputs:
                     times.take(output)
                     yield output
-        except (RequestError, QueueFull):
-            times.is_refused = True
-            raise
-        except Exception:
+        except Exception as error:
             times.has_failed = True
+            times.is_refused = is_down or isinstance(error, RequestError | QueueFull)
             raise
         finally:
             if self._open.get(request.request_id) is times:  # an id may be in use twice: one is refused
