@@ -29,7 +29,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 MIN_ALIKE = 0.75  # letters that two names share in the same order, of all letters of both
@@ -129,6 +129,11 @@ class ContextOverflow(RequestError):
 class MalformedRequest(RequestError):
     """A request is not JSON, or a field is missing or of the wrong JSON type."""
 
+    @classmethod
+    def missing(cls, where: str) -> Self:
+        """Return the error of a field that must be given."""
+        return cls(f"the required field {where!r} is missing", param=where)
+
 
 class NameTaken(RequestError):
     """Another model has that name, or is about to."""
@@ -182,6 +187,27 @@ class EngineStopped(EngineError):
 
 class EngineLost(EngineStopped):
     """The engine has ended and will not be started again."""
+
+
+def field_of(given: object, name: str, where: str) -> Any:
+    """Return a field that an object of a request, which stands at `where`, must have."""
+    if not isinstance(given, Mapping):
+        raise MalformedRequest.about(where, f"must be an object, got {json_type(given)}")
+    if name not in given:
+        raise MalformedRequest.missing(f"{where}.{name}")
+    return given[name]
+
+
+def unknown_field(
+    name: str, where: str, known: Collection[str], *, others: Iterable[str] = (), hint: str | None = None
+) -> RequestError:
+    """Return the error of a field that an object does not take; `where` is its place, and ends with a dot.
+
+    Without a hint it ends with the closest name, also of `others`, or else with all known names.
+    """
+    param = where + name[:80]
+    advice = closest(name[:80], known, aliases={each: each for each in others}, listed="allowed")
+    return RequestError(f"unknown field {param!r}{advice if hint is None else f'; {hint}'}", param=param)
 
 
 def json_type(value: object) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 from infer.dialects.events import TOOL_NAME, ToolCall, read_arguments
 from infer.dialects.grammar import constraint
 from infer.dialects.table import Dialect, Think
-from infer.errors import RequestError, show_value
+from infer.errors import MalformedRequest, RequestError, field_of, show_value, unknown_field
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning
 from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION = 65536  # characters
-_TOOL_KEYS = {"name", "description", "parameters", "strict"}
+_TOOL_KEYS = ("name", "description", "parameters", "strict")
 _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 
 CHOICES = ("auto", "none", "required")  # no tool can have one of these as its name
@@ -119,7 +119,7 @@ def _find_end(think: Think, tokenizer: Tokenizer, max_tokens: int | None) -> Rea
     if max_tokens is None:
         return None  # an engine cannot see the end: a constraint holds from the start
     raise RequestError.about(
-        "max_reasoning_tokens", f"needs a model in whose vocabulary {think.end} is one token"
+        "max_reasoning_tokens", f"is {max_tokens}, but this model has no token {think.end}; leave it out"
     )
 
 
@@ -179,32 +179,31 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
         what = what if kind != "function" else f"its function is {show_value(tool.get('function'))}"
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
             what = "name, description and parameters belong inside of function, as a chat has them"
-        raise RequestError.about(
+        error = RequestError if isinstance(kind, str) and kind != "function" else MalformedRequest
+        raise error.about(
             where, f'must look like {{"type": "function", "function": {{"name": ...}}}}; {what}'
         )
     for key, value in tool.items():
         if key not in ("type", "function") and value is not None:
-            hint = "it belongs inside of function" if key in _TOOL_KEYS else "known are type and function"
-            raise RequestError(f"unknown field {where}.{key!s:.80}; {hint}", param=where)
+            hint = "it belongs inside of function" if key in _TOOL_KEYS else None
+            raise unknown_field(key, f"{where}.", ("type", "function"), hint=hint)
     where += ".function"
     for key in function:
         if key not in _TOOL_KEYS:
-            raise RequestError(
-                f"unknown field {where}.{key!s:.80}; allowed are {', '.join(sorted(_TOOL_KEYS))}", param=where
-            )
-    name, description, strict = (function.get(key) for key in ("name", "description", "strict"))
+            raise unknown_field(key, f"{where}.", _TOOL_KEYS)
+    name = field_of(function, "name", where)
+    description, strict = function.get("description"), function.get("strict")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         must = f"must be 1 to 64 letters, digits, underscores or dashes, got {show_value(name)}"
-        raise RequestError.about(f"{where}.name", must)
+        raise (RequestError if isinstance(name, str) else MalformedRequest).about(f"{where}.name", must)
     if name in CHOICES:
         values = f"a value of tool_choice ({', '.join(CHOICES)})"
         raise RequestError.about(f"{where}.name", f"cannot be {name!r}, which is {values}; rename the tool")
     if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
-        raise RequestError.about(
-            f"{where}.description", f"must be a text of at most {MAX_DESCRIPTION} characters"
-        )
+        error = RequestError if isinstance(description, str) else MalformedRequest
+        raise error.about(f"{where}.description", f"must be a text of at most {MAX_DESCRIPTION} characters")
     if not isinstance(strict, bool | None):
-        raise RequestError.about(f"{where}.strict", f"must be true or false, got {show_value(strict)}")
+        raise MalformedRequest.about(f"{where}.strict", f"must be true or false, got {show_value(strict)}")
     return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
 
 
@@ -213,7 +212,7 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise RequestError.about(
+        raise (RequestError if isinstance(schema, Mapping) else MalformedRequest).about(
             where, 'must be the JSON schema of an object: {"type": "object", "properties": ...}'
         )
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -234,10 +233,11 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         return str(given) if tools else "none"
     if given == "required":
         raise RequestError.about("tool_choice", "asks for a call, but there are no tools")
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    kind = field_of(given, "type", "tool_choice") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and kind == "function":
         function = given.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else given.get("name")
+        function = function if isinstance(function, Mapping) else given  # the flat form of /v1/responses
+        name = field_of(function, "name", "tool_choice.function")
         if any(name == tool.name for tool in tools):
             return str(name)
         names = ", ".join(tool.name for tool in tools) or "none"

@@ -30,7 +30,7 @@ from infer.errors import ConfigError, ContextOverflow, RequestError, closest, sp
 from infer.frontend.functions import Tools, as_choice, as_schemas
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, check_int
 from infer.scheduling.request import Request
 from infer.tokenizer.chat_template import ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
@@ -235,14 +235,15 @@ class PromptEncoder:
             )
         if effort is None and max_tokens is None:
             return None
-        if max_tokens is not None and max_tokens < 0:
-            raise RequestError.about("max_reasoning_tokens", f"must be at least 0, got {max_tokens}")
+        if max_tokens is not None:
+            check_int("max_reasoning_tokens", max_tokens, 0)
         budget = EFFORTS[effort] if max_tokens is None and effort is not None else max_tokens
         if self.think is None and budget != 0:
-            raise RequestError(
-                "this model does not reason: its chat template has no tags for it; leave this field out",
-                param="reasoning_effort" if max_tokens is None else "max_reasoning_tokens",
+            named = (
+                ("reasoning_effort", effort) if max_tokens is None else ("max_reasoning_tokens", max_tokens)
             )
+            why = "this model does not reason: its chat template has no tags for it"
+            raise RequestError.about(named[0], f"is {named[1]!r}, but {why}; leave it out")
         return budget
 
     def make_request(
@@ -362,7 +363,7 @@ def _check_options(options: RequestOptions) -> None:
         if name not in RequestOptions.__annotations__:
             if name in CHAT_OPTIONS:
                 raise RequestError.about(name, "is an option of a chat: use chat or stream_chat")
-            hint = closest(name, list(ChatOptions.__annotations__), listed="known")
+            hint = closest(name, list(ChatOptions.__annotations__), listed="allowed")
             raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):

@@ -44,7 +44,7 @@ class _CheckedNames(type):
         known = vars(cls)["__dataclass_fields__"]
         for name in given:
             if name not in known:
-                hint = closest(name, known, listed="known")
+                hint = closest(name, known, listed="allowed")
                 raise RequestError(f"unknown sampling parameter {name!r}{hint}", param=name)
         made: T = type.__call__(cls, **given)
         return made
@@ -92,10 +92,10 @@ class SamplingParams(metaclass=_CheckedNames):
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # 1/0 would be infinite
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_int("top_k", self.top_k, -1)
-        _check_int("min_tokens", self.min_tokens, 0)
+        check_int("top_k", self.top_k, -1)
+        check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            check_int("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError.about(
                     "min_tokens",
@@ -103,7 +103,7 @@ class SamplingParams(metaclass=_CheckedNames):
                     f"lower min_tokens to at most {self.max_tokens} or raise max_tokens",
                 )
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
+            check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("use_beam_search", self.use_beam_search)
         self._check_sequences()
@@ -125,7 +125,7 @@ class SamplingParams(metaclass=_CheckedNames):
     def _check_sequences(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _check_int(name, value, 0, MAX_LOGPROBS)
+                check_int(name, value, 0, MAX_LOGPROBS)
         check_num_sequences("n", self.n)
         if self.best_of is not None:
             check_num_sequences("best_of", self.best_of)
@@ -142,7 +142,8 @@ class SamplingParams(metaclass=_CheckedNames):
                 param="use_beam_search",
             )
         if self.reasoning is not None and self.reasoning.max_tokens is not None:
-            raise RequestError("beam search has no limit on reasoning; leave it out", param="use_beam_search")
+            limit = f"a limit of {self.reasoning.max_tokens} tokens on reasoning"
+            raise RequestError.about("use_beam_search", f"is true beside {limit}; leave one of them out")
         if self.logprobs is not None:
             raise RequestError(
                 "beam search reports the logprob of a whole output, not of its tokens; leave logprobs unset",
@@ -163,11 +164,11 @@ class SamplingParams(metaclass=_CheckedNames):
                 raise RequestError.about(
                     "stop", f"must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}"
                 )
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
+        for i, token_id in enumerate(self.stop_token_ids):
+            check_int(f"stop_token_ids[{i}]", token_id, 0)
         for token_id, bias in self.logit_bias.items():
-            _check_int("logit_bias", token_id, 0)
-            _check_range("logit_bias", bias, -100.0, 100.0)
+            check_int("logit_bias", token_id, 0)
+            _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0)
 
     def _check_structured(self) -> None:
         if self.structured is None:
@@ -244,10 +245,11 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
 
 def check_num_sequences(name: str, value: int, limit: int = MAX_SEQUENCES) -> None:
     """Refuse an `n` or a `best_of` outside of 1 to `limit`."""
-    _check_int(name, value, 1, limit)
+    check_int(name, value, 1, limit)
 
 
-def _check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:
+def check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:
+    """Refuse what is no integer from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         spelled = {MAX_INT: "2^63 - 1", -MAX_INT: "-2^63 + 1"}
         allowed = f"[{spelled.get(low, low)}, {spelled.get(high, high)}]"
@@ -267,6 +269,8 @@ def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
 
 def _shown(value: object) -> str:
     """The value in at most 80 characters, for an error message."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # a reader of JSON may have made 3.0 of 3
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

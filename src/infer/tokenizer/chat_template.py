@@ -40,7 +40,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
-from infer.errors import ConfigError, TemplateError, json_type, show_value
+from infer.errors import ConfigError, MalformedRequest, TemplateError, field_of, json_type, show_value
 from infer.tokenizer.chat_families import FAMILIES, templates_directory
 from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
@@ -213,12 +213,7 @@ def clean_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     if len(tools) > MAX_TOOLS:
         raise TemplateError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools")
     for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise TemplateError(
-                f'tools[{i}] must look like {{"type": "function", "function": {{"name": ...}}}}',
-                param="tools",
-            )
+        _read_text(field_of(tool, "function", f"tools[{i}]"), "name", f"tools[{i}].function")
     return [dict(tool) for tool in tools]
 
 
@@ -238,72 +233,71 @@ def map_strings(value: Any, change: Callable[[str], str], *, depth: int = 0) -> 
 
 
 def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TemplateError(f"{where} must be an object with role and content", param=where)
-    role = message.get("role")
+    role = field_of(message, "role", where)
     role = "system" if role == "developer" else role
     if role not in ROLES:
-        raise TemplateError(
-            f"{where}.role is {show_value(role)}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
-        )
+        kind = TemplateError if isinstance(role, str) else MalformedRequest
+        raise kind.about(f"{where}.role", f"is {show_value(role)}, allowed are {', '.join(ROLES)}")
     clean: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise TemplateError(
             f"{where} has tool_calls, only assistant messages may", param=f"{where}.tool_calls"
         )
-    clean["content"] = _clean_content(message.get("content"), f"{where}.content", may_be_missing=bool(calls))
+    if calls and message.get("content") is None:
+        clean["content"] = ""
+    else:
+        clean["content"] = _clean_content(field_of(message, "content", where), f"{where}.content")
     if calls:
         clean["tool_calls"] = _clean_calls(calls, f"{where}.tool_calls")
     for key in _STRING_KEYS:
         if message.get(key) is not None:
-            if not isinstance(message[key], str):
-                raise TemplateError(
-                    f"{where}.{key} must be text, got {show_value(message[key])}", param=f"{where}.{key}"
-                )
-            clean[key] = message[key]
+            clean[key] = _read_text(message, key, where)
     if (reasoning := clean.pop("reasoning", None)) is not None:
         clean.setdefault("reasoning_content", reasoning)
     return clean
 
 
-def _clean_content(content: Any, where: str, *, may_be_missing: bool) -> str:
+def _read_text(given: Any, name: str, where: str) -> str:
+    """A text that an object must have."""
+    text = field_of(given, name, where)
+    if not isinstance(text, str):
+        raise MalformedRequest.about(f"{where}.{name}", f"must be text, got {show_value(text)}")
+    return text
+
+
+def _clean_content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
-    if content is None and may_be_missing:
-        return ""
     if not isinstance(content, Sequence):
-        raise TemplateError(
-            f"{where} must be text or a list of text parts, got {show_value(content)}", param=where
+        raise MalformedRequest.about(
+            where, f"must be text or a list of text parts, got {show_value(content)}"
         )
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and not isinstance(part.get("text"), str):
-            raise TemplateError(f"{where}[{i}].text must be a text", param=where)
+        kind = field_of(part, "type", f"{where}[{i}]")
         if kind != "text":
-            raise TemplateError(
-                f"{where}[{i}] has type {show_value(kind)}; this model reads text only: "
-                '{"type": "text", "text": "..."}',
-                param=where,
+            error = TemplateError if isinstance(kind, str) else MalformedRequest
+            raise error.about(
+                f"{where}[{i}]",
+                f'has type {show_value(kind)}; this model reads text only: {{"type": "text", "text": "..."}}',
             )
-        texts.append(part["text"])
+        texts.append(_read_text(part, "text", f"{where}[{i}]"))
     return "".join(texts)
 
 
 def _clean_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise TemplateError(f"{where} must be a list, got {json_type(calls)}", param=where)
+        raise MalformedRequest.about(where, f"must be a list, got {json_type(calls)}")
     cleaned = []
     for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise TemplateError(f"{where}[{i}].function must have a name and arguments", param=where)
+        function = field_of(call, "function", f"{where}[{i}]")
+        name = _read_text(function, "name", f"{where}[{i}].function")
         arguments = _parse_arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
         entry: dict[str, Any] = {"type": "function"}
         if call.get("id") is not None:
             entry["id"] = str(call["id"])
-        entry["function"] = {"name": function["name"], "arguments": arguments}
+        entry["function"] = {"name": name, "arguments": arguments}
         cleaned.append(entry)
     return cleaned
 
@@ -317,7 +311,7 @@ def _parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise TemplateError(f"{where} is not valid JSON", param=where) from None
     if not isinstance(arguments, Mapping):
-        raise TemplateError(f"{where} must be a JSON object, got {json_type(arguments)}", param=where)
+        raise MalformedRequest.about(where, f"must be a JSON object, got {json_type(arguments)}")
     return dict(arguments)
 
 

@@ -92,7 +92,7 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
 
 
 KNOWN = (
-    "known: request_id, priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, "
+    "allowed: request_id, priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, "
     "template_options"
 )
 

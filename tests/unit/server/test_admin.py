@@ -40,10 +40,10 @@ def post(site: Site, path: str, body: Any) -> httpx.Response:
     ("route", "hint"),
     [
         ("models/load", "did you mean 'model'?"),
-        ("models/unload", "known: name"),
-        ("models/alias", "known: alias, name"),
+        ("models/unload", "allowed: name"),
+        ("models/alias", "allowed: alias, name"),
         ("reset_prefix_cache", "did you mean 'model'?"),
-        ("drain", "known: drain"),
+        ("drain", "allowed: drain"),
     ],
 )
 def test_a_misspelt_field_hears_of_the_near_one_or_of_all(route: str, hint: str) -> None:

@@ -303,6 +303,8 @@ def test_refusals_have_the_form_of_anthropic(
     ("path", "body", "param", "message"),
     [
         (RESPONSES, {"input": 3}, "input", "input should be a valid string or a valid list, got 3"),
+        (RESPONSES, {"input": "x", "text": 1}, "text", "input should be a valid object, got 1"),
+        (RESPONSES, {"input": "x", "reasoning": []}, "reasoning", "input should be a valid object, got []"),
         (RESPONSES, {"input": [-1]}, "input[0]", "input should be a valid object, got -1"),
         (RESPONSES, {"input": [{}, 4, 5]}, "input[1]", "input should be a valid object, got 4"),
         (

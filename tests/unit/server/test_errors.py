@@ -32,10 +32,12 @@ from infer.server.protocol.errors import (
     scrub,
     to_api_error,
 )
+from infer.server.protocol.schemas import ChatRequest, EmbeddingRequest
 from infer.server.state import ServerState
 from tests.support.wire import ScriptedClient, Wire, make_state
 
 JSON = {"content-type": "application/json"}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 PATHS = ["/v1/completions", "/v1/completions/stream", "/v1/chat/completions", "/v1/embeddings", "/tokenize"]
 
 
@@ -130,7 +132,11 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
     [
         ({}, "prompt", 400),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 400),
-        ({"prompt": "x", "max_tokens": 10**25}, "max_tokens", 400),
+        ({"prompt": "x", "max_tokens": 10**25}, "max_tokens", 422),
+        ({"prompt": "x", "stop_token_ids": [1, 2**70]}, "stop_token_ids[1]", 422),
+        ({"prompt": "x", "logit_bias": {"5": "a"}}, "logit_bias.5", 400),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5", 422),
+        ({"prompt": [2**70]}, "prompt", 422),
         ({"prompt": "x", "stop": [1]}, "stop", 400),
         ({"prompt": "x", "stop_token_ids": [1, "a"]}, "stop_token_ids[1]", 400),
         ({"prompt": "x", "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", 400),
@@ -145,6 +151,52 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
 )
 def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: str, status: int) -> None:
     assert wire.refused("/v1/completions", body, status)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"seed": 2**70}, "seed must be an integer in [-2^63 + 1, 2^63 - 1], got 1180591620717411303424"),
+        ({"seed": 1.5}, "seed: input should be a valid integer, got 1.5"),
+        ({"n": 2**70}, "n must be an integer in [1, 4], got 1180591620717411303424"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5 must be a number in [-100, 100], got 101"),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias.5 must be a number in [-100, 100], got 100.5"),
+        ({"temperature": 200}, "temperature must be a number in [0, 100], got 200"),
+    ],
+)
+def test_a_number_out_of_range_hears_of_the_range(wire: Wire, fields: dict[str, Any], said: str) -> None:
+    status = 400 if "valid" in said else 422
+    assert wire.refused("/v1/completions", {"prompt": "x"} | fields, status)["message"] == said
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "missing"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
+        ("/v1/chat/completions", MESSAGES | {"response_format": {}}, "response_format.type"),
+        ("/v1/chat/completions", MESSAGES | {"tool_choice": {}}, "tool_choice.type"),
+        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
+        ("/tokenize", MESSAGES | {"tools": [{"function": {}}]}, "tools[0].function.name"),
+    ],
+)  # fmt: skip
+def test_a_missing_field_of_any_object_is_400(wire: Wire, path: str, body: Any, missing: str) -> None:
+    error = wire.refused(path, body, 400)
+    assert (error["message"], error["param"]) == (f"the required field {missing!r} is missing", missing)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "allowed"),
+    [
+        ("/detokenize", {"tokens": [1]}, "model, tokens"),
+        ("/v1/embeddings", {"input": "x"}, ", ".join(EmbeddingRequest.model_fields)),
+        ("/v1/chat/completions", MESSAGES, ", ".join(ChatRequest.model_fields)),
+    ],
+)
+def test_every_route_lists_the_fields_it_takes(wire: Wire, path: str, body: Any, allowed: str) -> None:
+    error = wire.refused(path, body | {"zzzz": 1}, 422)
+    assert error["message"] == f"unknown field 'zzzz'; allowed: {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +264,7 @@ def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
 
 
 JSON = {"content-type": "application/json"}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.errors import TemplateError
+from infer.errors import RequestError
 from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ROUTES, ApiError, to_api_error
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest
@@ -53,7 +53,7 @@ def spell(message: str, param: str | None = None) -> str:
 
 
 def spell_messages(*messages: Any) -> str:
-    with pytest.raises(TemplateError) as refused:
+    with pytest.raises(RequestError) as refused:
         clean_messages(messages)
     return redacted_reason(to_api_error(refused.value))
 
@@ -121,7 +121,7 @@ def test_nothing_of_a_role_is_logged(role: object) -> None:
 )
 def test_of_the_type_of_a_part_only_a_name_is_logged(kind: object, shown: str) -> None:
     said = spell_messages({"role": "user", "content": [{"type": kind}]})
-    assert said.startswith(f' param="messages[0].content" error="messages[0].content[0] has type {shown}')
+    assert said.startswith(f' param="messages[0].content[0]" error="messages[0].content[0] has type {shown}')
     assert said.endswith('..."') or isinstance(kind, str | None)
     assert not any(secret in said for secret in (SENTENCE, "bob", "4111"))
 

@@ -272,12 +272,9 @@ def function(**fields: Any) -> list[Any]:
         ({"tools": function(name="required")}, "tools[0].function.name"),
         ({"tools": function(name="none")}, "tools[0].function.name"),
         ({"tools": function(parameters={"type": "string"})}, "tools[0].function.parameters"),
-        ({"tools": function(parameters=[])}, "tools[0].function.parameters"),
         ({"tools": function(parameters={"properties": {"a": 1}})}, "tools[0].function.parameters"),
         ({"tools": function(parameters={"type": "object", "required": "a"})}, "tools[0].function.parameters"),
-        ({"tools": function(strict="yes")}, "tools[0].function.strict"),
-        ({"tools": function(description=5)}, "tools[0].function.description"),
-        ({"tools": function(returns={})}, "tools[0].function"),
+        ({"tools": function(returns={})}, "tools[0].function.returns"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": function() * 2}, "tools"),
         ({"tools": [function(name=f"f{i}")[0] for i in range(129)]}, "tools"),
@@ -298,6 +295,15 @@ def test_what_cannot_be_understood_is_refused_by_name(
 ) -> None:
     error = Talk(oracle, "x", thinks=True).wire.refused(PATH, BODY | fields, 422)
     assert error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"), [({"parameters": []}, "parameters"), ({"strict": "yes"}, "strict"),
+                        ({"description": 5}, "description"), ({"name": 5}, "name")]
+)  # fmt: skip
+def test_a_wrong_json_type_in_a_tool_is_400(oracle: LLM, wrong: dict[str, Any], name: str) -> None:
+    error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": function(**wrong)}, 400)
+    assert error["param"] == f"tools[0].function.{name}"
 
 
 def test_a_model_whose_notation_is_not_known_takes_no_tools(oracle: LLM) -> None:
@@ -375,17 +381,17 @@ def test_the_markup_of_a_cut_call_is_no_content(oracle: LLM, choice: str, said: 
 
 
 @pytest.mark.parametrize(
-    ("tool", "said"),
+    ("tool", "status", "said"),
     [
-        (NOW | {"strict": True}, "unknown field tools[0].strict; it belongs inside of function"),
-        (NOW | {"returns": {}}, "unknown field tools[0].returns; known are type and function"),
-        ({"type": "function", "name": "now"}, "parameters belong inside of function, as a chat has them"),
-        ({"name": "now", "input_schema": {}}, 'tools[0] must look like {"type": "function", "function"'),
+        (NOW | {"strict": True}, 422, "unknown field 'tools[0].strict'; it belongs inside of function"),
+        (NOW | {"returns": {}}, 422, "unknown field 'tools[0].returns'; allowed: type, function"),
+        ({"type": "function", "name": "now"}, 400, "parameters belong inside of function, as a chat has"),
+        ({"name": "now", "input_schema": {}}, 400, 'tools[0] must look like {"type": "function", "function"'),
     ],
 )
-def test_no_field_of_a_tool_is_passed_over(oracle: LLM, tool: dict[str, Any], said: str) -> None:
-    error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": [tool]}, 422)
-    assert error["param"] == "tools[0]"
+def test_no_field_of_a_tool_is_passed_over(oracle: LLM, tool: dict[str, Any], status: int, said: str) -> None:
+    error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": [tool]}, status)
+    assert error["param"].startswith("tools[0]")
     assert said in error["message"]
 
 

@@ -132,7 +132,7 @@ def test_other_fields_of_a_request_arrive(state: ServerState) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"stop": [str(i) for i in range(17)]}, "stop"),
         ({"seed": 2**63}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

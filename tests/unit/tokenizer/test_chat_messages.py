@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infer.errors import TemplateError
+from infer.errors import RequestError, TemplateError
 from infer.tokenizer import chat_template
 from infer.tokenizer.chat_template import clean_messages, clean_tools, map_strings
 
@@ -30,14 +30,14 @@ def test_developer_is_system_and_unread_keys_are_dropped() -> None:
     ("message", "says"),
     [
         ({"role": "robot", "content": "x"}, "allowed are system, user, assistant, tool"),
-        ({"content": "x"}, "role is null"),
-        ({"role": "user"}, "must be text"),
+        ({"content": "x"}, "'messages\\[0\\].role' is missing"),
+        ({"role": "user"}, "content' is missing"),
         ({"role": "user", "content": 7}, "got 7"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "type 'image_url'"),
-        ({"role": "user", "content": ["x"]}, "type null"),
+        ({"role": "user", "content": ["x"]}, "must be an object"),
         ({"role": "user", "content": "x", "tool_calls": [{}]}, "only assistant messages may"),
         ({"role": "assistant", "tool_calls": "f"}, "must be a list"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "name and arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "function.name' is missing"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "not valid JSON",
@@ -55,7 +55,7 @@ def test_developer_is_system_and_unread_keys_are_dropped() -> None:
     ],
 )
 def test_what_no_model_can_read_is_refused(message: Any, says: str) -> None:
-    with pytest.raises(TemplateError, match=says):
+    with pytest.raises(RequestError, match=says):
         clean_messages([message])
 
 
@@ -67,7 +67,7 @@ def test_a_conversation_is_a_list_with_something_in_it(messages: Any) -> None:
 
 @pytest.mark.parametrize("tools", ["f", [{}], ["f"], [{"function": {"name": 1}}], {"function": {}}])
 def test_tools_have_names(tools: Any) -> None:
-    with pytest.raises(TemplateError):
+    with pytest.raises(RequestError):
         clean_tools(tools)
 
 

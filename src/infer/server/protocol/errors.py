@@ -234,10 +234,10 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
     if kind == "json_invalid" or not where:
         return MalformedRequest(whole_body_fault(kind, first, headers))
     if kind == "missing":
-        return MalformedRequest(f"the required field {where!r} is missing", param=where)
+        return MalformedRequest.missing(where)
     forms = [str(each["msg"]) for each in of_field if _steps(each) == _steps(first)]
     said = " or ".join((forms[0], *(form.removeprefix("Input should be ") for form in forms[1:])))
-    said = said.replace("dictionary", "object")  # as JSON calls it
+    said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # as JSON calls it
     message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
@@ -276,7 +276,7 @@ def _steps(error: Mapping[str, Any]) -> Path:
     return tuple(
         step
         for step in error["loc"][1:]
-        if isinstance(step, int) or (step.isidentifier() and step not in UNION_MEMBERS)
+        if isinstance(step, int) or step.isdigit() or (step.isidentifier() and step not in UNION_MEMBERS)
     )
 
 

@@ -29,15 +29,15 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PlainValidator,
     PrivateAttr,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from infer.errors import MalformedRequest, RequestError, closest, show_value
+from infer.errors import MalformedRequest, RequestError, show_value, unknown_field
 from infer.sampling.params import MAX_INT
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
-MAX_LISTED = 10  # names of fields in one message
 MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
 
 
@@ -156,15 +156,25 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _account_for_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _account_for_fields(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
         if not isinstance(data, dict):
             return handler(data)
+        where = cls.where if info.context is None else info.context["where"]
         kept, ignored = account_for(
-            data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere, where=cls.where
+            data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere, where=where
         )
-        made = handler(kept)
+        made = handler({name: _whole(value) for name, value in kept.items()})
         made._ignored = (*made._ignored, *ignored)
         return made
+
+
+def _whole(value: Any) -> Any:
+    """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return list(map(_whole, value))
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > MAX_INT else value
 
 
 class Conversation(Body):
@@ -220,8 +230,7 @@ def account_for(
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of an object that are known, and the names of those that are ignored; others are refused.
 
-    `where` is the place of the object in the body, and ends with a dot. Where no name is near, and there are
-    few, all of them are listed.
+    `where` is the place of the object in the body, and ends with a dot.
     """
     kept: dict[str, Any] = {}
     without_effect: list[str] = []
@@ -233,11 +242,7 @@ def account_for(
         elif name in neutral:
             check_neutral(where + name, value, neutral[name])
         else:
-            shown, hint = name[:80], elsewhere.get(name)
-            names = [*known, *neutral, *ignored]
-            listed = "known" if len(names) <= MAX_LISTED else ""
-            advice = closest(shown, names, listed=listed) if hint is None else f"; {hint}"
-            raise RequestError(f"unknown field {where + shown!r}{advice}", param=where + shown)
+            raise unknown_field(name, where, known, others=(*neutral, *ignored), hint=elsewhere.get(name))
     return kept, without_effect
 
 

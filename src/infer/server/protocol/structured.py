@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.errors import MalformedRequest, RequestError, show_value
+from infer.errors import MalformedRequest, RequestError, field_of, show_value
 from infer.sampling.structured import Structured
 from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 
@@ -69,10 +69,11 @@ def read_structured(body: SamplingBody) -> Structured | None:
 
 def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
     """The constraint of a format in OpenAI's words, in the field `param`; text has none."""
-    kind = given.get("type")
+    kind = field_of(given, "type", param)
     if kind not in FORMATS:
+        error = RequestError if isinstance(kind, str) else MalformedRequest
         allowed = ", ".join(map(repr, FORMATS))
-        raise RequestError(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
+        raise error(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
     account_for(given, FORMAT_KEYS, where=f"{param}.")
     if kind == "text":
         return None
@@ -92,7 +93,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
 def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
     """Refuse a format without a schema; `form` is how the route writes one."""
     if given.get("schema") is None:
-        raise RequestError.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
+        raise MalformedRequest.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
 
 
 def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | None:

@@ -88,13 +88,11 @@ class Turns:
             hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
             raise RequestError.about(where, f"has type {kind[:80]!r}, which is not supported{hint}")
         try:
-            made = kinds[kind].model_validate({name: given[name] for name in given if name != "type"})
+            fields = {name: given[name] for name in given if name != "type"}
+            made = kinds[kind].model_validate(fields, context={"where": f"{where}."})
         except ValidationError as error:
             found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
             raise validation_error(found, {}) from None
-        except RequestError as error:
-            error.param = where if error.param is None else f"{where}.{error.param}"
-            raise
         for name in made.ignored_fields:
             if given[name] not in (None, [], {}):  # which say nothing
                 self.ignored[f"{path[0]}.{name}"] = None

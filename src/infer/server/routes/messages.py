@@ -140,6 +140,13 @@ EFFORTS = {"max": "xhigh"}  # by other names in a chat
 THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
+class Message(Body):
+    """What one author said: a text, or blocks."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
 class CountTokensRequest(Body):
     """`POST /v1/messages/count_tokens`, and what it shares with `POST /v1/messages`."""
 
@@ -239,15 +246,11 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
 
 def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
     """Add a message: a text, or blocks of what its author may say."""
-    role, content = message.get("role"), message.get("content")
-    unknown = set(message) - {"role", "content"}
-    if unknown or not isinstance(role, str) or role not in BLOCKS or not isinstance(content, str | list):
-        raise RequestError(
-            f"{spell_path(path)} must have a role ({', '.join(BLOCKS)}) and a content (text or blocks), "
-            f"and nothing else, got {show_value(message)}",
-            param=spell_path(path),
-        )
-    _add_content(turns, role, content, (*path, "content"), BLOCKS[role])
+    said = turns.read({"": Message}, message, path, default="")
+    if said.role not in BLOCKS:
+        where = spell_path((*path, "role"))
+        raise RequestError.about(where, f"is {show_value(said.role)}, allowed are {', '.join(BLOCKS)}")
+    _add_content(turns, said.role, said.content, (*path, "content"), BLOCKS[said.role])
 
 
 def _add_content(
@@ -292,8 +295,7 @@ def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
 
 def _tool_choice(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
     choice = turns.read(TOOL_CHOICES, given, ("tool_choice",))
-    if (choice.name is None) == (given["type"] == "tool"):
-        raise RequestError.about("tool_choice", "has a name if its type is 'tool', and only then")
+    _check_goes_with("tool", given["type"], "tool_choice.name", choice.name)
     named = {"type": "function", "function": {"name": choice.name}}
     chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[given["type"]]
     return {"tool_choice": chosen, "parallel_tool_calls": not choice.disable_parallel_tool_use}
@@ -301,14 +303,21 @@ def _tool_choice(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 
 def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
     thinking = turns.read(THINKING, given, ("thinking",))
-    if (thinking.budget_tokens is None) == (given["type"] == "enabled"):
-        raise RequestError(
-            "thinking has budget_tokens if its type is 'enabled', and only then",
-            param="thinking.budget_tokens",
-        )
+    _check_goes_with("enabled", given["type"], "thinking.budget_tokens", thinking.budget_tokens)
     if given["type"] == "disabled":
         return {"reasoning_effort": "none"}
     return {"max_reasoning_tokens": thinking.budget_tokens}
+
+
+def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
+    """Refuse a field that one type needs and the others do not take, where it is missing or too much."""
+    if (value is None) == (kind == wanted):
+        given, advice = (f"is {show_value(value)}", "leave it out")
+        if value is None:
+            given, advice = "is missing", "give it"
+        raise RequestError.about(
+            where, f"{given} and the type is {kind!r}; {wanted!r} alone has it: {advice}, or change the type"
+        )
 
 
 def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
