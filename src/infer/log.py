@@ -45,12 +45,14 @@ def progress(
         return
     from rich import progress as bars
     from rich.console import Console
+    from rich.table import Column
 
-    done: list[bars.ProgressColumn]
-    done = (
-        [bars.DownloadColumn(), bars.TransferSpeedColumn()] if counts_bytes else [bars.MofNCompleteColumn()]
-    )
-    columns = [bars.TextColumn("{task.description}"), bars.BarColumn(), *done, bars.TimeRemainingColumn()]
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    name = bars.TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=2))
+    bar = bars.BarColumn(bar_width=None, table_column=Column(ratio=1))  # both as wide as the line allows
+    columns: list[bars.ProgressColumn] = [name, bar, bars.TimeElapsedColumn()]
+    if total is not None:
+        done = bars.DownloadColumn() if counts_bytes else bars.MofNCompleteColumn()
+        columns = [name, bar, done, bars.TimeRemainingColumn()]
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as display:
         task = display.add_task(label, total=total)
         yield lambda amount: display.advance(task, amount)

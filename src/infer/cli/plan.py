@@ -249,8 +249,10 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
                 f"It has {share:.0%} of what weights leave; --kv-cache-memory or --kv-cache-share gives more."
             )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
-    named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
-    lines.append(f"Start with: infer serve {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
+    start = "Start with, once the weights are there:" if is_shape_only else "Start with:"
+    path = Path(model or "")
+    named = [] if model is None else ["--model", str(path.parent) if path.name == "config.json" else model]
+    lines.append(f"{start} infer serve {shlex.join([*named, *flags.spell(plan.knobs())])}".rstrip())
     return "\n".join(lines) + "\n"
 
 

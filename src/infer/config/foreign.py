@@ -7,6 +7,7 @@ as a flag, in a file, and as a keyword.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -112,7 +113,8 @@ def hint_of_quantization(value: str) -> str:
             f", a scheme of 'infer quantize': what it has written is found by itself; leave quantization "
             f"out, or use {name}"
         )
-    found = nearest(value, (*FORMS, *FORMATS))
+    bits = re.findall(r"\d", value)  # another number is another wish, and no slip
+    found = nearest(value, [each for each in (*FORMS, *FORMATS) if re.findall(r"\d", each) == bits])
     return f"; did you mean {found}?" if found else ""
 
 

@@ -15,6 +15,7 @@ unpacked or rounded only for a few rows of one, unless it is stored transposed.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -196,7 +197,9 @@ def load_model(
     if codes.projections and not is_cached:
         made, schemes = len(codes.projections), "+".join(sorted(codes.schemes))
         label += f", rounding weights to {schemes}"
-        log.info("weights are rounded while they are loaded matrices=%d to=%s", made, schemes)
+        is_silent = show_progress and not sys.stderr.isatty()  # a line says what a bar would show
+        level = logging.WARNING if is_silent else logging.INFO
+        log.log(level, "weights are rounded while they are loaded matrices=%d to=%s", made, schemes)
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,23 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress("loading", 3, counts_bytes=True) as advance:
         advance(3)
     assert "loading" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("total", [9e8, None])
+def test_a_bar_fits_the_terminal_and_has_no_question_mark(
+    monkeypatch: pytest.MonkeyPatch, total: float | None
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress("loading a-model, rounding weights to int4" * 2, total, counts_bytes=True) as advance:
+        advance(1e8)
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()))
+    drawn = [line for line in lines if "loading" in line]
+    assert drawn and all(len(line) <= 80 and "?" not in line for line in lines)
 
 
 IMPATIENT = """

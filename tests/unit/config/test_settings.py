@@ -325,6 +325,8 @@ def test_a_value_of_quantization_is_checked_before_anything_is_loaded() -> None:
         ("itn4", "did you mean int4?"),
         ("ct-w4a16", "leave quantization out, or use compressed-tensors"),
         ("fp8-block", "leave quantization out, or use fp8"),
+        ("int3", "got 'int3'"),
+        ("fp9", "got 'fp9'"),
         ("nonsense", "bitsandbytes, fp8, gguf; got 'nonsense'"),
     ):
         args = parser.parse_args(["generate", "--quantization", value])

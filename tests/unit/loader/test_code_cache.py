@@ -114,6 +114,17 @@ def test_the_log_says_that_weights_are_rounded_and_that_they_are_kept(
     assert "rounded" not in caplog.text and "codes were read from the cache" in caplog.text
 
 
+def test_without_a_terminal_a_line_stands_for_the_bar_while_weights_are_rounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = resolve_model(str(checkpoint_of(tmp_path / "m")))
+    with caplog.at_level("WARNING"):
+        load_model(source, device="cpu", quantization="int8", show_progress=True)
+    assert [message.partition("=")[0] for message in caplog.messages] == [
+        "weights are rounded while they are loaded matrices"
+    ]
+
+
 def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path / "m")
     assert tokens_of(load(path, "int4")) == tokens_of(load(path, "int4"))
