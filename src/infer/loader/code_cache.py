@@ -91,11 +91,6 @@ class CodeCache:
                 return cls(made, codes_dir() / name)
         return cls(made, None)
 
-    @property
-    def schemes(self) -> set[str]:
-        """The schemes of the codes: int8 of the head, say, beside int4."""
-        return {projection.scheme for projection in self.projections.values()}
-
     def holds(self, move: Move, model: Model) -> bool:
         """Whether the file has what a move would bring into place."""
         return move.place.module in self.projections and move.projection(model) is not None

@@ -195,11 +195,15 @@ def load_model(
     left = [move for move in moves if not (is_cached and codes.holds(move, model))]
     label = f"loading {source.name}"
     if codes.projections and not is_cached:
-        made, schemes = len(codes.projections), "+".join(sorted(codes.schemes))
-        label += f", rounding weights to {schemes}"
+        label += f", rounding weights to {weights}"  # what of these has another form, the start line says
         is_silent = show_progress and not sys.stderr.isatty()  # a line says what a bar would show
         level = logging.WARNING if is_silent else logging.INFO
-        log.log(level, "weights are rounded while they are loaded matrices=%d to=%s", made, schemes)
+        log.log(
+            level,
+            "weights are rounded while they are loaded matrices=%d to=%s",
+            len(codes.projections),
+            weights,
+        )
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)

@@ -119,10 +119,11 @@ def test_without_a_terminal_a_line_stands_for_the_bar_while_weights_are_rounded(
 ) -> None:
     source = resolve_model(str(checkpoint_of(tmp_path / "m")))
     with caplog.at_level("WARNING"):
-        load_model(source, device="cpu", quantization="int8", show_progress=True)
+        load_model(source, device="cpu", quantization="int4", show_progress=True)  # its head has 8 bits
     assert [message.partition("=")[0] for message in caplog.messages] == [
         "weights are rounded while they are loaded matrices"
     ]
+    assert caplog.text.rstrip().endswith("to=int4")
 
 
 def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
