@@ -213,12 +213,11 @@ class KernelContract:
         logprobs = torch.log_softmax(rows, dim=-1)
         own = torch.tensor([max(chosen[place], 0) for place in places]).unsqueeze(1)
         fractions = table.view(torch.float32).double()
-        near = {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(fractions[:, :1], logprobs.gather(1, own), **near)
+        torch.testing.assert_close(fractions[:, :1], logprobs.gather(1, own), rtol=1e-5, atol=1e-5)
         assert table[:, 1].tolist() == (1 + (rows > rows.gather(1, own)).sum(dim=1)).tolist()
         ids, top = table[:, 2 : 2 + num_top].long(), fractions[:, 2 + num_top :]
-        torch.testing.assert_close(top, logprobs.topk(num_top, dim=-1).values, **near)
-        torch.testing.assert_close(top, logprobs.gather(1, ids), **near)
+        torch.testing.assert_close(top, logprobs.topk(num_top, dim=-1).values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(top, logprobs.gather(1, ids), rtol=1e-5, atol=1e-5)
         assert all(len(set(row)) == num_top for row in ids.tolist())
         if num_top:  # a greedy token is the first of equal ones, and its logprob the same to the bit
             assert ids[0, 0] == chosen[4] and table[0, 0] == table[0, 2 + num_top]
