@@ -9,7 +9,7 @@ import torch
 from infer.kernels.attention.decode import attend_decode_reference
 from infer.kernels.attention.decode_work import DecodeWork
 from tests.gpu.graphs import capture
-from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.kernels.attention_contract import Heads, make_paged
 
 
 def decode_work(heads: Heads, max_rows: int, max_len: int) -> DecodeWork:

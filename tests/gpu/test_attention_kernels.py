@@ -21,8 +21,8 @@ from infer.kernels.attention.prefill import (
     tokens_per_tile,
 )
 from tests.gpu.attention import check_that_a_graph_follows_the_lengths, decode_work, relative_error
-from tests.unit.kernels.attention_contract import DecodeContract, Heads, PrefillContract, make_paged
-from tests.unit.kernels.projected_contract import ProjectedContract, make_transform, newest_slots
+from tests.kernels.attention_contract import DecodeContract, Heads, PrefillContract, make_paged
+from tests.kernels.projected_contract import ProjectedContract, make_transform, newest_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

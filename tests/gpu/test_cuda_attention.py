@@ -17,7 +17,7 @@ from infer.kernels.attention.paged import PagedKV
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.dispatch import launch_options
 from tests.gpu.attention import check_that_a_graph_follows_the_lengths, relative_error
-from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.kernels.attention_contract import Heads, make_paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

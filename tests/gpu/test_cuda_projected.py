@@ -12,8 +12,8 @@ from infer.kernels.attention.decode_cuda import attend_projected_cuda
 from infer.kernels.attention.decode_work import DecodeWork
 from tests.gpu.attention import relative_error
 from tests.gpu.graphs import capture
-from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
-from tests.unit.kernels.projected_contract import make_transform, newest_slots
+from tests.kernels.attention_contract import Heads, assert_close, make_paged
+from tests.kernels.projected_contract import make_transform, newest_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.elementwise.rms_norm import rms_norm
-from tests.unit.kernels.kernel_contract import KernelContract
+from tests.kernels.kernel_contract import KernelContract
 
 
 @pytest.mark.gpu

@@ -28,8 +28,8 @@ from tests.integration.test_kv_scales import (
     load,
     scalars,
 )
-from tests.unit.kernels.attention_contract import Heads, codes, make_paged
-from tests.unit.kernels.projected_contract import attend_written, make_transform, newest_slots
+from tests.kernels.attention_contract import Heads, codes, make_paged
+from tests.kernels.projected_contract import attend_written, make_transform, newest_slots
 
 pytestmark = pytest.mark.gpu
 

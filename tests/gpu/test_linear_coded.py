@@ -19,8 +19,8 @@ from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.linear.small import launch, launch_add, launch_of_sum
 from infer.kernels.linear.wgmma import WgmmaConfig, choose_coded, coded_width, has_fp8_tokens, max_coded
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
-from tests.unit.kernels.coded_contract import CodedContract, check_products
-from tests.unit.kernels.linear_contract import gate
+from tests.kernels.coded_contract import CodedContract, check_products
+from tests.kernels.linear_contract import gate
 from tests.unit.kernels.test_linear_coded import FORMS, Filled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]

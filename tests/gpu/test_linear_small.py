@@ -24,8 +24,8 @@ from infer.kernels.linear.small import (
 from infer.kernels.linear.triton_configs import SkinnyConfig, bucket, fit_stages
 from infer.kernels.runtime import dispatch
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
-from tests.unit.kernels.added_contract import AddedContract
-from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
+from tests.kernels.added_contract import AddedContract
+from tests.kernels.linear_contract import LinearContract, assert_near, gate
 
 EPS = 1e-6
 SHAPES = [(4096, 1024), (1024, 3072), (2048, 8192), (4096, 12288)]  # N, K; others are cut as one of these

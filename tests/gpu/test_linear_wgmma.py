@@ -23,7 +23,7 @@ from infer.kernels.linear.triton_configs import SkinnyConfig
 from infer.kernels.linear.wgmma import WgmmaConfig, choose_config, defines_of, token_width
 from infer.kernels.runtime import cuda_build as build
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
-from tests.unit.kernels.linear_contract import assert_near, gate
+from tests.kernels.linear_contract import assert_near, gate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

@@ -17,9 +17,9 @@ from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES
+from tests.kernels.step_contract import SampledRows, asking_params
 from tests.support.masked import mask_steps
 from tests.support.tiny import drain
-from tests.unit.kernels.step_contract import SampledRows, asking_params
 
 pytestmark = pytest.mark.gpu
 

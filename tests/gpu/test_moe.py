@@ -7,7 +7,7 @@ import torch
 
 from infer.kernels.moe.grouped import experts_mlp, experts_mlp_reference, route, route_reference
 from tests.gpu.graphs import capture
-from tests.unit.kernels.moe_contract import MoeContract, assert_near
+from tests.kernels.moe_contract import MoeContract, assert_near
 
 REAL = {"Mixtral 8x7B": (4096, 14336, 8, 2), "Qwen3-30B-A3B": (2048, 768, 128, 8)}  # D, F, E, C
 TOKENS = [1, 2, 7, 16, 64, 333, 2048]

@@ -13,7 +13,7 @@ from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear.small import linear
 from tests.gpu.graphs import check_that_starting_early_leaves_no_trace, random
-from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.kernels.attention_contract import Heads, make_paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

@@ -15,8 +15,8 @@ from infer.kernels.attention.prefill import (
     tokens_per_tile,
 )
 from tests.gpu.graphs import capture
-from tests.unit.kernels.attention_contract import Heads, make_paged
-from tests.unit.kernels.prefill_splits_contract import SplitsContract
+from tests.kernels.attention_contract import Heads, make_paged
+from tests.kernels.prefill_splits_contract import SplitsContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 

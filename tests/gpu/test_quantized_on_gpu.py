@@ -23,7 +23,7 @@ from infer.loader.random_weights import load_random
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES
-from tests.unit.kernels.coded_moe_contract import CodedMoeContract
+from tests.kernels.coded_moe_contract import CodedMoeContract
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,8 @@ from infer.kernels.sampling.sample_rows import (
 )
 from infer.sampling.params import SamplingParams
 from tests.gpu.graphs import capture
-from tests.unit.kernels.kernel_contract import assert_same
-from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
+from tests.kernels.kernel_contract import assert_same
+from tests.kernels.step_contract import SampledRows, StepContract, random_params
 
 VOCAB_SIZE = 151_936
 

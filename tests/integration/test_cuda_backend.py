@@ -24,8 +24,8 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
 from tests.support.tiny import random_prompts, run_engine
-from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 REQUESTS = [(prompt, PARAMS) for prompt in random_prompts(3)]

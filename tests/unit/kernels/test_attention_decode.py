@@ -15,8 +15,8 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.heads import norm_rope_write
 from infer.layers.attention import AttentionLayer
-from tests.unit.kernels.attention_contract import Heads, make_paged
-from tests.unit.kernels.projected_contract import make_transform
+from tests.kernels.attention_contract import Heads, make_paged
+from tests.kernels.projected_contract import make_transform
 
 HEADS = Heads(6, 2, 8)
 

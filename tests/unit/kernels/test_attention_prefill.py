@@ -15,7 +15,7 @@ from infer.kernels.attention.prefill import (
     tokens_per_tile,
 )
 from infer.kernels.attention.reference import attend_naive
-from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.kernels.attention_contract import Heads, make_paged
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -24,7 +24,7 @@ from infer.kernels.runtime.cuda_build import (
     compile_with_nvrtc,
     options,
 )
-from tests.unit.kernels.attention_contract import Heads
+from tests.kernels.attention_contract import Heads
 
 SOURCE = DECODE.source
 DEFINES = {"H": 64, "G": 2}

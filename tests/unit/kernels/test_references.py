@@ -2,7 +2,7 @@
 
 Derived from the code: a public function of kernels/ that asks whether Triton or C may compute (`use_triton`,
 `use_c`), or that is a second implementation in CUDA C++ (`*_cuda`), needs a function of the same name with
-`_reference` behind it in its folder, and a test of this folder must call it.
+`_reference` behind it in its folder, and a test of this folder or of tests/kernels must call it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = Path(__file__).parents[3] / "src" / "infer" / "kernels"
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+KERNELS = ROOT / "src" / "infer" / "kernels"
+TESTS = sorted(
+    file for folder in ("unit/kernels", "kernels") for file in (ROOT / "tests" / folder).glob("*.py")
+)
 
 WITHOUT_REFERENCE = {
     "plan": "writes a schedule, not a function of numbers: attention over it is held to its own reference",
@@ -66,12 +69,8 @@ def test_a_kernel_has_a_reference_and_a_test(file: Path, name: str) -> None:
     reference = f"{name.removesuffix('_cuda')}_reference"
     defined = {function.name for sibling in file.parent.glob("*.py") for function in functions(sibling)}
     assert reference in defined, f"{file.name}: {name} has no {reference} in {file.parent.name}/"
-    tests = [
-        test.name
-        for test in sorted(TESTS.glob("*.py"))
-        if any(name in calls(function) for function in functions(test))
-    ]
-    assert tests, f"no test of tests/unit/kernels calls {name}"
+    tests = [test.name for test in TESTS if any(name in calls(function) for function in functions(test))]
+    assert tests, f"no test of tests/unit/kernels or tests/kernels calls {name}"
 
 
 def test_every_exception_is_still_one() -> None:

@@ -9,7 +9,7 @@ import torch
 from infer.kernels.runtime.dispatch import use_triton
 from infer.kernels.sampling.sample_rows import NO_TOKEN
 from infer.sampling import params
-from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
+from tests.kernels.step_contract import SampledRows, StepContract, random_params
 
 
 class TestReferences(StepContract):

@@ -14,7 +14,7 @@ from infer.kernels.linear.coded import CodedForm
 from infer.kernels.linear.wgmma import MAX_TOKENS, WgmmaConfig, choose_coded, choose_config
 from infer.kernels.runtime import tensor_map
 from infer.kernels.runtime.tensor_map import Boxes, TensorMap
-from tests.unit.kernels.emulated_wgmma import INVALID_VALUE, encode_tiled
+from tests.kernels.emulated_wgmma import INVALID_VALUE, encode_tiled
 
 NUM_SMS, SHARED_BYTES, BLOCK_BYTES = (
     132,

@@ -3,7 +3,7 @@
  * Four neighbours in a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
  * Sums and totals stay in registers from the first group to the last, 32 of them, so the order in which things are
  * written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums through memory and
- * half of the speed is gone. `tests/unit/kernels/test_c_neon.py` counts such moves.
+ * half of the speed is gone. `tests/kernels/test_c_neon.py` counts such moves.
  *
  *     rows at a time   what is kept in registers                               by
  *     8 or 4           one quad of all rows; a tile is passed over four times  multiply_rows

@@ -1,0 +1,31 @@
+"""`linear/pdl.cu` on a CPU: a block's threads take turns."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from infer.kernels.linear import pdl as linear_pdl
+from infer.kernels.linear.cuda import Defines
+from infer.kernels.runtime.cuda_build import as_pointers
+from tests.kernels.emulated import compile_library
+
+
+@functools.cache
+def compile_linear(defines: Defines) -> ctypes.CDLL:
+    return compile_library("emulated_linear.cpp", linear_pdl.SOURCE, defines, "-O1")
+
+
+class EmulatedLaunch:
+    """Launches like `PreparedLaunch`, and returns when every block has run."""
+
+    def __init__(self, defines: Defines) -> None:
+        self.library = compile_linear(defines)
+        known = dict(defines)
+        self.num_threads = 32 * known["WARPS"]
+        self.types = linear_pdl._TYPES if "WEIGHTS" not in known else linear_pdl._CODED_TYPES
+
+    def __call__(self, num_blocks: int, *arguments: Any) -> None:
+        values = [of_type(value) for of_type, value in zip(self.types, arguments, strict=True)]
+        assert self.library.emulate(num_blocks, self.num_threads, as_pointers(values)), "a rule was broken"
