@@ -135,10 +135,10 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float =
 
 def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
     """Return the bytes per second of the best of several copies of a large tensor, read and write counted."""
-    num_bytes = int(scale * (1 << (30 if is_gpu(device) else 27)))
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    num_pieces = int(scale * (1 << (14 if is_gpu(device) else 11)))
+    source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device=device).repeat(num_pieces)
     target = torch.empty_like(source)
-    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
+    return 2 * len(source) / best_seconds(lambda: target.copy_(source), device)
 
 
 def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
