@@ -313,6 +313,7 @@ def _choose_wide(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
     """As many stages as there is room for."""
     room = _SHARED_BYTES // config.blocks - _RESERVED_BYTES
+    config = replace(config, stages=max(min(config.stages, room // stage_bytes(config)), 1))
     while config.stages > 1 and config.shared_bytes > room:
         config = replace(config, stages=config.stages - 1)
     return config
