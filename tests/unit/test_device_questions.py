@@ -8,6 +8,7 @@ engine is built. A file that asks more often than it is listed with, or one that
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,13 +26,12 @@ def device_questions(source: str) -> Iterator[int]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Attribute):
             continue
-        asked = ast.unparse(node.value).lower()
-        is_type = node.attr == "type" and asked.endswith("device")
-        is_available = node.attr == "is_available" and asked.endswith("cuda")
-        if is_type or is_available or node.attr in QUESTIONS:
+        of = {"type": "device", "is_available": "cuda"}.get(node.attr)
+        if node.attr in QUESTIONS or (of and ast.unparse(node.value).lower().endswith(of)):
             yield node.lineno
 
 
+@functools.cache
 def count_questions() -> dict[str, int]:
     files = sorted(PACKAGE.rglob("*.py"))
     counts = {

@@ -149,7 +149,7 @@ def test_no_private_module_of_another_package_is_imported() -> None:
     found = {
         f"{file.relative_to(PACKAGE).as_posix()}:{module}"
         for file in sorted(PACKAGE.rglob("*.py"))
-        for _, module in imported_modules(ast.parse(file.read_text(encoding="utf-8")))
+        for _, module in imported_modules(file)
         if any(part.startswith("_") and not part.startswith("__") for part in module.split("."))
     }
     assert found <= set(PRIVATE), sorted(found - set(PRIVATE))

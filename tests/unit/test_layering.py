@@ -7,10 +7,10 @@ decision that belongs in the table, in the diagram and in a commit message.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,18 +74,21 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported_modules(file: Path) -> list[tuple[int, str]]:
     """Every module a file imports, inside functions and type-checking blocks too, with its line."""
-    for node in ast.walk(tree):
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: only absolute imports"
             assert node.module is not None
             if node.module == "infer":  # `from infer import llm` is an import of infer.frontend.llm
-                yield from ((node.lineno, f"infer.{alias.name}") for alias in node.names)
+                found += ((node.lineno, f"infer.{alias.name}") for alias in node.names)
             else:
-                yield node.lineno, node.module
+                found.append((node.lineno, node.module))
+    return found
 
 
 def imported_files(file: Path) -> set[str]:
@@ -104,7 +107,7 @@ def wrong_imports(package: Path) -> list[str]:
     for file in sorted(package.rglob("*.py")):
         part = part_of(file)
         allowed = ALLOWED.get(part, set()) | EVERYONE_MAY_IMPORT | {part, "__version__"}
-        for line, module in imported_modules(ast.parse(file.read_text(encoding="utf-8"))):
+        for line, module in imported_modules(file):
             root, _, rest = module.partition(".")
             if root == "infer" and rest.split(".")[0] not in allowed:
                 wrong.append(f"{file.relative_to(package)}:{line}: {part} must not import {module}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 SHARED = {"Block": "the block of a family of models; each has its own"}
 
 
+@functools.cache
 def files_by_class() -> dict[str, list[str]]:
     """Where each public class of the package is defined."""
     found: dict[str, list[str]] = defaultdict(list)
