@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,34 +33,12 @@ def test_the_core_may_not_import_text(part: str) -> None:
     assert not ALLOWED[part] & {"tokenizer", "frontend", "server", "cli"}
 
 
-def test_an_api_process_imports_no_matcher() -> None:
-    script = (
-        "import sys, infer.server.serve, infer.sampling.params, infer.client.process_client\n"
-        "text = [name for name in sys.modules if name.startswith(('llguidance', 'torch'))]\n"
-        "assert not text, text"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_only_structured_sees_the_bytes_of_the_vocabulary() -> None:
     parts = {part for part in (*TOKEN_IDS_ONLY, "structured") if "tokenizer" in ALLOWED[part]}
     assert parts == {"structured"}
     files = sorted((PACKAGE / "structured").glob("*.py"))
     readers = [file.name for file in files if "infer.tokenizer" in file.read_text(encoding="utf-8")]
     assert readers == ["token_bytes.py"]
-
-
-def test_an_engine_process_imports_neither_a_tokenizer_nor_a_matcher_until_it_needs_them() -> None:
-    """In a fresh interpreter, so that what its modules import counts as well."""
-    script = (
-        "import sys, infer.client.process, infer.client.load, infer.engine.build\n"
-        "roots = ('tokenizers', 'jinja2', 'llguidance', 'infer.tokenizer', 'infer.frontend')\n"
-        "text = [name for name in sys.modules if name.startswith(roots)]\n"
-        "assert not text, text"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # -- 5. one composition root, no global state --------------------------------------------------------

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -78,23 +76,3 @@ def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
     assert stretched[0] == plain[0]
     assert float(stretched[-1] / plain[-1]) == pytest.approx(1 / 8)
     assert any(0.2 < ratio < 0.9 for ratio in (stretched / plain).tolist())  # some are blended
-
-
-ON_META = """
-import sys, torch
-from infer.layers.rotary import Rotary, frequencies, stretch_llama3
-with torch.device("meta"):
-    plain = frequencies(7, 10_000.0)
-    slow = stretch_llama3(
-        plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_len=8192
-    )
-    rotary = Rotary(slow, 5)
-assert rotary.cos_PR.is_meta and rotary.cos_PR.dtype == torch.float32
-print(*rotary.sin_PR.shape, "torch._dynamo" in sys.modules)
-"""
-
-
-def test_a_shape_without_memory_does_not_wake_the_compiler() -> None:
-    """PyTorch counts on its meta device in Python, and imports its compiler for that, which takes seconds."""
-    found = subprocess.run([sys.executable, "-c", ON_META], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["5", "4", "False"]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 
 import pytest
 from fastapi import FastAPI
@@ -258,9 +256,3 @@ def test_no_page_of_the_framework_that_loads_foreign_scripts_is_served() -> None
     site = Site()
     assert [site.request("GET", path).status_code for path in ("/docs", "/redoc")] == [404, 404]
     assert site.request("GET", "/openapi.json").status_code == 200
-
-
-def test_the_server_package_is_imported_when_first_used() -> None:
-    script = "import sys, infer.server; assert 'fastapi' not in sys.modules; infer.server.create_app"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
