@@ -27,7 +27,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)  # timings are for benchmarks
 hypothesis.settings.load_profile("fixed")
 
 

@@ -141,7 +141,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(COMMANDS)
 def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
     arrived = decode_command(encode(command))
@@ -149,7 +149,7 @@ def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
     assert repr(arrived).replace(".0", "") == repr(command).replace(".0", "")  # tuples stay tuples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(MESSAGES)
 def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
     arrived = decode_message(encode(message))

@@ -372,7 +372,7 @@ SCRAPS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([*BY_NAME, None]),
     st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join),

@@ -378,7 +378,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=ids)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_a_damaged_config_is_read_or_refused_but_never_crashes(published: dict[str, Any], data: Any) -> None:
     raw = copy.deepcopy(published)

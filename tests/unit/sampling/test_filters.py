@@ -116,7 +116,7 @@ def test_the_candidates_are_enough_for_any_top_k_without_ties(top_k: int) -> Non
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 1.0),
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_candidates_and_whole_rows_agree_on_anything(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_row_alone_and_in_a_batch_gives_the_same_token(make) -> None:  # type:
 
 
 @given(order=st.permutations(range(len(MIXED_PARAMS))), size=st.integers(1, len(MIXED_PARAMS)))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_the_index_and_the_company_do_not_matter(order: list[int], size: int) -> None:
     rows, logits = mixed_rows(), coarse(random_logits(len(MIXED_PARAMS), VOCAB, spread=2.0))
     alone = sample(logits, rows).ids

@@ -168,7 +168,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @example(value=[[]], is_lenient=False)
 @example(value={"a": {}}, is_lenient=False)
 @example(value=float("inf"), is_lenient=False)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_stands_behind_a_keyword_is_taken_or_refused(value: Any, is_lenient: bool) -> None:
     for keyword in WORDS:
         part = {keyword: value}

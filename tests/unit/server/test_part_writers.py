@@ -9,7 +9,7 @@ from typing import Any, cast
 import hypothesis.strategies as st
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
-from hypothesis import given, settings
+from hypothesis import given
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -114,7 +114,6 @@ def response_writer() -> ResponseWriter:
     return ResponseWriter(GENERATION, ResponsesRequest(input="hi"))
 
 
-@settings(deadline=None)
 @given(pieces=answers(), finish_reason=st.sampled_from(["stop", "length"]))
 def test_a_stream_of_blocks_adds_up_to_the_message(
     pieces: list[list[AnswerEvent]], finish_reason: str
@@ -150,7 +149,6 @@ def test_a_stream_of_blocks_adds_up_to_the_message(
     assert [name for name, _ in events[-2:]] == ["message_delta", "message_stop"]
 
 
-@settings(deadline=None)
 @given(pieces=answers(), finish_reason=st.sampled_from(["stop", "length"]))
 def test_a_stream_of_items_adds_up_to_the_response(
     pieces: list[list[AnswerEvent]], finish_reason: str

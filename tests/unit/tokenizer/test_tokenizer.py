@@ -44,7 +44,6 @@ def test_what_is_encoded_decodes_to_itself(name: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_survives_a_byte_level_vocabulary(text: str) -> None:
     tokenizer = TOKENIZERS["byte-level"]
@@ -52,7 +51,7 @@ def test_any_text_survives_a_byte_level_vocabulary(text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_decoding_equals_the_library_wherever_bytes_are_characters(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(TOKENIZERS)))
@@ -314,7 +313,6 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(name: str) ->
     assert caught.value.param == "prompt"
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("aǖ ế각\u0308\u0304\u1161\u11a8\u1100u<|>_"), max_size=60))
 def test_no_text_that_fits_is_refused(text: str) -> None:
     """The limit holds whatever the vocabulary does to the text first."""
