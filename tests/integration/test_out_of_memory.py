@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.execution import halves
+from infer.execution.gpu import readback
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.halves import split_numbers
 from infer.execution.model_runner import ModelRunner
@@ -134,6 +135,28 @@ def test_whichever_allocation_fails_no_token_differs(
         failing = FailingAllocator(number.__eq__)
         assert serve(failing, params, **on_runner) == expected, number
         assert failing.num_failed == 1, number
+
+
+@pytest.mark.parametrize("name", ["send", "logprob_table"])
+@pytest.mark.parametrize("failing", range(1, 6))
+def test_logprobs_without_memory_are_made_again_and_their_step_is_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, failing: int
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    expected = serve(FailingAllocator(), PARAMS)
+    inner, num_calls = getattr(readback, name), 0
+
+    def fail_once(*args: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == failing:
+            raise torch.OutOfMemoryError("no room")
+        made: torch.Tensor = inner(*args)
+        return made
+
+    monkeypatch.setattr(readback, name, fail_once)
+    assert serve(FailingAllocator(), PARAMS) == expected
+    assert num_calls > 2, "of some steps"
 
 
 @pytest.mark.parametrize("params", [PARAMS, ON_HOST[:2] + ON_HOST[3:] + PARAMS[1:2]], ids=["device", "host"])

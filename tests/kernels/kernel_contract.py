@@ -229,3 +229,19 @@ class KernelContract:
         table = logprob_table(logits.view, chosen, 5)
         torch.testing.assert_close(table, logprob_table(logits.view, chosen, 5, places), rtol=0, atol=0)
         assert logprob_table(logits.view[:0], chosen[:0], 5).shape == (0, 12)
+
+    @every_dtype
+    def test_logprob_table_of_equal_logits_has_the_smallest_ids(self, dtype: torch.dtype) -> None:
+        logits = torch.zeros((1, 5000), dtype=dtype, device=self.device)
+        logits[0, [0, 5, 4999]] = -0.0
+        chosen = torch.tensor([4999], device=self.device)
+        table = logprob_table(logits, chosen, 20)
+        assert table[0, 1] == 1 and table[0, 2:22].tolist() == list(range(20))
+        logits[0, [2100, 4000]] = 1.0
+        table = logprob_table(logits, chosen, 20)
+        assert table[0, 1] == 3 and table[0, 2:22].tolist() == [2100, 4000, *range(18)]
+
+    def test_logprob_table_of_a_beam_search_with_many_stop_ids(self) -> None:
+        logits = torch.randn((2, 5000), device=self.device)
+        table = logprob_table(logits, torch.tensor([7, 8], device=self.device), 1100)
+        torch.testing.assert_close(table[:, 2:1102].long(), logits.topk(1100, dim=-1).indices, rtol=0, atol=0)

@@ -143,7 +143,11 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
         steps_ahead = STEPS_AHEAD if model.is_small else 1
-    scheduler = resolve_scheduler(config, model.max_seq_len, step_defaults(machine, model))
+    captures = _captures(config, machine) and run.use_cuda_graphs is not False
+    defaults = step_defaults(machine, model)
+    if not captures:
+        defaults = defaults._replace(packed_tokens=None)
+    scheduler = resolve_scheduler(config, model.max_seq_len, defaults)
     return ResolvedConfig(
         **asdict(model),
         settings=config,
@@ -154,7 +158,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         backends=Chosen("invariant", "invariant", "kernels") if run.deterministic and on_gpu else backends,
         gathers_kv=not on_gpu and backends[:2] != ("c", "c"),
         uses_gpu_runner=on_gpu,
-        use_cuda_graphs=_captures(config, machine) and run.use_cuda_graphs is not False,
+        use_cuda_graphs=captures,
         steps_ahead=steps_ahead,
         record_cpu_step=run.record_cpu_step is not False,
         deterministic=run.deterministic,
@@ -201,7 +205,8 @@ def resolve_scheduler(
     mixed = settings.prefill_tokens_while_decoding
     if mixed is None and defaults.mixed_tokens is not None and is_chunked:
         mixed = min(defaults.mixed_tokens, budget)
-    packs = is_chunked and settings.max_num_batched_tokens is settings.prefill_tokens_while_decoding is None
+    asked = settings.max_num_batched_tokens, settings.prefill_tokens_while_decoding, settings.itl_target_ms
+    packs = is_chunked and asked == (None, None, None)
     left = {field.name for field in fields(ResolvedScheduler)} & {field.name for field in fields(settings)}
     known = {name: getattr(settings, name) for name in left}
     decided: dict[str, Any] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +13,8 @@ from infer.config.resolve import Machine, ModelFacts, ResolvedConfig
 from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
+from infer.execution.gpu.graphs import most_tokens
+from infer.models.config import ModelConfig
 
 CPU = Machine(device="cpu", has_c_attention=True)
 GPU = Machine(device="cuda:0", gpu_memory=80 << 30, has_gpu_kernels=True)
@@ -95,12 +98,28 @@ def test_decisions_have_reasons_and_what_was_given_has_none() -> None:
         (GPU, replace(SMALL, num_layers=1000), {"use_chunked_prefill": False}, 16384),
         (GPU, replace(SMALL, num_layers=1000), {"max_num_batched_tokens": 8192}, 8192),
         (GPU, replace(SMALL, num_layers=1000), {"prefill_tokens_while_decoding": 512}, 16384),
+        (GPU, replace(SMALL, num_layers=1000), {"itl_target_ms": 20.0}, 16384),
+        (GPU, replace(SMALL, num_layers=1000), {"enforce_eager": True}, 16384),
+        (GPU, replace(SMALL, num_layers=1000), {"attention_backend": "sdpa"}, 16384),
     ],
 )
 def test_short_prompts_are_packed_where_launching_takes_longer_than_computing(
     machine: Machine, model: ModelFacts, knobs: dict[str, Any], expected: int
 ) -> None:
     assert resolved(machine, model, **knobs).scheduler.packed_step_tokens == expected
+
+
+@pytest.mark.parametrize("layer_weights", [1e6, 15.7e6, 24e6, 25e6, 61e6, 2e8])
+@pytest.mark.parametrize("machine", [GPU, replace(GPU, gpu_memory=24 << 30)])
+def test_a_packed_step_is_a_graph(machine: Machine, layer_weights: float) -> None:
+    model = replace(SMALL, num_layer_weights=int(layer_weights) * 4, num_layers=4)
+    scheduler = resolved(machine, model).scheduler
+    if scheduler.packed_step_tokens < scheduler.max_num_batched_tokens:
+        config = SimpleNamespace(all_layer_weights=model.num_layer_weights, num_layers=4)
+        most = most_tokens(cast(ModelConfig, config), scheduler.max_num_batched_tokens)
+        assert scheduler.packed_step_tokens <= most
+    else:
+        assert layer_weights > 24e6
 
 
 def test_the_start_line_says_what_another_setting_turns_off() -> None:

@@ -169,16 +169,25 @@ class Readback:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
-        if asked.places != self._places:  # most steps ask for those of the last
-            self._places, self._places_K = asked.places, send(torch.tensor(asked.places), self._device)
-        places_K, width = self._places_K, max(asked.counts)
-        if not self._is_cuda:
-            return HostCopy(logprob_table(asked.logits_SV, ids_S, width, places_K), None)
-        self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        """The step has been sampled and cannot be repeated: without memory, this alone is tried again."""
         try:
-            table = logprob_table(asked.logits_SV, ids_S, width, places_K, aside)
-        except torch.OutOfMemoryError as error:  # the step has been sampled and cannot be repeated
+            return self._make_table(asked, ids_S)
+        except torch.OutOfMemoryError:
+            pass  # and with it go the tensors of the attempt
+        try:
+            return self._make_table(asked, ids_S)
+        except torch.OutOfMemoryError as error:
             raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
+
+    def _make_table(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
+        if asked.places != self._places:  # most steps ask for those of the last
+            self._places_K = send(torch.tensor(asked.places), self._device)
+            self._places = asked.places
+        width = max(asked.counts)
+        if not self._is_cuda:
+            return HostCopy(logprob_table(asked.logits_SV, ids_S, width, self._places_K), None)
+        self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        table = logprob_table(asked.logits_SV, ids_S, width, self._places_K, aside)
         with torch.cuda.stream(aside):
             fetched, event = self.fetch(table), _event()
             event.record()

@@ -51,6 +51,7 @@ from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_p
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.sampling.logprob_table import logprob_table
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -369,7 +370,9 @@ class DeviceRunner:
         hidden_SD = torch.zeros((len(rows_S), width), dtype=self._store.dtype, device=self._device)
         places_S = torch.zeros_like(rows_S, dtype=torch.int64)
         for count in counts or (len(rows_S),):
-            self._sample_rows(self._model.logits(hidden_SD[:count]), rows_S[:count], places_S[:count])
+            logits_SV = self._model.logits(hidden_SD[:count])
+            self._sample_rows(logits_SV, rows_S[:count], places_S[:count])
+            logprob_table(logits_SV, places_S[:count], 0)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a plan and wait for its result."""

@@ -33,7 +33,7 @@ from infer.kernels.runtime.dispatch import jit, jit_for_any, next_power_of_two, 
 from infer.kernels.runtime.launch import launch_triton
 
 _TILE = 2048  # logits of one program: few, because all of them are counted again for each bit
-_MIN_KEPT = 32  # logits of a tile: one variant of the kernels for all that a client may ask for
+_KEPT = 32  # logits of a tile: what clients may ask for, but not what the widest beam searches need
 
 
 def logprob_table_reference(logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def logprob_table_reference(logits_SV: torch.Tensor, chosen_S: torch.Tensor, wid
 @jit
 def _order_of(x, BITS: tl.constexpr):
     """Integers in the order of some floats, of which the first BITS bits differ; 0 is below all of them."""
-    bits = x.to(tl.uint32, bitcast=True)
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)  # there is one zero
     return (bits ^ tl.where((bits >> 31) == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> (32 - BITS)
 
 
@@ -148,7 +148,7 @@ def logprob_table(
     A negative id counts as 0. With a stream `aside` the table is made there, in part, and may be read there.
     """
     width = min(width, logits_SV.shape[1])
-    if not use_triton(logits_SV):
+    if not use_triton(logits_SV) or width > _KEPT:
         if places_K is not None:
             logits_SV, chosen_S = logits_SV[places_K], chosen_S[places_K]
         return logprob_table_reference(logits_SV, chosen_S, width)
@@ -157,7 +157,6 @@ def logprob_table(
     if places_K is None:
         places_K = torch.arange(len(logits_SV), device=device)
     num_rows, num_tiles = len(places_K), -(-logits_SV.shape[1] // _TILE)
-    kept = max(next_power_of_two(width), _MIN_KEPT)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((num_rows, *shape), dtype=dtype, device=device)
@@ -167,8 +166,8 @@ def logprob_table(
         empty(num_tiles),  # peaks
         empty(num_tiles),  # masses
         empty(num_tiles, dtype=torch.int32),  # num_above
-        empty(num_tiles, kept),  # values
-        empty(num_tiles, kept, dtype=torch.int32),  # ids
+        empty(num_tiles, _KEPT),  # values
+        empty(num_tiles, _KEPT, dtype=torch.int32),  # ids
     )
     table = empty(2 + 2 * width, dtype=torch.int32)
     if not num_rows:
@@ -176,7 +175,7 @@ def logprob_table(
     bits = 16 if logits_SV.dtype is torch.bfloat16 else 32
     launch_triton(
         _survey_kernel, (num_tiles, num_rows), (logits_SV, places_K, chosen_S, *parts),
-        (logits_SV.stride(0), logits_SV.shape[1]), TILE=_TILE, W=kept, BITS=bits, num_warps=4,
+        (logits_SV.stride(0), logits_SV.shape[1]), TILE=_TILE, W=_KEPT, BITS=bits, num_warps=4,
     )  # fmt: skip
     if aside is not None:
         aside.wait_stream(torch.cuda.current_stream(device))
@@ -185,6 +184,6 @@ def logprob_table(
     with nullcontext() if aside is None else torch.cuda.stream(aside):
         launch_triton(
             _merge_kernel, (num_rows,), (*parts, table), (), (num_tiles, width),
-            BLOCK_TILES=next_power_of_two(num_tiles), W=kept, BITS=bits, num_warps=8,
+            BLOCK_TILES=next_power_of_two(num_tiles), W=_KEPT, BITS=bits, num_warps=8,
         )  # fmt: skip
     return table

@@ -816,6 +816,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
         with compiling_ahead(device):
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
             logprob_table(logits_1V, positions_1, 0)
+            logprob_table(logits_1V.float(), positions_1, 0)  # of beams, and of what is about to fork
 
     thread = threading.Thread(target=compile_all, name="compile-sample-rows", daemon=True)
     thread.start()
