@@ -264,7 +264,7 @@ def test_a_short_step_from_a_graph_has_the_tokens_of_one_that_is_launched(
 ) -> None:
     """A tiny model in the place of a large one: 960 tokens of prompts beside a row that decodes."""
     make_checkpoint("qwen3", tmp_path, sizes=Sizes(context_len=4096))
-    monkeypatch.setattr(graphs, "_LAUNCHED_LAYER", 1)
+    monkeypatch.setattr(graphs, "LAUNCHED_LAYER", 1)
     monkeypatch.setattr(graphs, "_SHORT", 2)
     monkeypatch.setattr(resolve, "SMALL_MODEL_MIXED_TOKENS", 960)
     monkeypatch.setattr(resolve, "SMALL_MODEL_BUSY_TOKENS", 1024)

@@ -244,4 +244,7 @@ class KernelContract:
     def test_logprob_table_of_a_beam_search_with_many_stop_ids(self) -> None:
         logits = torch.randn((2, 5000), device=self.device)
         table = logprob_table(logits, torch.tensor([7, 8], device=self.device), 1100)
-        torch.testing.assert_close(table[:, 2:1102].long(), logits.topk(1100, dim=-1).indices, rtol=0, atol=0)
+        found = logits.gather(
+            1, table[:, 2:1102].long()
+        )  # of two that are almost equal either may come first
+        torch.testing.assert_close(found, logits.topk(1100, dim=-1).values)
