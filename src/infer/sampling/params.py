@@ -238,6 +238,8 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
     # The comparison must hold, not fail to: NaN fails all of them.
     if not (is_number and low <= value <= high) or (low_open and value == low):
         bracket = "(" if low_open else "["
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)  # a reader of JSON may have made 3.0 of 3
         raise RequestError.about(
             name, f"must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}"
         )
@@ -269,8 +271,6 @@ def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
 
 def _shown(value: object) -> str:
     """The value in at most 80 characters, for an error message."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)  # a reader of JSON may have made 3.0 of 3
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
