@@ -199,14 +199,15 @@ def field_of(given: object, name: str, where: str) -> Any:
 
 
 def unknown_field(
-    name: str, where: str, known: Collection[str], *, others: Iterable[str] = (), hint: str | None = None
+    name: object, where: str, known: Collection[str], *, others: Iterable[str] = (), hint: str | None = None
 ) -> RequestError:
     """Return the error of a field that an object does not take; `where` is its place, and ends with a dot.
 
     Without a hint it ends with the closest name, also of `others`, or else with all known names.
     """
-    param = where + name[:80]
-    advice = closest(name[:80], known, aliases={each: each for each in others}, listed="allowed")
+    name = str(name)[:80]  # a caller in Python may have any key
+    param = where + name
+    advice = closest(name, known, aliases={each: each for each in others}, listed="allowed")
     return RequestError(f"unknown field {param!r}{advice if hint is None else f'; {hint}'}", param=param)
 
 

@@ -219,9 +219,9 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(properties, Mapping) or not all(
         isinstance(each, Mapping | bool) for each in properties.values()
     ):
-        raise RequestError(f"{where}.properties must be an object of JSON schemas", param=where)
+        raise MalformedRequest.about(f"{where}.properties", "must be an object of JSON schemas")
     if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
-        raise RequestError(f"{where}.required must be a list of names", param=where)
+        raise MalformedRequest.about(f"{where}.required", "must be a list of names")
     return schema if "type" in schema else {"type": "object", **schema}
 
 
@@ -235,15 +235,19 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         raise RequestError.about("tool_choice", "asks for a call, but there are no tools")
     kind = field_of(given, "type", "tool_choice") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and kind == "function":
-        function = given.get("function")
-        function = function if isinstance(function, Mapping) else given  # the flat form of /v1/responses
-        name = field_of(function, "name", "tool_choice.function")
+        function, where = given, "tool_choice"
+        if given.get("function") is not None or "name" not in given:  # else the flat form of /v1/responses
+            function, where = field_of(given, "function", where), "tool_choice.function"
+        name = field_of(function, "name", where)
+        if not isinstance(name, str):
+            raise MalformedRequest.about(f"{where}.name", f"must be text, got {show_value(name)}")
         if any(name == tool.name for tool in tools):
-            return str(name)
+            return name
         names = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError.about("tool_choice", f"names {show_value(name)}, but the tools are: {names}")
     what = f"{show_value(kind)} is not supported; " if kind is not None else ""
-    raise RequestError(
+    error = RequestError if isinstance(given if kind is None else kind, str) else MalformedRequest
+    raise error(
         f"{what}tool_choice must be 'auto', 'none', 'required' or an object that names a function of tools, "
         f"got {show_value(given)}",
         param="tool_choice",

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from infer.dialects.answer import read_tools
 from infer.dialects.table import BY_NAME, THINK
+from infer.errors import RequestError
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from tests.support.wire import ScriptedClient, Wire, make_state
@@ -27,6 +29,10 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 BODY = {"messages": MESSAGES, "tools": [WEATHER, NOW]}
+NESTED = (
+    'tools[0] must look like {"type": "function", "function": {"name": ...}}; '
+    "name, description and parameters belong inside of function, as a chat has them"
+)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TWO = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 
@@ -272,8 +278,6 @@ def function(**fields: Any) -> list[Any]:
         ({"tools": function(name="required")}, "tools[0].function.name"),
         ({"tools": function(name="none")}, "tools[0].function.name"),
         ({"tools": function(parameters={"type": "string"})}, "tools[0].function.parameters"),
-        ({"tools": function(parameters={"properties": {"a": 1}})}, "tools[0].function.parameters"),
-        ({"tools": function(parameters={"type": "object", "required": "a"})}, "tools[0].function.parameters"),
         ({"tools": function(returns={})}, "tools[0].function.returns"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": function() * 2}, "tools"),
@@ -298,12 +302,40 @@ def test_what_cannot_be_understood_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name"), [({"parameters": []}, "parameters"), ({"strict": "yes"}, "strict"),
-                        ({"description": 5}, "description"), ({"name": 5}, "name")]
-)  # fmt: skip
+    ("wrong", "name"),
+    [
+        ({"parameters": []}, "parameters"),
+        ({"parameters": {"properties": 5}}, "parameters.properties"),
+        ({"parameters": {"properties": {"a": 1}}}, "parameters.properties"),
+        ({"parameters": {"required": 5}}, "parameters.required"),
+        ({"parameters": {"type": "object", "required": "a"}}, "parameters.required"),
+        ({"parameters": {"required": [1]}}, "parameters.required"),
+        ({"strict": "yes"}, "strict"),
+        ({"description": 5}, "description"),
+        ({"name": 5}, "name"),
+    ],
+)
 def test_a_wrong_json_type_in_a_tool_is_400(oracle: LLM, wrong: dict[str, Any], name: str) -> None:
     error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": function(**wrong)}, 400)
     assert error["param"] == f"tools[0].function.{name}"
+
+
+@pytest.mark.parametrize(
+    ("choice", "param", "said"),
+    [
+        ({"type": 5}, "tool_choice", "5 is not supported; tool_choice must be 'auto'"),
+        ({"type": None}, "tool_choice", "tool_choice must be 'auto'"),
+        ({"type": "function"}, "tool_choice.function", "field 'tool_choice.function' is missing"),
+        ({"type": "function", "function": 5}, "tool_choice.function", "must be an object, got a number"),
+        ({"type": "function", "function": {}}, "tool_choice.function.name", "name' is missing"),
+        ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name", "must be text, got 5"),
+        ({"type": "function", "name": 5}, "tool_choice.name", "tool_choice.name must be text, got 5"),
+    ],
+)
+def test_a_tool_choice_of_the_wrong_form_is_400(oracle: LLM, choice: Any, param: str, said: str) -> None:
+    error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tool_choice": choice}, 400)
+    assert error["param"] == param
+    assert said in error["message"]
 
 
 def test_a_model_whose_notation_is_not_known_takes_no_tools(oracle: LLM) -> None:
@@ -381,18 +413,37 @@ def test_the_markup_of_a_cut_call_is_no_content(oracle: LLM, choice: str, said: 
 
 
 @pytest.mark.parametrize(
-    ("tool", "status", "said"),
+    ("tool", "status", "param", "said"),
     [
-        (NOW | {"strict": True}, 422, "unknown field 'tools[0].strict'; it belongs inside of function"),
-        (NOW | {"returns": {}}, 422, "unknown field 'tools[0].returns'; allowed: type, function"),
-        ({"type": "function", "name": "now"}, 400, "parameters belong inside of function, as a chat has"),
-        ({"name": "now", "input_schema": {}}, 400, 'tools[0] must look like {"type": "function", "function"'),
+        (
+            NOW | {"strict": True},
+            422,
+            "tools[0].strict",
+            "unknown field 'tools[0].strict'; it belongs inside of function",
+        ),
+        (
+            NOW | {"returns": {}},
+            422,
+            "tools[0].returns",
+            "unknown field 'tools[0].returns'; allowed: type, function",
+        ),
+        ({"type": "function", "name": "now"}, 400, "tools[0]", NESTED),
+        ({"name": "now", "input_schema": {}}, 400, "tools[0]", NESTED),
     ],
 )
-def test_no_field_of_a_tool_is_passed_over(oracle: LLM, tool: dict[str, Any], status: int, said: str) -> None:
+def test_no_field_of_a_tool_is_passed_over(
+    oracle: LLM, tool: dict[str, Any], status: int, param: str, said: str
+) -> None:
     error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": [tool]}, status)
-    assert error["param"].startswith("tools[0]")
-    assert said in error["message"]
+    assert (error["param"], error["message"]) == (param, said)
+
+
+def test_a_field_of_a_tool_may_be_no_text_in_python() -> None:
+    with pytest.raises(RequestError) as caught:
+        read_tools([{"type": "function", "function": {"name": "f", 3: 1}}])
+    assert caught.value.param == "tools[0].function.3"
+    allowed = "name, description, parameters, strict"
+    assert str(caught.value) == f"unknown field 'tools[0].function.3'; allowed: {allowed}"
 
 
 def test_a_format_beside_forced_calls_is_named_as_without_effect(oracle: LLM) -> None:
