@@ -310,6 +310,19 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             "messages[0].name",
             "allowed: role",
         ),
+        *(
+            (
+                {"messages": [{**USER, "type": kind}]},
+                "messages[0].type",
+                "unknown field 'messages[0].type'; allowed: role, content",
+            )
+            for kind in ("message", None, "")
+        ),
+        (
+            {"output_config": {"type": "x"}},
+            "output_config.type",
+            "unknown field 'output_config.type'; allowed: format, effort",
+        ),
         (
             {"messages": [USER, {"role": "assistant", "content": "The answer is ("}]},
             "messages",
@@ -325,7 +338,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "'enabled' alone has it: give it"),
         ({"thinking": {"type": "disabled", "budget_tokens": 0}}, "thinking.budget_tokens", "leave it out"),
         ({"tool_choice": {"type": "required"}}, "tool_choice", "allowed: auto, any"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "always shown"),
         ({"thread": {"type": "create"}}, "thread", "keeps nothing"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "where the client runs"),
@@ -344,6 +356,23 @@ def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: st
         message(**fields)
     assert caught.value.param == param
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"tool_choice": {"type": "tool"}}, MalformedRequest),
+        ({"tool_choice": {"type": "auto", "name": "f"}}, RequestError),
+        ({"thinking": {"type": "enabled"}}, MalformedRequest),
+        ({"thinking": {"type": "disabled", "budget_tokens": 0}}, RequestError),
+    ],
+)
+def test_a_field_that_its_type_needs_is_malformed_only_where_it_is_missing(
+    fields: dict[str, Any], kind: type[RequestError]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        message(**fields)
+    assert caught.type is kind
 
 
 @pytest.mark.parametrize(

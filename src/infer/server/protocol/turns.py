@@ -87,9 +87,12 @@ class Turns:
             reason = refused if isinstance(refused, str) else refused.get(kind)
             hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
             raise RequestError.about(where, f"has type {kind[:80]!r}, which is not supported{hint}")
+        return self.read_as(kinds[kind], {name: given[name] for name in given if name != "type"}, path)
+
+    def read_as(self, kind: type[Block], given: dict[str, Any], path: Path) -> Block:
+        """An object as this class; an error says where in the body it stands."""
         try:
-            fields = {name: given[name] for name in given if name != "type"}
-            made = kinds[kind].model_validate(fields, context={"where": f"{where}."})
+            made = kind.model_validate(given, context={"where": f"{spell_path(path)}."})
         except ValidationError as error:
             found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
             raise validation_error(found, {}) from None

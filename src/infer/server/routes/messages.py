@@ -30,7 +30,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from infer.dialects.events import read_arguments
-from infer.errors import RequestError, show_value
+from infer.errors import MalformedRequest, RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
 from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Name, Neutral
@@ -246,7 +246,7 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
 
 def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
     """Add a message: a text, or blocks of what its author may say."""
-    said = turns.read({"": Message}, message, path, default="")
+    said = turns.read_as(Message, message, path)
     if said.role not in BLOCKS:
         where = spell_path((*path, "role"))
         raise RequestError.about(where, f"is {show_value(said.role)}, allowed are {', '.join(BLOCKS)}")
@@ -312,10 +312,10 @@ def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
     """Refuse a field that one type needs and the others do not take, where it is missing or too much."""
     if (value is None) == (kind == wanted):
-        given, advice = (f"is {show_value(value)}", "leave it out")
+        error, given, advice = RequestError, f"is {show_value(value)}", "leave it out"
         if value is None:
-            given, advice = "is missing", "give it"
-        raise RequestError.about(
+            error, given, advice = MalformedRequest, "is missing", "give it"
+        raise error.about(
             where, f"{given} and the type is {kind!r}; {wanted!r} alone has it: {advice}, or change the type"
         )
 
@@ -325,7 +325,7 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     form = body.output_format
     if body.output_config is not None:
-        config = turns.read({"": OutputConfig}, body.output_config, ("output_config",), default="")
+        config = turns.read_as(OutputConfig, body.output_config, ("output_config",))
         form = config.format or form
         if config.effort is not None:
             fields["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
