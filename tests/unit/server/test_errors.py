@@ -137,6 +137,7 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
         ({"prompt": "x", "logit_bias": {"5": "a"}}, "logit_bias.5", 400),
         ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5", 422),
         ({"prompt": [2**70]}, "prompt", 422),
+        ({"prompt": [[1.5]]}, "prompt", 400),
         ({"prompt": "x", "stop": [1]}, "stop", 400),
         ({"prompt": "x", "stop_token_ids": [1, "a"]}, "stop_token_ids[1]", 400),
         ({"prompt": "x", "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", 400),
@@ -151,6 +152,20 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
 )
 def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: str, status: int) -> None:
     assert wire.refused("/v1/completions", body, status)["param"] == param
+
+
+@pytest.mark.parametrize("ids", [[2**70], [[2**70]], [[5], [6, 2**70]]])
+def test_an_id_beyond_64_bits_is_out_of_range_in_any_list(wire: Wire, ids: list[Any]) -> None:
+    for path, name in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+        error = wire.refused(path, {name: ids}, 422)
+        assert error["param"] == name
+        assert "1180591620717411303424" in error["message"]
+
+
+def test_lists_in_lists_are_refused_at_any_depth(wire: Wire) -> None:
+    body = b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}"  # as deep as the parser of JSON goes
+    response = wire.request("POST", "/v1/completions", content=body, headers=JSON)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -261,10 +276,6 @@ def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
     response = wire.request("POST", path, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("the body is empty or null; send a JSON object")
-
-
-JSON = {"content-type": "application/json"}
-MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(

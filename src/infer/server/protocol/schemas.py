@@ -170,10 +170,10 @@ class Body(BaseModel):
         return made
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts are
     """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
-    if isinstance(value, list) and float in set(map(type, value)):
-        return list(map(_whole, value))
+    if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
+        return [_whole(each, depth - 1) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > MAX_INT else value
 
 
