@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infer.errors import RequestError, TemplateError
+from infer.errors import MalformedRequest, RequestError, TemplateError
 from infer.tokenizer import chat_template
 from infer.tokenizer.chat_template import clean_messages, clean_tools, map_strings
 
@@ -26,37 +26,40 @@ def test_developer_is_system_and_unread_keys_are_dropped() -> None:
     assert clean_messages([message]) == [{"role": "system", "content": "x"}]
 
 
+def calling(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "kind", "says"),
     [
-        ({"role": "robot", "content": "x"}, "allowed are system, user, assistant, tool"),
-        ({"content": "x"}, "'messages\\[0\\].role' is missing"),
-        ({"role": "user"}, "content' is missing"),
-        ({"role": "user", "content": 7}, "got 7"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "type 'image_url'"),
-        ({"role": "user", "content": ["x"]}, "must be an object"),
-        ({"role": "user", "content": "x", "tool_calls": [{}]}, "only assistant messages may"),
-        ({"role": "assistant", "tool_calls": "f"}, "must be a list"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "function.name' is missing"),
+        ({"role": "robot", "content": "x"}, TemplateError, "allowed are system, user, assistant, tool"),
+        ({"role": 5, "content": "x"}, MalformedRequest, "messages[0].role is 5, allowed are system"),
+        ({"content": "x"}, MalformedRequest, "'messages[0].role' is missing"),
+        ({"role": "user"}, MalformedRequest, "'messages[0].content' is missing"),
+        ({"role": "user", "content": 7}, MalformedRequest, "got 7"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "not valid JSON",
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            TemplateError,
+            "type 'image_url'",
         ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "JSON object",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99999}}]},
-            "JSON",
-        ),
-        ({"role": "user", "content": "x", "name": 3}, "name must be text"),
-        ("hello", "must be an object"),
+        ({"role": "user", "content": [{"type": 5}]}, MalformedRequest, "has type 5"),
+        ({"role": "user", "content": ["x"]}, MalformedRequest, "must be an object"),
+        ({"role": "user", "content": "x", "tool_calls": [{}]}, TemplateError, "only assistant messages may"),
+        ({"role": "assistant", "tool_calls": "f"}, MalformedRequest, "must be a list"),
+        (calling(), MalformedRequest, "'messages[0].tool_calls[0].function.name' is missing"),
+        (calling(name="f", arguments="{"), TemplateError, "not valid JSON"),
+        (calling(name="f", arguments="[1]"), MalformedRequest, "must be a JSON object"),
+        (calling(name="f", arguments="[" * 99999), TemplateError, "not valid JSON"),
+        ({"role": "user", "content": "x", "name": 3}, MalformedRequest, "name must be text"),
+        ("hello", MalformedRequest, "must be an object"),
     ],
 )
-def test_what_no_model_can_read_is_refused(message: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_what_no_model_can_read_is_refused(message: Any, kind: type[RequestError], says: str) -> None:
+    with pytest.raises(RequestError) as caught:
         clean_messages([message])
+    assert caught.type is kind
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("messages", [[], "hi", {"role": "user"}, None])
@@ -65,10 +68,21 @@ def test_a_conversation_is_a_list_with_something_in_it(messages: Any) -> None:
         clean_messages(messages)
 
 
-@pytest.mark.parametrize("tools", ["f", [{}], ["f"], [{"function": {"name": 1}}], {"function": {}}])
-def test_tools_have_names(tools: Any) -> None:
-    with pytest.raises(RequestError):
+@pytest.mark.parametrize(
+    ("tools", "kind", "says"),
+    [
+        ("f", TemplateError, "tools must be a list, got a string"),
+        ({"function": {}}, TemplateError, "tools must be a list, got an object"),
+        ([{}], MalformedRequest, "the required field 'tools[0].function' is missing"),
+        (["f"], MalformedRequest, "tools[0] must be an object, got a string"),
+        ([{"function": {}}], MalformedRequest, "the required field 'tools[0].function.name' is missing"),
+        ([{"function": {"name": 1}}], MalformedRequest, "tools[0].function.name must be text, got 1"),
+    ],
+)
+def test_tools_have_names(tools: Any, kind: type[RequestError], says: str) -> None:
+    with pytest.raises(RequestError) as caught:
         clean_tools(tools)
+    assert (caught.type, str(caught.value)) == (kind, says)
 
 
 def test_no_tools_is_none() -> None:
