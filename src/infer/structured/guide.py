@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
+MAX_DUE = 1024  # ids asked for at once: a grammar without an end has no last one
+LOOKED_TOO_FAR = "; ff_tokens)"  # an error of the limit that a matcher reached by looking for such ids
 AT_LIMIT = "the output reached a limit of its constraint, which is too complex there: "
 
 
@@ -87,7 +89,7 @@ class Guide:
         """Ids that must come next, whatever the model says; none: it has a choice."""
         if self._due is None:
             assert self.matcher is not None
-            self._due = tuple(self.matcher.compute_ff_tokens())
+            self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
         return self._due
 
     def fill(self, mask_W: np.ndarray) -> None:
@@ -128,12 +130,15 @@ class Guide:
             return False
         assert self.grammar is not None and self._lexer is not None
         full, lexer = self.matcher, self.grammar.lexer_after(self._lexer)
-        if lexer is not None:
-            self.matcher, self._lexer = lexer.matcher(), lexer
-            if self.matcher.consume_tokens(self._matched):
-                return True
+        if lexer is not None and self._replay(lexer):
+            return True
         self.error = AT_LIMIT + full.get_error().splitlines()[0]
         return False
+
+    def _replay(self, lexer: Lexer) -> bool:
+        """Whether a new matcher, which replaces the last, allows what that one was given."""
+        self.matcher, self._lexer = lexer.matcher(), lexer
+        return self.matcher.consume_tokens(self._matched)
 
     def validate(self, ids: Sequence[int]) -> int:
         """How many of these ids could follow, from the first on; the state stays as it is."""
@@ -252,11 +257,13 @@ class Guide:
 
     def _match(self, token_id: int) -> None:
         matcher, due = self.matcher, self._due
-        assert matcher is not None and self.grammar is not None
+        assert matcher is not None and self.grammar is not None and self._lexer is not None
         self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
         if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
+        if LOOKED_TOO_FAR in matcher.get_error():
+            self._replay(self._lexer)
         self._starts_over()
         if self.matcher is not None and self.matcher.is_stopped():
             self.matcher, self._due, self._tail = None, (), b""

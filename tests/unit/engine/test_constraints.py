@@ -16,6 +16,7 @@ from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.structured import compiler as compiler_module
+from infer.structured import guide as guide_module
 from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, OracleStep, expected
 from tests.support.oracle import OracleWorld
@@ -264,6 +265,21 @@ def test_no_request_fails_because_of_earlier_ones(monkeypatch: pytest.MonkeyPatc
         world.add(f"{number}, too", [number], structured=heavy, max_tokens=30, seed=number)
         world.run()
     assert {last.finish_reason for last in world.finished.values()} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}], ids=["appended", "drawn"])
+@pytest.mark.parametrize("text", ['root ::= "ab" root', 'start: "ab" start'])
+def test_a_grammar_without_an_end_is_answered_alike_each_time(
+    text: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More must follow than a matcher can look ahead for, than is asked for at once, and than may come."""
+    monkeypatch.setattr(guide_module, "MAX_DUE", 20)
+    world = GuidedWorld(num_blocks=100)
+    for name in ("first", "second"):
+        world.add(name, [5], structured=Structured.grammar(text), max_tokens=50, **params)
+        world.run()
+        assert world.finished[name, 0].finish_reason == "length", world.finished[name, 0].error
+        assert text_of(world.tokens[name, 0]) == "ab" * 50
 
 
 def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
