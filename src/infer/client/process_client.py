@@ -185,7 +185,9 @@ class ProcessClient:
         if self._down is None:
             total = self.stats()
             self._past = total
-            self._stats = EngineStats(num_blocks=total.num_blocks, block_size=total.block_size)
+            self._stats = EngineStats(
+                max_batch_size=total.max_batch_size, num_blocks=total.num_blocks, block_size=total.block_size
+            )
             self._options.on_down(reason.removesuffix(STARTED_AGAIN))
         self._down = reason
         for queue in self._readers.values():

@@ -213,6 +213,7 @@ class Engine:
             num_steps=self.scheduler.step,
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting + len(self._compiling),
+            max_batch_size=self.scheduler.config.max_batch_size,
             num_preemptions=self.scheduler.num_preemptions,
             num_prompt_tokens=self._requests.num_prompt_tokens,
             num_output_tokens=self._requests.num_output_tokens,

@@ -31,6 +31,7 @@ class EngineStats(EngineForm):
     num_steps: int = 0  # counter
     num_running: int = 0  # sequences
     num_waiting: int = 0
+    max_batch_size: int = 0  # sequences that may run
     num_preemptions: int = 0  # counter
     num_prompt_tokens: int = 0  # counter: computed or found in the cache
     num_output_tokens: int = 0  # counter
@@ -50,7 +51,10 @@ class EngineStats(EngineForm):
 
 GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
 
-GAUGES = ("num_running", "num_waiting", "block_size", "num_blocks", "num_used_blocks", "num_cached_blocks")
+GAUGES = (
+    "num_running", "num_waiting", "max_batch_size", "block_size", "num_blocks", "num_used_blocks",
+    "num_cached_blocks",
+)  # fmt: skip
 
 
 def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:

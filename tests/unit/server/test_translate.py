@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer.config.settings import SchedulerConfig, ServerConfig
+from infer.engine.stats import EngineStats
 from infer.errors import RequestError, TemplateError, UnknownModel
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
@@ -195,16 +196,22 @@ def test_max_tokens_has_two_spellings_that_must_agree(state: ServerState, ask: C
         ask(state, max_tokens=3, max_completion_tokens=4)
 
 
-@pytest.mark.parametrize(("num_clients", "max_queue", "fits"), [(1, 2, False), (2, 2, True), (1, 3, True)])
-def test_more_prompts_than_may_ever_wait_are_refused_for_good(
-    oracle: LLM, num_clients: int, max_queue: int, fits: bool
+@pytest.mark.parametrize(
+    ("num_clients", "num_places", "max_queue", "fits"),
+    [(1, 1, 1, False), (2, 1, 1, True), (1, 2, 1, True), (1, 1, 2, True), (1, 1, None, True)],
+)
+def test_more_prompts_than_an_idle_server_takes_are_refused_for_good(
+    oracle: LLM, num_clients: int, num_places: int, max_queue: int | None, fits: bool
 ) -> None:
-    state = make_state(oracle.encoder, *[FakeClient() for _ in range(num_clients)])
+    clients = [FakeClient() for _ in range(num_clients)]
+    for client in clients:
+        client.snapshot = EngineStats(max_batch_size=num_places)
+    state = make_state(oracle.encoder, *clients)
     state.models["tiny"].scheduler = SchedulerConfig(max_queue=max_queue)
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
         return
-    with pytest.raises(RequestError, match="prompt holds 3 prompts, but only 2 may wait") as caught:
+    with pytest.raises(RequestError, match="prompt holds 3 prompts, but only 2 may run or wait") as caught:
         complete(state, prompt=["a", "b", "c"])
     assert caught.value.param == "prompt"
 

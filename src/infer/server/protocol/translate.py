@@ -220,14 +220,15 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
 
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
-    """Refuse a body with more prompts than an empty queue could hold: no retry could succeed."""
-    max_queue = model.scheduler.max_queue
-    room = num_prompts if max_queue is None else max_queue * len(model.clients)
+    """Refuse a body with more prompts than idle engines could take: no retry could succeed."""
+    if (max_queue := model.scheduler.max_queue) is None:
+        return
+    room = sum(client.stats().max_batch_size + max_queue for client in model.clients)
     if num_prompts > room:
         raise RequestError.about(
             "prompt",
-            f"holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
-            "send fewer at a time",
+            f"holds {num_prompts} prompts, but only {room} may run or wait at a time (max_batch_size and "
+            "max_queue); send fewer at a time",
         )
 
 
