@@ -107,12 +107,15 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    for part in (completions, chat, messages, responses, models, tokens, embeddings, health):
-        app.include_router(part.router)
+    parts = (completions, chat, messages, responses, models, tokens, embeddings, health)
+    routers = [part.router for part in parts]
     if config.admin_key is not None:
-        app.include_router(admin.router)
+        routers.append(admin.router)
     if config.ui:
-        app.include_router(pages.make_router())
+        routers.append(pages.make_router())
+    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    for router in routers:
+        app.include_router(router)
     install_error_handlers(app)
     # the last added is the outermost
     if ask is not None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import msgspec
@@ -439,6 +440,28 @@ def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
     assert found['infer_http_requests_total{method="GET",route="/health",status="200"}'] == 1
     assert found['infer_http_requests_total{method="GET",route="unmatched",status="404"}'] == 3
     assert found["infer_http_requests_active"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "options"),
+    [
+        ("POST", "/v1/completions", 503, {"json": {"prompt": "a"}}),  # it drains
+        ("POST", "/v1/completions", 413, {"content": b" " * 2000}),
+        ("POST", "/admin/drain", 401, {}),
+        ("GET", "/health", 403, {"headers": {"host": "elsewhere.example"}}),
+        ("GET", "/openapi.json", 503, {}),
+    ],
+)
+def test_a_refusal_before_the_routes_is_counted_under_the_route_it_was_for(
+    method: str, path: str, status: int, options: dict[str, Any]
+) -> None:
+    site = Site(admin_key="admin-key-of-the-test", max_body_size="1KiB")
+    site.app = build_app(site.state, check_host=True)
+    site.state.board.is_draining = True
+    headers = {"host": "localhost"} | options.pop("headers", {})
+    assert site.request(method, path, headers=headers, **options).status_code == status
+    row = f'infer_http_requests_total{{method="{method}",route="{path}",status="{status}"}}'
+    assert site.metrics()[row] == 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import secrets
 from time import perf_counter
 
 import orjson
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.metrics import ServerMetrics
@@ -152,4 +153,7 @@ def _request_id(scope: Scope) -> str:
 def route_of(scope: Scope) -> str:
     """The route as it was declared, so that a metric has as many rows as there are routes."""
     route = scope.get("route")
+    if route is None:  # refused before it got there, or there is none
+        routes = scope["app"].state.routes
+        route = next((each for each in routes if each.matches(scope)[0] is not Match.NONE), None)
     return str(route.path) if route is not None else "unmatched"
