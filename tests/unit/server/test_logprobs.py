@@ -30,13 +30,20 @@ def test_the_chosen_token_is_among_the_alternatives(oracle: LLM) -> None:
     assert list(top) == [oracle.tokenizer.token_text(i) for i in (301, 302, 300)]
 
 
-def test_of_two_tokens_spelled_alike_the_likelier_counts(oracle: LLM) -> None:
-    tokenizer = oracle.tokenizer
-    halves = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) == "\ufffd"][:2]
-    row = RowLogprobs(halves[1], -2.0, 2, ((halves[0], -1.0),))
-    lists = CompletionLogprobs(tokenizer).take([halves[1]], [row])
-    assert lists["top_logprobs"] == [{"\ufffd": -1.0}]
-    assert lists["token_logprobs"] == [-2.0]
+def test_tokens_that_are_no_text_are_named_by_their_bytes(oracle: LLM) -> None:
+    first, second, whole = byte_ids(oracle.tokenizer, b"\xe2\x82a")
+    row = RowLogprobs(second, -2.0, 2, ((first, -1.0), (whole, -3.0)))
+    lists = CompletionLogprobs(oracle.tokenizer).take([second], [row])
+    assert lists["top_logprobs"] == [{r"bytes:\xe2": -1.0, "a": -3.0, r"bytes:\x82": -2.0}]
+    assert lists["tokens"] == [r"bytes:\x82"] and lists["token_logprobs"] == [-2.0]
+
+
+def test_of_two_tokens_with_the_same_bytes_the_likelier_counts(oracle: LLM) -> None:
+    """Whether the token is the likeliest follows from the largest value."""
+    beyond = oracle.tokenizer.vocab_size  # spelled alike: with no text
+    row = RowLogprobs(beyond + 1, -2.0, 2, ((beyond, -1.0),))
+    lists = CompletionLogprobs(oracle.tokenizer).take([beyond + 1], [row])
+    assert lists["top_logprobs"] == [{"": -1.0}] and lists["token_logprobs"] == [-2.0]
 
 
 def test_offsets_follow_characters_that_are_made_of_several_tokens(oracle: LLM) -> None:

@@ -1,7 +1,8 @@
-"""Logprobs in the two shapes of OpenAI's API.
+r"""Logprobs in the two shapes of OpenAI's API.
 
     completions   {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{token: logprob}, ..],
                    "text_offset": [..]}                         parallel lists
+                  a token that is part of a character is spelled `bytes:\xe2\x82`, as OpenAI does
     chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [..]}, ..]}
 
 A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
@@ -42,7 +43,7 @@ class CompletionLogprobs:
         tokens: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
-            tokens.append(spell(self._tokenizer, token_id))
+            tokens.append(_name(self._tokenizer, token_id))
             offsets.append(self._offset + self._detokenizer.breaks_off(token_id))
             self._offset += len(self._detokenizer.push((token_id,)))
         return {
@@ -53,10 +54,10 @@ class CompletionLogprobs:
         }
 
     def _top(self, row: RowLogprobs) -> dict[str, float]:
-        """The alternatives by their text, the token itself among them; of two spelled alike the likelier."""
+        """The alternatives by name, the token itself among them; of two with the same bytes the likelier."""
         top: dict[str, float] = {}
         for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
-            top.setdefault(spell(self._tokenizer, token_id), to_json_number(logprob))
+            top.setdefault(_name(self._tokenizer, token_id), to_json_number(logprob))
         return top
 
 
@@ -80,6 +81,14 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs]) -> dict[str
 def spell(tokenizer: Tokenizer, token_id: int) -> str:
     """A token's text; a model may have more rows than its tokenizer has tokens, and such a token has none."""
     return tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else ""
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text, or its bytes where they are none: several such tokens would be spelled alike."""
+    text = spell(tokenizer, token_id)
+    if "\ufffd" not in text or tokenizer.token_bytes(token_id) == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
