@@ -46,7 +46,7 @@ from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
 
 GUARD = "\ufdd2"  # a code point that Unicode reserves for use inside programs; users' own are dropped
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 MAX_CHARS = 8 * 2**20  # of all strings together
@@ -234,10 +234,10 @@ def map_strings(value: Any, change: Callable[[str], str], *, depth: int = 0) -> 
 
 def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = field_of(message, "role", where)
-    role = "system" if role == "developer" else role
     if role not in ROLES:
         kind = TemplateError if isinstance(role, str) else MalformedRequest
         raise kind.about(f"{where}.role", f"is {show_value(role)}, allowed are {', '.join(ROLES)}")
+    role = "system" if role == "developer" else role
     clean: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     if calls and role != "assistant":

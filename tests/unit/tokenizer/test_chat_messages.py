@@ -33,7 +33,7 @@ def calling(**function: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("message", "kind", "says"),
     [
-        ({"role": "robot", "content": "x"}, TemplateError, "allowed are system, user, assistant, tool"),
+        ({"role": "robot", "content": "x"}, TemplateError, "allowed are system, developer, user, assistant"),
         ({"role": 5, "content": "x"}, MalformedRequest, "messages[0].role is 5, allowed are system"),
         ({"content": "x"}, MalformedRequest, "'messages[0].role' is missing"),
         ({"role": "user"}, MalformedRequest, "'messages[0].content' is missing"),
