@@ -216,6 +216,13 @@ def test_more_prompts_than_an_idle_server_takes_are_refused_for_good(
     assert caught.value.param == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [["a", ""], [[5], []]])
+def test_a_prompt_of_several_that_has_no_tokens_is_named(state: ServerState, prompt: list[Any]) -> None:
+    with pytest.raises(RequestError, match="prompt 1 has no tokens; give at least one") as caught:
+        complete(state, prompt=prompt, add_special_tokens=False)
+    assert caught.value.param == "prompt"
+
+
 def test_an_unknown_model_is_refused(state: ServerState) -> None:
     with pytest.raises(UnknownModel, match="'tinny' is not served here; did you mean 'tiny'"):
         complete(state, model="tinny")

@@ -84,6 +84,8 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     )
     special = body.add_special_tokens is not False
     ids = await encode_prompts(model.encoder, prompts, "prompt", add_special=special)
+    if len(ids) > 1 and [] in ids:
+        raise RequestError(f"prompt {ids.index([])} has no tokens; give at least one", param="prompt")
     texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
     return make_job(body, model, state.config, ids, params, texts=texts)
 
