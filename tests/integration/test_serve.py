@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from infer.client.subscribers import SHUTTING_DOWN
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.server_process import (
@@ -154,7 +155,10 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_what_comes(
         assert server.log.read_text().endswith("stopped\n")
 
 
-def test_what_does_not_finish_in_time_is_cut_off_with_an_error(checkpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
+    checkpoint: str, tmp_path: Path, num_processes: str
+) -> None:
     arguments = (
         f"tiny={checkpoint}",
         "--num-blocks",
@@ -163,6 +167,8 @@ def test_what_does_not_finish_in_time_is_cut_off_with_an_error(checkpoint: str, 
         "0.1",
         "--max-batch-size",
         "1",
+        "--api-processes",
+        num_processes,
     )
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 240, "stream": True, "n": 1, **GREEDY}
     with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
@@ -174,7 +180,9 @@ def test_what_does_not_finish_in_time_is_cut_off_with_an_error(checkpoint: str, 
         wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 4)
         assert server.stop(signal.SIGINT) == 0
         texts = [each.result() for each in streams]
-        assert any('"error"' in text for text in texts)
+        errors = [text for text in texts if '"error"' in text]
+        assert errors and all(f'"message":"{SHUTTING_DOWN}"' in text for text in errors), errors
+        assert SHUTTING_DOWN in server.log.read_text()
         assert all(text.endswith("data: [DONE]\n\n") or text.startswith("{") for text in texts)
 
 
@@ -196,7 +204,7 @@ def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
         for each in asked:
             assert each.exception() is not None or each.result().status_code in (200, 503)
         texts = [each.result() for each in streams]
-        assert any('"error"' in text for text in texts), "open streams are told"
+        assert any(SHUTTING_DOWN in text for text in texts), "open streams are told"
         assert all(text.endswith("data: [DONE]\n\n") or text.startswith("{") for text in texts)
 
 

@@ -83,8 +83,8 @@ class Remembering:
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 
-    async def close(self) -> None:
-        await self._engine.close()
+    async def close(self, reason: str = "") -> None:
+        await self._engine.close(reason)
 
 
 def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:

@@ -59,5 +59,5 @@ class FakeClient:
         self.num_resets += 1
         return 3
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         self.is_closed = True

@@ -133,7 +133,7 @@ class ScriptedClient:
     async def reset_prefix_cache(self) -> int:
         return 0
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         return None
 
 

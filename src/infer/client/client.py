@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from infer.client.subscribers import OnEnd, OutputQueue, Subscribers, read_outputs
+from infer.client.subscribers import CLOSED, OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import IDLE_S, Engine
 from infer.engine.stats import EngineStats, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -57,8 +57,8 @@ class EngineClient(Protocol):
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         ...
 
-    async def close(self) -> None:
-        """Stop the engine; open requests get `EngineStopped`."""
+    async def close(self, reason: str = CLOSED) -> None:
+        """Stop the engine; open requests get `EngineStopped` with the reason."""
         ...
 
 
@@ -85,7 +85,7 @@ class InProcessClient:
         self._progress_at = time.monotonic()
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._is_closing = False
+        self._is_closing, self._close_reason = False, CLOSED
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._patience_s: float | None = IDLE_S  # None: the vocabulary is read
@@ -131,10 +131,10 @@ class InProcessClient:
         self._post(reset)
         return await asyncio.wrap_future(done)
 
-    async def close(self) -> None:
-        """Stop the thread after the step in flight; open requests get `EngineStopped`."""
+    async def close(self, reason: str = CLOSED) -> None:
+        """Stop the thread after the step in flight; open requests get `EngineStopped` with the reason."""
         with self._wake:
-            self._is_closing = True
+            self._is_closing, self._close_reason = True, reason
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
@@ -169,7 +169,7 @@ class InProcessClient:
     # -- the engine thread's side -----------------------------------------------------------------
 
     def _run(self) -> None:
-        stopped = EngineStopped("the engine was closed")
+        stopped: EngineStopped | None = None
         try:
             while not self._is_closing and self._engine.prepare():
                 self._progress_at = time.monotonic()  # in this thread: cuDNN keeps its plans by thread
@@ -183,6 +183,7 @@ class InProcessClient:
         except BaseException as error:
             logger.exception("engine loop died")
             stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
+        stopped = stopped or EngineStopped(self._close_reason)
         with self._wake:
             self._stopped = stopped
             commands, self._inbox = self._inbox, []

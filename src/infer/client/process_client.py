@@ -28,7 +28,7 @@ from typing import Any
 
 from infer.client import messages
 from infer.client.link import EngineLink
-from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
+from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
@@ -112,13 +112,13 @@ class ProcessClient:
         finally:
             self._calls.pop(ticket, None)
 
-    async def close(self) -> None:
-        """Stop the process and wait for its end; open requests get `EngineStopped`."""
+    async def close(self, reason: str = CLOSED) -> None:
+        """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
         is_stuck = self._down is None and self._is_stuck()
-        self._lose("the engine was closed")
+        self._lose(reason)
         await self._process.close(timeout=0.0 if is_stuck else STOP_TIMEOUT)
 
     # -- calls ------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ class ProcessClient:
         while True:
             reason = await self._watch()
             logger.error("engine down reason=%r", reason)
-            self._lose(reason + ("" if self._start_again is None else STARTED_AGAIN))
+            is_last = self._start_again is None or reason == SHUTTING_DOWN
+            self._lose(reason + ("" if is_last else STARTED_AGAIN))
             await self._process.close()
             if not await self._restart(reason):
                 self._is_lost = True

@@ -29,6 +29,8 @@ Subscriber = TypeVar("Subscriber")
 
 OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription, given whether the request has ended
 
+CLOSED = "the engine was closed"  # reasons for which open requests end
+SHUTTING_DOWN = "the server is shutting down; send the request again to another server or later"
 MAX_UNREAD = 65_536  # tokens and logprobs that may wait for one reader: some megabytes
 
 

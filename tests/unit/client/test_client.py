@@ -178,13 +178,13 @@ def test_closing_tells_all_that_wait() -> None:
         gate = engine._runner.gate  # type: ignore[attr-defined]
         task = asyncio.create_task(collect(client, make_request(1, max_tokens=190)))
         await until(lambda: engine.has_work)
-        closing = asyncio.create_task(client.close())
+        closing = asyncio.create_task(client.close("it is late"))
         await asyncio.sleep(0)
         gate.release(2)  # at most the step in flight and one more: far from 190
         await closing
-        with pytest.raises(EngineStopped):
+        with pytest.raises(EngineStopped, match="it is late"):
             await task
-        with pytest.raises(EngineStopped):
+        with pytest.raises(EngineStopped, match="it is late"):
             await collect(client, make_request(2))
 
     asyncio.run(main())

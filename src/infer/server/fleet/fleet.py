@@ -24,6 +24,7 @@ from infer.client.messages import Ready, Replica
 from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
+from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, LoadConfig
@@ -143,7 +144,8 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         models, self.state.models = self.state.models, {}
-        await asyncio.gather(*(self._close(model) for model in (*models.values(), *self._leaving)))
+        closing = (*models.values(), *self._leaving)
+        await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -250,11 +252,11 @@ class Fleet:
             raise
         return encoder, list(engines)
 
-    async def _close(self, model: ServedModel) -> None:
+    async def _close(self, model: ServedModel, reason: str = CLOSED) -> None:
         for client in model.clients:
             self.metrics.remove(client)
         try:
-            await asyncio.gather(*(client.close() for client in model.clients))
+            await asyncio.gather(*(client.close(reason) for client in model.clients))
         finally:
             self._workers.tell("gone", engines=list(model.engines))
 

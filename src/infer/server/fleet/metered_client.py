@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from infer.client.client import EngineClient
+from infer.client.subscribers import CLOSED
 from infer.config.settings import CacheConfig
 from infer.engine.stats import EngineStats, Histogram
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
@@ -118,9 +119,9 @@ class MeteredClient:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()
 
-    async def close(self) -> None:
-        """Stop the engine; open requests get `EngineStopped`."""
-        await self.client.close()
+    async def close(self, reason: str = CLOSED) -> None:
+        """Stop the engine; open requests get `EngineStopped` with the reason."""
+        await self.client.close(reason)
 
     def observe(self, name: str, value: float) -> None:
         """Count a value of one of MEASURED."""

@@ -29,6 +29,7 @@ from infer.client.link import EngineLink
 from infer.client.messages import Ready
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
+from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineStopped
@@ -82,7 +83,7 @@ class EngineFeed:
 
     def close(self) -> None:
         """Close the sockets of lives that have no client; there will be no more of them."""
-        self.down("the engine was closed")
+        self.down(CLOSED)
         if self._starting is not None:
             self._starting.close_now()
             self._starting = None
@@ -94,7 +95,7 @@ class EngineFeed:
     async def next(self) -> tuple[EngineLink, Ready]:
         """Wait for the next life of the engine; raises `EngineStopped` if there will be none."""
         if (life := await self._lives.get()) is None:
-            raise EngineStopped("the engine was closed")
+            raise EngineStopped(CLOSED)
         return life
 
     def _set_ready(self, link: EngineLink, ready: Ready) -> None:
