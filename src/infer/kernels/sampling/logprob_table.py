@@ -151,7 +151,9 @@ def logprob_table(
     if not use_triton(logits_SV) or width > _KEPT:
         if places_K is not None:
             logits_SV, chosen_S = logits_SV[places_K], chosen_S[places_K]
-        return logprob_table_reference(logits_SV, chosen_S, width)
+        table = logprob_table_reference(logits_SV, chosen_S, width)
+        _hand_over((table,), aside)
+        return table
     assert logits_SV.stride(1) == 1, "the logits of a row must be contiguous"
     device = logits_SV.device
     if places_K is None:
@@ -177,13 +179,18 @@ def logprob_table(
         _survey_kernel, (num_tiles, num_rows), (logits_SV, places_K, chosen_S, *parts),
         (logits_SV.stride(0), logits_SV.shape[1]), TILE=_TILE, W=_KEPT, BITS=bits, num_warps=4,
     )  # fmt: skip
-    if aside is not None:
-        aside.wait_stream(torch.cuda.current_stream(device))
-        for tensor in (*parts, table):
-            tensor.record_stream(aside)
+    _hand_over((*parts, table), aside)
     with nullcontext() if aside is None else torch.cuda.stream(aside):
         launch_triton(
             _merge_kernel, (num_rows,), (*parts, table), (), (num_tiles, width),
             BLOCK_TILES=next_power_of_two(num_tiles), W=_KEPT, BITS=bits, num_warps=8,
         )  # fmt: skip
     return table
+
+
+def _hand_over(tensors: tuple[torch.Tensor, ...], aside: torch.cuda.Stream | None) -> None:
+    """Let a stream use tensors from here on: it waits for them, and their memory waits for it."""
+    if aside is not None:
+        aside.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        for tensor in tensors:
+            tensor.record_stream(aside)
