@@ -85,7 +85,7 @@ class Auth:
         path = route_path(scope)
         if is_admin(path):
             if not self._admins:
-                message = "admin routes are off; start the server with an admin key to use them"
+                message = "admin routes are off; start the server with --admin-key to use them"
                 await ApiError(status=404, message=message).send_unread(scope, receive, send)
                 return
             ring = self._admins
