@@ -109,7 +109,7 @@ def test_without_keys_the_server_is_open_but_admin_routes_are_off() -> None:
     assert call("GET", "/version", api_key=(), admin_key=None).status_code == 200
     response = call("POST", "/admin/drain", api_key=(), admin_key=None)
     assert response.status_code == 404
-    assert "admin key" in response.json()["error"]["message"]
+    assert "--admin-key" in response.json()["error"]["message"]
 
 
 def test_an_admin_path_is_everything_under_admin_and_nothing_else() -> None:
