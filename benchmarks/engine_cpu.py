@@ -4,7 +4,7 @@
 
 A GPU works while the CPU plans the next step, so this cost is hidden as long as it is the smaller of the
 two. It decides how small a model and how slow a host may be before tokens wait for Python. Everything is
-as on a GPU (scheduler, books, the runner that keeps its state on the device, one step late), but that the
+as on a GPU (scheduler, books, a device half that keeps its state on the device, one step late), but that the
 captured step and the kernel that updates block tables are replaced by nothing, and ids are canned. What a
 GPU's driver takes for launches, copies and events comes on top (benchmarks/gpu_table.py has all of it).
 
@@ -34,7 +34,7 @@ from infer.config.settings import EngineConfig
 from infer.engine import build, machine
 from infer.engine.engine import Engine
 from infer.execution.gpu import rows as device_rows
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -70,8 +70,8 @@ def make_engine(num_rows: int) -> Engine:
     }
     with mock.patch.object(machine, "has_gpu_kernels", lambda device: True):
         engine = build.build_engine(EngineConfig.from_knobs(**knobs), loaded)
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner) and engine._steps_ahead
+    device = engine._device
+    assert isinstance(device, GpuDevice) and engine._steps_ahead
     for number in range(num_rows):
         params = SamplingParams(temperature=0.6, max_tokens=MAX_TOKENS, ignore_eos=True, seed=number)
         prompt = tuple((number * 31 + place * 7) % 500 for place in range(2 + number % BLOCK_SIZE))
@@ -79,9 +79,9 @@ def make_engine(num_rows: int) -> Engine:
     for _ in range(4):
         engine.step()
     no_logits = torch.empty(0)  # nothing asks for logprobs
-    runner._graphs.forward = lambda size: None  # type: ignore[method-assign]
-    runner._graphs.sample = lambda size: no_logits  # type: ignore[method-assign]
-    runner._scratch.ids_S.copy_(torch.arange(len(runner._scratch.ids_S)) % 500)
+    device.graphs.forward = lambda size: None  # type: ignore[method-assign]
+    device.graphs.sample = lambda size: no_logits  # type: ignore[method-assign]
+    device._scratch.ids_S.copy_(torch.arange(len(device._scratch.ids_S)) % 500)
     run_steps(engine, BLOCK_SIZE)
     assert len(engine.scheduler.running) == num_rows, "a step failed: the log says why"
     return engine

@@ -39,8 +39,8 @@ from infer.bench.target import BenchTarget
 from infer.bench.workloads import make_workload
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
-from infer.execution.gpu.readback import PendingStep
-from infer.execution.runner import StepResult
+from infer.execution.device import StepResult
+from infer.execution.gpu.readback import PendingIds
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -104,16 +104,16 @@ def cpu_per_step(engine: Engine, num_rows: int) -> float:
     for _ in range(40):
         engine.step()
     waited = 0.0
-    wait = PendingStep.__call__
+    wait = PendingIds.wait
 
-    def timed(pending: PendingStep) -> StepResult:
+    def timed(pending: PendingIds) -> StepResult:
         nonlocal waited
         start = time.perf_counter()
         result = wait(pending)
         waited += time.perf_counter() - start
         return result
 
-    with mock.patch.object(PendingStep, "__call__", timed):
+    with mock.patch.object(PendingIds, "wait", timed):
         start = time.perf_counter()
         for _ in range(100):
             engine.step()

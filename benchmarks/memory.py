@@ -116,7 +116,7 @@ def run_case(
     while engine.prepare():
         pass
     figures = {"weights_bytes": float(target.weight_bytes), "kv_bytes": kv_bytes(engine)}
-    arena = getattr(engine._runner, "arena", None)
+    arena = getattr(engine._device, "arena", None)
     figures["activation_bytes"] = float(arena.num_bytes if arena is not None else 0)
     if on_gpu:
         known = sum(figures.values())
@@ -141,7 +141,7 @@ def run_case(
 
 def kv_bytes(engine: Engine) -> float:
     """Bytes of keys and values, as allocated."""
-    store = engine._runner._store  # type: ignore[attr-defined]
+    store = engine._device.store  # type: ignore[attr-defined]
     return float(store.num_bytes)
 
 

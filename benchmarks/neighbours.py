@@ -75,7 +75,7 @@ def run(engine: Engine, num_rows: int, asked: dict[str, Any], *, has_mask: bool,
 
 def mask_last_row(engine: Engine) -> None:
     """Let one row be sampled under a mask that allows every other id."""
-    masks = engine._runner._rows.masks  # type: ignore[attr-defined]
+    masks = engine._device.rows.masks  # type: ignore[attr-defined]
     masks.take(1).fill(0x55555555)
     masks.send(np.array([engine.scheduler.running[-1].row]))
     masks.has_any = False  # steps that are given no masks leave it there

@@ -20,8 +20,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,8 +33,10 @@ from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
+from infer.execution.device import PendingStep
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import CapturedStep, StepGraphs, StepSize
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.order import AWAITS_MASKS, StepOrder
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
@@ -87,40 +90,41 @@ class WholeGraphs(StepGraphs):
         return super().sample(size) if captured is None else captured.logits_SV
 
 
-def whole_graphs(runner: DeviceRunner, num_rows: int) -> StepGraphs:
-    """Graphs of the same runner in which the sampler is a part of the forward, captured when needed."""
+def whole_graphs(device: GpuDevice, num_rows: int) -> StepGraphs:
+    """Graphs of the same device half in which the sampler is a part of the forward, captured when needed."""
     return WholeGraphs(
-        runner._compute_logits, runner._sample_logits, runner._inputs.blank, max_rows=num_rows,
-        max_tokens=512, captures=is_gpu(runner._device),
+        partial(device.compute_logits, device.model), device.sample_logits, device.inputs.blank,
+        max_rows=num_rows, max_tokens=512, captures=is_gpu(device.device),
     )  # fmt: skip
 
 
-def launch_masked(runner: DeviceRunner) -> Any:
-    """In place of `launch`: every row that samples has a mask."""
-    begin = runner.begin
-    runner._rows.sampling.masks_RW.fill_(int(HALF))
+def run_masked(device: GpuDevice) -> Callable[[StepOrder], PendingStep]:
+    """In place of `run`: every row that samples has a mask."""
+    run = device.run
+    device.rows.sampling.masks_RW.fill_(int(HALF))
 
-    def launch(plan: Any) -> Any:
-        step: Any = begin(plan)
-        numbers = plan.chunks.draws.nonzero()[0].tolist()
-        step._masks_KW = runner._rows.masks.take(len(numbers))  # all the same: no step need be waited for
-        return step.sample(numbers)
+    def run_under_masks(order: StepOrder) -> PendingStep:
+        step = run(order._replace(flags=order.flags | AWAITS_MASKS))
+        (numbers,) = order.num_sampled.nonzero()
+        step._lines_KW = device.rows.masks.take(len(numbers))  # all the same: no step need be waited for
+        step.sample(numbers.tolist(), order.stops[numbers].tolist())
+        return step
 
-    return launch
+    return run_under_masks
 
 
 def measure(engine: Engine, num_rows: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """The figures of all rounds; the first is not counted, in which graphs are captured."""
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner), "this benchmark needs the runner of a GPU"
-    split, whole = runner._graphs, whole_graphs(runner, max(args.rows))
+    device = engine._device
+    assert isinstance(device, GpuDevice), "this benchmark needs the device half of a GPU"
+    split, whole = device.graphs, whole_graphs(device, max(args.rows))
     rounds = []
     for _ in range(args.repeats + 1):
-        runner._graphs = whole
+        device.graphs = whole
         found = {"whole_us": decode(engine, num_rows, args.steps)}
-        runner._graphs = split
+        device.graphs = split
         found["split_us"] = decode(engine, num_rows, args.steps)
-        with mock.patch.object(runner, "launch", launch_masked(runner)):
+        with mock.patch.object(device, "run", run_masked(device)):
             found["masked_us"] = decode(engine, num_rows, args.steps)
         found["split_percent"] = (found["split_us"] / found["whole_us"] - 1) * 100
         found["masked_percent"] = (found["masked_us"] / found["split_us"] - 1) * 100

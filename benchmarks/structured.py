@@ -43,9 +43,9 @@ from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget, open_target
 from infer.engine.engine import Engine
+from infer.engine.host_half import HostHalf
 from infer.engine.requests import RequestTable
-from infer.execution.gpu.runner import MaskedStep
-from infer.execution.runner import LateStep
+from infer.execution.device import PendingStep
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
@@ -242,9 +242,9 @@ def timed(owner: type, name: str) -> Iterator[list[tuple[float, tuple[Any, ...]]
     calls: list[tuple[float, tuple[Any, ...]]] = []
     method = getattr(owner, name)
 
-    def call(self: Any, *given: Any) -> Any:
+    def call(self: Any, *given: Any, **named: Any) -> Any:
         start = time.perf_counter()
-        result = method(self, *given)
+        result = method(self, *given, **named)
         calls.append((time.perf_counter() - start, given))
         return result
 
@@ -257,11 +257,12 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
     parts: dict[str, list[tuple[type, str]]] = {
         "step": [(Engine, "step")],
         "plan": [(Scheduler, "plan"), (Scheduler, "advance")],
-        "begin": [(type(engine._runner), "begin")],
+        "order": [(HostHalf, "order")],
+        "begin": [(type(engine._device), "run")],
         "wait": [(Engine, "_read")],
         "consume": [(RequestTable, "show_guides")],
         "fill": [(MaskFiller, "fill")],
-        "sample": [(MaskedStep, "sample"), (LateStep, "sample")],
+        "sample": [(PendingStep, "sample")],
         "report": [(Engine, "_conclude")],
         "jump": [(RequestTable, each) for each in ("may_jump", "jump", "jump_all")],
     }

@@ -159,8 +159,8 @@ def test_attention_in_cuda_makes_the_tokens_of_triton(
     def generate(backend: str, params: SamplingParams, **knobs: Any) -> list[Any]:
         how: dict[str, Any] = FEW_SIZES | {"max_batch_size": 4, "attention_backend": backend} | knobs
         llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
-        runner: Any = llm.engine._runner
-        assert runner._work.backend == backend
+        device: Any = llm.engine._device
+        assert device.work.backend == backend
         return llm.generate(PROMPTS, params)
 
     known = generate("triton", dataclasses.replace(GREEDY, logprobs=5))
@@ -226,7 +226,7 @@ def test_nothing_is_compiled_once_everything_is_prepared(tmp_path: Path) -> None
     llm = LLM(str(tmp_path), device="cuda", dtype="bfloat16", **knobs)
     while llm.engine.prepare():
         pass
-    graphs = len(llm.engine._runner._graphs._graphs)  # type: ignore[attr-defined]
+    graphs = len(llm.engine._device.graphs._graphs)  # type: ignore[attr-defined]
     lengths = [1, 2, 15, 16, 17, 33, 100, 128, 300, 512, 513, 700, 1024, 1300, 2047, 2048, 2500, 3333, 4000]
     with count_compilations() as compiled:
         for count in (1, 2, 3, 5, 8, 13, 17, 24):
@@ -238,7 +238,7 @@ def test_nothing_is_compiled_once_everything_is_prepared(tmp_path: Path) -> None
                 ]
                 llm.generate(prompts, params)
     assert compiled == []
-    assert len(llm.engine._runner._graphs._graphs) == graphs  # type: ignore[attr-defined]
+    assert len(llm.engine._device.graphs._graphs) == graphs  # type: ignore[attr-defined]
 
 
 def test_prompts_from_a_graph_have_the_tokens_of_prompts_that_are_launched(tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def test_prompts_from_a_graph_have_the_tokens_of_prompts_that_are_launched(tmp_p
         llm = LLM(str(tmp_path), device="cuda", dtype="float32", **knobs)
         while prepared and llm.engine.prepare():
             pass
-        runner: Any = llm.engine._runner
-        assert (StepSize(0, 640) in runner._graphs._graphs) is prepared
+        device: Any = llm.engine._device
+        assert (StepSize(0, 640) in device.graphs._graphs) is prepared
         return [[answer.token_ids for answer in llm.generate(batch, GREEDY)] for batch in batches]
 
     assert tokens(prepared=True) == tokens(prepared=False) == tokens(prepared=False, use_cuda_graphs=False)
@@ -296,16 +296,16 @@ def test_out_of_memory_ends_the_request_and_not_the_engine(
 ) -> None:
     llm = LLM(qwen3, device="cuda", dtype="float32", **FEW_SIZES)
     expected = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
-    runner: Any = llm.engine._runner
-    real = runner._launch_decode
+    device: Any = llm.engine._device
+    real = device._start_decode
 
     def starve(*args: Any) -> Any:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(runner, "_launch_decode", starve)
+    monkeypatch.setattr(device, "_start_decode", starve)
     with pytest.raises(InferError):
         llm.generate([[1, 2, 3, 4]], GREEDY)
-    monkeypatch.setattr(runner, "_launch_decode", real)
+    monkeypatch.setattr(device, "_start_decode", real)
     assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
 
 
@@ -356,8 +356,8 @@ def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(qwen3: str) -> 
         gc.set_threshold(1)
         gc.enable()
         assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) > 1
-        runner: Any = llm.engine._runner
-        assert not runner._graphs._uncaptured
+        device: Any = llm.engine._device
+        assert not device.graphs._uncaptured
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -104,15 +104,15 @@ def test_after_prepare_steps_under_masks_capture_nothing(checkpoint: str) -> Non
     engine = LLM(checkpoint, device=DEVICE, dtype="bfloat16", **FEW).engine
     while engine.prepare():
         pass
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
-    num_graphs, reserved = len(runner._graphs._graphs), torch.cuda.memory_reserved()
+    device = engine._device
+    assert isinstance(device, GpuDevice)
+    num_graphs, reserved = len(device.graphs._graphs), torch.cuda.memory_reserved()
     mask_steps(engine, allow)
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
         engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
     drain(engine)
-    assert len(runner._graphs._graphs) == num_graphs
+    assert len(device.graphs._graphs) == num_graphs
     assert torch.cuda.memory_reserved() <= reserved + (32 << 20)
 
 

@@ -30,12 +30,12 @@ from infer.engine.cache_fit import compute_step
 from infer.engine.device_memory import Arena
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
+from infer.execution.device import StepResult
 from infer.execution.halves import SmallerSteps
-from infer.execution.runner import StepResult
+from infer.execution.order import StepOrder
 from infer.layers.bind import bind
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
-from infer.scheduling.plan import StepPlan
 from tests.support.books import check_books
 
 pytestmark = pytest.mark.gpu
@@ -113,9 +113,9 @@ def count_repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     repeated: list[int] = []
     run = SmallerSteps.run
 
-    def counted(self: SmallerSteps, plan: StepPlan, *rest: Any) -> StepResult:
-        repeated.append(plan.step)
-        return run(self, plan, *rest)
+    def counted(self: SmallerSteps, order: StepOrder, *rest: Any) -> StepResult:
+        repeated.append(order.step)
+        return run(self, order, *rest)
 
     monkeypatch.setattr(SmallerSteps, "run", counted)
     return repeated
@@ -155,7 +155,7 @@ def test_graphs_take_no_more_than_was_left_for_them(
     taken = {pool: f"{num_bytes >> 20} MiB" for pool, num_bytes in grown.items() if num_bytes}
     kept = torch.cuda.memory_allocated() - allocated
     print(f"planned {steps[0].graphs >> 20} MiB, taken by pool {taken}, tensors {kept >> 20} MiB")
-    assert not engine._runner._graphs._uncaptured  # type: ignore[attr-defined]
+    assert not engine._device.graphs._uncaptured  # type: ignore[attr-defined]
     assert sum(grown.values()) <= steps[0].graphs, f"planned {steps[0]}, taken by pool {taken}"
 
 
@@ -212,7 +212,7 @@ def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
     repeated = count_repeated(monkeypatch)
     engine = build_engine(EngineConfig.from_knobs(num_blocks=4096, use_cuda_graphs=False), loaded)
     ready(engine)
-    engine._runner.arena = None  # type: ignore[attr-defined]
+    engine._device.arena = None  # type: ignore[attr-defined]
     _free()
     room = 256 << 20
     fraction = (torch.cuda.memory_reserved() + room) / torch.cuda.mem_get_info()[1]

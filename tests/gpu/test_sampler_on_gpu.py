@@ -118,9 +118,9 @@ def test_steps_stay_in_graphs_and_overlap(checkpoint: str) -> None:
     while llm.engine.prepare():
         pass
     engine = llm.engine
-    runner: Any = engine._runner
-    host, launch = Mock(wraps=runner._sampler.sample), Mock(wraps=runner._graphs._forward)
-    runner._sampler.sample, runner._graphs._forward = host, launch
+    device: Any = engine._device
+    host, launch = Mock(wraps=device._sampler.sample), Mock(wraps=device.graphs._forward)
+    device._sampler.sample, device.graphs._forward = host, launch
     kinds = [params for params in PARAMS if params.n == 1]
     for number, params in enumerate(kinds):
         engine.add(Request(request_id=str(number), prompt=tuple(PROMPTS[number]), params=params))

@@ -12,7 +12,7 @@ from infer.config.backends import BACKENDS, OPERATIONS, available, choices, choo
 from infer.config.resolve import Machine, ModelFacts
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
-from infer.execution.model_runner import ModelRunner
+from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.layers.bind import bind
 from infer.layers.linear import Projected
@@ -44,8 +44,8 @@ def test_no_backend_of_attention_changes_a_token(family: str, attention: str, de
     engine = make_engine(
         family, attention_backend=attention, decode_attention_backend=decode, prefill_chunk_size=5
     )
-    runner = engine._runner
-    assert isinstance(runner, ModelRunner) and runner.attention == (attention, decode)
+    device = engine._device
+    assert isinstance(device, TorchDevice) and device.attention == (attention, decode)
     assert run_engine(engine, REQUESTS) == expected(family)
 
 

@@ -1,4 +1,4 @@
-"""Constraints on the runner of a GPU, on the CPU: the tokens are those of the CPU's own runner.
+"""Constraints on the device half of a GPU, on the CPU: the tokens are those of the CPU's own.
 
 There the whole step waits for its masks; here the forward has run, ids arrive late, and what a grammar forces
 takes the place of what was sampled meanwhile.
@@ -17,7 +17,7 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.engine import machine
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.sampling.structured import Reasoning, Structured
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
@@ -76,7 +76,7 @@ def test_constrained_rows_have_the_tokens_of_the_cpu(
     known = expected(checkpoint)
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     llm = LLM(checkpoint, device="cpu", dtype="float32", **knobs)
-    assert isinstance(llm.engine._runner, DeviceRunner)
+    assert isinstance(llm.engine._device, GpuDevice)
     assert tokens_of(llm) == known
     assert bool(llm.engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
 
@@ -88,13 +88,13 @@ def test_steps_without_memory_for_their_sampler_change_no_token(
     known = expected(checkpoint)
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     llm = LLM(checkpoint, device="cpu", dtype="float32")
-    runner: Any = llm.engine._runner
-    sample, calls = runner._graphs.sample, itertools.count(1)
+    device: Any = llm.engine._device
+    sample, calls = device.graphs.sample, itertools.count(1)
 
     def starve(size: Any) -> Any:
         if next(calls) % 4 == 0:
             raise torch.OutOfMemoryError("none left")
         return sample(size)
 
-    monkeypatch.setattr(runner._graphs, "sample", starve)
+    monkeypatch.setattr(device.graphs, "sample", starve)
     assert tokens_of(llm) == known

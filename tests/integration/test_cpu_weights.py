@@ -21,7 +21,7 @@ from infer import LLM
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.execution.model_runner import ModelRunner
+from infer.execution.torch_device import TorchDevice
 from infer.frontend.prompts import make_encoder
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.cpu.library import library
@@ -69,8 +69,8 @@ def make_engine(family: str, quantization: str = "int8", **knobs: Any) -> Engine
     """An engine whose cache holds NaN wherever nothing was written."""
     knobs = {"num_blocks": 64, "attention_backend": "auto"} | knobs
     engine = build_engine(EngineConfig.from_knobs(**knobs), packed_model(family, quantization))
-    assert isinstance(engine._runner, ModelRunner)
-    fill_store(engine._runner._store, float("nan"))
+    assert isinstance(engine._device, TorchDevice)
+    fill_store(engine._device.store, float("nan"))
     return engine
 
 
@@ -158,16 +158,16 @@ def test_logits_are_near_those_of_the_weights_they_stand_for(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decode_step_is_one_recorded_program(family: str) -> None:
-    runner = make_engine(family)._runner
-    assert isinstance(runner, ModelRunner) and runner._cpu is not None
-    assert runner._cpu._program is not None, "some operation of the model is not in C"
+    device = make_engine(family)._device
+    assert isinstance(device, TorchDevice) and device._cpu is not None
+    assert device._cpu._program is not None, "some operation of the model is not in C"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_step_equals_the_model_s_own_python(family: str) -> None:
     engine = make_engine(family, record_cpu_step=False)
-    assert isinstance(engine._runner, ModelRunner) and engine._runner._cpu is not None
-    assert engine._runner._cpu._program is None
+    assert isinstance(engine._device, TorchDevice) and engine._device._cpu is not None
+    assert engine._device._cpu._program is None
     assert run_engine(engine, REQUESTS) == alone(family)
 
 

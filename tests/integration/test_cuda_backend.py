@@ -126,8 +126,8 @@ def test_auto_gives_rows_to_the_fastest_kernel(
         spy = functools.partial(attend, name, getattr(decode, name))
         monkeypatch.setattr(decode, name, spy)
     engine = make_engine("qwen3", attention_backend="auto")
-    runner: Any = engine._runner
-    runner._backend = runner._work.backend = "auto"  # as on a GPU
+    device: Any = engine._device
+    device.backend = device.work.backend = "auto"  # as on a GPU
     made = run_engine(engine, REQUESTS)
     assert seen == expected_rows
     assert made == expected("qwen3")

@@ -12,15 +12,18 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
 from infer.execution.embedding import pool_hidden
-from infer.execution.gpu.runner import DeviceRunner
-from infer.scheduling.plan import Chunk, Chunks, StepPlan
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.row_book import RowBook
+from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from scripts.make_checkpoint import make_checkpoint
+from tests.support.running import Running
 from tests.support.tiny import CONTEXT_LEN, SIZES, drain, greedy, make_engine, random_prompts, run_engine
 
 PROMPTS = [*random_prompts(6, longest=50), list(range(5, 5 + CONTEXT_LEN))]  # the last fills the context
@@ -55,8 +58,8 @@ def vectors_of(outputs: list[StepOutput]) -> torch.Tensor:
 
 
 @pytest.fixture(params=["host", "device"])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The runner of a CPU, or that of a GPU over the references of its kernels."""
+def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device half of a CPU, or that of a GPU over the references of its kernels."""
     if request.param == "device":
         monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     yield request.param
@@ -70,10 +73,10 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     ids=["whole", "chunks of 7", "preempted"],
 )
 def test_every_way_through_the_engine_gives_the_states_of_transformers(
-    runner: str, family: str, pooling: str, knobs: dict[str, Any]
+    half: str, family: str, pooling: str, knobs: dict[str, Any]
 ) -> None:
     engine = make_engine(family, **knobs)
-    assert isinstance(engine._runner, DeviceRunner) == (runner == "device")
+    assert isinstance(engine._device, GpuDevice) == (half == "device")
     neighbours = [(prompt, greedy(5)) for prompt in PROMPTS[:3]]
     alone = run_engine(make_engine(family, **knobs), neighbours)
     for number, (prompt, params) in enumerate(neighbours):
@@ -89,7 +92,7 @@ def test_every_way_through_the_engine_gives_the_states_of_transformers(
         assert made == ids[0], "an embedding beside it changes no token"
 
 
-def test_a_second_embedding_of_a_text_is_found_in_the_prefix_cache_unless_it_is_a_mean(runner: str) -> None:
+def test_a_second_embedding_of_a_text_is_found_in_the_prefix_cache_unless_it_is_a_mean(half: str) -> None:
     engine = make_engine()
     prompt = tuple(PROMPTS[-1])
     made = {}
@@ -108,11 +111,13 @@ def test_a_chunk_in_the_middle_gives_nothing_whatever_the_type_of_the_states() -
     group = SequenceGroup(
         Request(request_id="e", prompt=(1,) * 9, pooling="last"), max_total=10, stop_ids=(), seed=0
     )
-    seq = Sequence(7, group, 0, [1] * 9)
-    middle = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 0, 4, 0)], [seq])), [3], states_TD)
-    assert middle.by_sequence() == {}
-    last = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 5, 9, 0)], [seq])), [3], states_TD)
-    assert last.by_sequence()[7].tolist() == [1.0, 1.0, 1.0]
+    running, book = Running(PagedKVCachePool(8, 4)), RowBook()
+    running.enter(Sequence(7, group, 0, [1] * 9), 9)
+    order = running.order(Chunk(7, 0, 4, 0))
+    book.enter(order)
+    assert pool_hidden(order, book, [3], states_TD).by_number() == {}
+    order = running.order(Chunk(7, 5, 9, 0))
+    assert pool_hidden(order, book, [3], states_TD).by_number()[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_tokens_are_made_beside_the_chunks_of_a_long_embedding() -> None:

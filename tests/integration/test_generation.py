@@ -12,11 +12,11 @@ import torch
 
 from infer.engine.engine import Engine
 from infer.errors import ContextOverflow, EngineError, RequestError
-from infer.execution.runner import StepResult
+from infer.execution.device import PendingStep
+from infer.execution.order import StepOrder
 from infer.frontend.llm import LLM
 from infer.frontend.outputs import OutputBuilder
 from infer.sampling.params import SamplingParams, sequence_seed
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.books import check_books
@@ -421,15 +421,15 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch
     next(dropped)
     doomed = [dropped]
     del dropped
-    runner: Any = llm.engine._runner
-    run = runner.run
+    device: Any = llm.engine._device
+    run = device.run
 
-    def run_and_collect(plan: StepPlan) -> StepResult:
-        result: StepResult = run(plan)
+    def run_and_collect(order: StepOrder) -> PendingStep:
+        step: PendingStep = run(order)
         doomed.clear()
-        return result
+        return step
 
-    monkeypatch.setattr(runner, "run", run_and_collect)
+    monkeypatch.setattr(device, "run", run_and_collect)
     got += [token for delta in kept for token in delta.token_ids]
     assert got == generate_greedy(tiny_model("llama").model, [1, 2, 3], 8)
     check_idle(llm.engine)
@@ -483,11 +483,11 @@ def test_best_of_and_beams_do_not_stream(llm: LLM) -> None:
 def test_a_model_that_raises_is_an_error_and_no_endless_wait(
     llm: LLM, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raise_out_of_memory(plan: StepPlan) -> None:
+    def raise_out_of_memory(order: StepOrder) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "run", raise_out_of_memory)
+        patch.setattr(llm.engine._device, "run", raise_out_of_memory)
         with pytest.raises(EngineError, match="MemoryError in step 1"):
             llm.generate([1, 2, 3], SamplingParams(max_tokens=4, **params))
     (answer,) = llm.generate([1, 2, 3], greedy(4))

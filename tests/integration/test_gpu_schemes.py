@@ -23,7 +23,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.errors import CheckpointError, ConfigError
-from infer.execution.model_runner import ModelRunner
+from infer.execution.torch_device import TorchDevice
 from infer.frontend.prompts import make_encoder
 from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.linear.coded import CodedForm
@@ -437,8 +437,8 @@ def rounded(family: str, scheme: str) -> LoadedModel:
 
 def engine_of(family: str, scheme: str, **knobs: Any) -> Engine:
     engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), rounded(family, scheme))
-    assert isinstance(engine._runner, ModelRunner)
-    fill_store(engine._runner._store, float("nan"))
+    assert isinstance(engine._device, TorchDevice)
+    fill_store(engine._device.store, float("nan"))
     return engine
 
 

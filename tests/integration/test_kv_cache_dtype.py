@@ -15,7 +15,7 @@ from infer.config.resolve import Machine, ModelFacts
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.errors import ConfigError
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from tests.integration.test_cpu_weights import REQUESTS, make_engine
@@ -85,7 +85,7 @@ def test_three_times_the_tokens_of_float32_fit_the_same_memory(kv_cache_dtype: s
         for dtype in ("auto", kv_cache_dtype)
     ]
     before, after = (engine.scheduler.pool.num_blocks for engine in sizes)
-    head_dim = sizes[0]._runner._model.config.head_dim  # type: ignore[attr-defined]
+    head_dim = sizes[0]._device.model.config.head_dim  # type: ignore[attr-defined]
     assert after == before * 4 * head_dim // (head_dim + 4)
 
 
@@ -108,7 +108,7 @@ def test_spellings_of_other_engines_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "fp8"), ("gemma3", "int8")])
-def test_the_runner_of_a_gpu_reads_the_same_codes(
+def test_the_device_half_of_a_gpu_reads_the_same_codes(
     family: str, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU, over the kernels' references; the kernels themselves are in tests/gpu."""
@@ -116,7 +116,7 @@ def test_the_runner_of_a_gpu_reads_the_same_codes(
     expected = run_engine(make_plain(family, kv_cache_dtype=kv_cache_dtype), requests)
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_plain(family, kv_cache_dtype=kv_cache_dtype)
-    assert isinstance(engine._runner, DeviceRunner)
+    assert isinstance(engine._device, GpuDevice)
     assert run_engine(engine, requests) == expected
 
 

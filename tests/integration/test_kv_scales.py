@@ -21,7 +21,7 @@ from infer.config.resolve import Machine, ModelFacts
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.kernels.attention.reference import attend_naive
 from infer.layers.attention import AttentionLayer
 from infer.layers.whole_sequence import WholeSequence
@@ -118,11 +118,11 @@ def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
     assert_follows(loaded, generate(loaded, kv_cache_dtype="fp8"), torch.full((2, 2, 2), 0.0006))
 
 
-@pytest.mark.parametrize("runner", ["c", "torch_ref", "gpu"])
+@pytest.mark.parametrize("half", ["c", "torch_ref", "gpu"])
 def test_heads_may_have_scales_of_their_own(
-    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the C kernels, on the readable reference, and on a GPU's runner over its kernels' references."""
+    """On the C kernels, on the readable reference, and on a GPU's device half over references."""
     extra = {
         f"model.layers.{layer}.self_attn.{side}_scale": BY_HEAD[layer, number].view(2, 1, 1).contiguous()
         for layer in range(2)
@@ -131,10 +131,10 @@ def test_heads_may_have_scales_of_their_own(
     extra |= {"model.layers.0.self_attn.k_zero_point": torch.zeros(2, 1, 1, dtype=torch.int8)}
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False}
     loaded = load(calibrated(tmp_path / "m", extra, kv_cache_scheme=scheme))
-    if runner == "gpu":
+    if half == "gpu":
         monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
-        assert isinstance(build_engine(EngineConfig.from_knobs(num_blocks=9), loaded)._runner, DeviceRunner)
-    outputs = generate(loaded, **({"attention_backend": runner} if runner == "torch_ref" else {}))
+        assert isinstance(build_engine(EngineConfig.from_knobs(num_blocks=9), loaded)._device, GpuDevice)
+    outputs = generate(loaded, **({"attention_backend": half} if half == "torch_ref" else {}))
     assert_follows(loaded, outputs, BY_HEAD)
 
 

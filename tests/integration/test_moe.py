@@ -13,7 +13,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.cache_fit import token_elements
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.frontend.prompts import make_encoder
 from infer.kernels.cpu.library import library
 from infer.layers.linear import ExpertLinear, Linear
@@ -54,10 +54,10 @@ def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
 
 
 @both_families
-def test_the_runner_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_half_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(family)
-    assert isinstance(engine._runner, DeviceRunner)
+    assert isinstance(engine._device, GpuDevice)
     assert run_engine(engine, REQUESTS) == expected(family)
 
 

@@ -1,12 +1,13 @@
 """Memory that runs out in the middle of a step: for every allocation that can fail, no token differs.
 
 The allocator of a GPU is played by a dispatch mode: each operation that makes a tensor of its own counts, and
-so does a copy with gaps from one memory to another, which is gathered on the way. The runner of a GPU runs on
-the CPU over the kernels' references.
+so does a copy with gaps from one memory to another, which is gathered on the way. The device half of a GPU
+runs on the CPU over the kernels' references.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -19,17 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer.engine import machine
 from infer.engine.engine import Engine
-from infer.execution import halves
+from infer.execution import halves, torch_device
+from infer.execution.embedding import Pooled, pool_hidden
+from infer.execution.gpu import device as gpu_device
 from infer.execution.gpu import readback
-from infer.execution.gpu.runner import DeviceRunner
-from infer.execution.halves import split_numbers
-from infer.execution.model_runner import ModelRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.graphs import StepSize
+from infer.execution.halves import where_to_cut
+from infer.execution.order import DECODE, EMPTY, PROMPT, VERIFY, StepOrder
+from infer.execution.torch_device import TorchDevice
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import Chunk, Chunks
 from infer.scheduling.request import Request, StepOutput
 from tests.support.books import check_books
 from tests.support.masked import Allow, mask_steps
-from tests.support.tiny import drain, greedy, make_engine, random_prompts
+from tests.support.tiny import drain, greedy, make_engine, random_prompts, run_engine
 
 PROMPTS = [prompt[:9] for prompt in random_prompts(4)]
 PARAMS = [
@@ -69,16 +73,23 @@ class FailingAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FailingEngine:
-    """An engine whose launches, and nothing else, run under the allocator."""
+    """An engine whose steps, and nothing else, run under the allocator."""
 
     def __init__(self, engine: Engine, allocator: FailingAllocator) -> None:
         self.engine = engine
-        launch, engine._runner.launch = engine._runner.launch, self._launch  # type: ignore[method-assign]
-        self._inner, self._allocator = launch, allocator
+        device: Any = engine._device
+        self._inner, self._allocator, self._is_on = device.run, allocator, False
+        device.run = self._run
 
-    def _launch(self, plan: Any) -> Any:
-        with self._allocator:
-            return self._inner(plan)
+    def _run(self, order: StepOrder) -> Any:
+        if self._is_on:  # a half of a step
+            return self._inner(order)
+        self._is_on = True
+        try:
+            with self._allocator:
+                return self._inner(order)
+        finally:
+            self._is_on = False
 
 
 def serve(
@@ -111,8 +122,8 @@ def serve(
 
 
 @pytest.fixture(params=["device", "plain"])
-def on_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Knobs for an engine with the runner of a GPU, or with plain PyTorch."""
+def on_half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Knobs for an engine with the device half of a GPU, or with plain PyTorch."""
     if request.param == "device":
         monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
         return {"max_num_batched_tokens": 8}
@@ -126,14 +137,14 @@ def spread(count: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("params", [PARAMS, ON_HOST], ids=["device", "host"])
 def test_whichever_allocation_fails_no_token_differs(
-    on_runner: dict[str, Any], params: list[SamplingParams]
+    on_half: dict[str, Any], params: list[SamplingParams]
 ) -> None:
     counting = FailingAllocator()
-    expected = serve(counting, params, **on_runner)
+    expected = serve(counting, params, **on_half)
     assert counting.count > 100
     for number in spread(counting.count):
         failing = FailingAllocator(number.__eq__)
-        assert serve(failing, params, **on_runner) == expected, number
+        assert serve(failing, params, **on_half) == expected, number
         assert failing.num_failed == 1, number
 
 
@@ -161,7 +172,7 @@ def test_logprobs_without_memory_are_made_again_and_their_step_is_not(
 
 @pytest.mark.parametrize("params", [PARAMS, ON_HOST[:2] + ON_HOST[3:] + PARAMS[1:2]], ids=["device", "host"])
 def test_masks_go_with_the_halves_of_their_step(
-    on_runner: dict[str, Any], params: list[SamplingParams]
+    on_half: dict[str, Any], params: list[SamplingParams]
 ) -> None:
     """Three of four requests are under masks, which differ; each keeps its own, whatever is halved."""
 
@@ -170,21 +181,21 @@ def test_masks_go_with_the_halves_of_their_step(
         return None if number == 2 else {*range(number + position, 300, 9)}
 
     counting = FailingAllocator()
-    expected = serve(counting, params, allow, **on_runner)
-    assert expected != serve(FailingAllocator(), params, **on_runner)
+    expected = serve(counting, params, allow, **on_half)
+    assert expected != serve(FailingAllocator(), params, **on_half)
     for number in spread(counting.count):
-        assert serve(FailingAllocator(number.__eq__), params, allow, **on_runner) == expected, number
+        assert serve(FailingAllocator(number.__eq__), params, allow, **on_half) == expected, number
 
 
 @pytest.mark.parametrize("period", [7, 31, 97])
 def test_memory_that_fails_again_and_again_costs_no_request_a_token(
-    on_runner: dict[str, Any], period: int
+    on_half: dict[str, Any], period: int
 ) -> None:
-    """Some launches fail many times in a row: they are halved down to a token, and then run by themselves."""
-    expected = serve(FailingAllocator(), PARAMS, **on_runner)
+    """Some steps fail many times in a row: they are halved down to a token, and then run by themselves."""
+    expected = serve(FailingAllocator(), PARAMS, **on_half)
     worst = FailingAllocator(lambda number: number % period == 0 and number % 2000 < 1000)
     try:
-        found = serve(worst, PARAMS, **on_runner)
+        found = serve(worst, PARAMS, **on_half)
     except AssertionError as error:  # a single token may find no memory: then its request ends, and says so
         assert "OutOfMemoryError" in str(error)
         return
@@ -192,9 +203,9 @@ def test_memory_that_fails_again_and_again_costs_no_request_a_token(
     assert worst.num_failed > 3
 
 
-def test_blocks_that_swap_are_moved_once(on_runner: dict[str, Any]) -> None:
+def test_blocks_that_swap_are_moved_once(on_half: dict[str, Any]) -> None:
     """A cache too small for all of them: sequences leave for host memory and come back."""
-    knobs = on_runner | {"num_blocks": 7, "block_size": 4, "swap_blocks": 32, "preemption": "swap"}
+    knobs = on_half | {"num_blocks": 7, "block_size": 4, "swap_blocks": 32, "preemption": "swap"}
     counting = FailingAllocator()
     expected = serve(counting, PARAMS, **knobs)
     for number in spread(counting.count):
@@ -214,6 +225,74 @@ def test_a_step_of_one_token_that_finds_no_memory_ends_its_request_alone(
     assert drain(engine) == []
 
 
+def serve_beside_an_embedding(
+    allocator: FailingAllocator, knobs: dict[str, Any]
+) -> tuple[list[int], tuple[float, ...]]:
+    """Its chunks share steps with a row that decodes, whose penalties count each id that was drawn once."""
+    engine = FailingEngine(make_engine(**knobs, prefill_tokens_while_decoding=4), allocator).engine
+    engine.add(Request(request_id="a", prompt=(5, 6), params=greedy(8, frequency_penalty=0.5)))
+    outputs = engine.step()
+    engine.add(Request(request_id="e", prompt=tuple(PROMPTS[1] * 2), pooling="mean"))
+    outputs += drain(engine)
+    assert all(output.finish_reason != "error" for output in outputs)
+    (embedding,) = [output.embedding for output in outputs if output.embedding]
+    return [id_ for output in outputs for id_ in output.token_ids], embedding
+
+
+def test_whichever_allocation_fails_beside_an_embedding_no_token_differs(on_half: dict[str, Any]) -> None:
+    counting = FailingAllocator()
+    tokens, embedding = serve_beside_an_embedding(counting, on_half)
+    assert len(tokens) == 8
+    for number in spread(counting.count):
+        found, states = serve_beside_an_embedding(FailingAllocator(number.__eq__), on_half)
+        assert found == tokens, number
+        assert states == pytest.approx(embedding, abs=1e-4), number
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_states_that_find_no_memory_to_be_pooled_in_change_no_token(
+    on_half: dict[str, Any], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is run again, so nothing of it may have been drawn: rows would go on from the wrong token."""
+    tokens, embedding = serve_beside_an_embedding(FailingAllocator(), on_half)
+    module, calls = torch_device if "attention_backend" in on_half else gpu_device, itertools.count(1)
+
+    def fail_once(*given: Any) -> Pooled:
+        if next(calls) == failing:
+            raise torch.OutOfMemoryError("no room")
+        return pool_hidden(*given)
+
+    monkeypatch.setattr(module, "pool_hidden", fail_once)
+    found, states = serve_beside_an_embedding(FailingAllocator(), on_half)
+    assert found == tokens and next(calls) > failing + 1
+    assert states == pytest.approx(embedding, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("part", ["forward", "sample"])
+def test_a_batch_goes_on_as_before_after_a_step_in_halves(
+    monkeypatch: pytest.MonkeyPatch, part: str, num_rows: int
+) -> None:
+    """The steps after it repeat the rows of the whole step, not those of its second half."""
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    requests = [([7 * number + 1, 3, 5], greedy(12)) for number in range(num_rows)]
+    expected = run_engine(make_engine(), requests)
+    engine = make_engine()
+    device: Any = engine._device
+    inner, calls, num_failed = getattr(device.graphs, part), itertools.count(1), 0
+
+    def fail_twice(size: StepSize) -> Any:
+        nonlocal num_failed
+        if next(calls) in (6, 11):
+            num_failed += 1
+            raise torch.OutOfMemoryError("none left")
+        return inner(size)
+
+    monkeypatch.setattr(device.graphs, part, fail_twice)
+    assert run_engine(engine, requests) == expected
+    assert num_failed == 2
+
+
 def test_the_log_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     with caplog.at_level(logging.WARNING, "infer"):
@@ -223,8 +302,14 @@ def test_the_log_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert "device_memory" in said[0].getMessage()
 
 
-class Seq:
-    drafts, row = (), 0
+def order_of(lens: list[int], kinds: list[int] | None = None) -> StepOrder:
+    """Rows of so many tokens; those of one decode, others are prompts, unless `kinds` says so."""
+    made = [DECODE if length == 1 else PROMPT for length in lens] if kinds is None else kinds
+    return EMPTY._replace(
+        counts=np.array(lens, dtype=np.int32),
+        kinds=np.array(made, dtype=np.int8),
+        rows=np.arange(len(lens), dtype=np.int32),
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,19 +324,15 @@ class Seq:
     ],
 )
 def test_a_step_is_halved_by_its_tokens(lens: list[int], at: tuple[int, int] | None) -> None:
-    chunks = [Chunk(number, 3, 3 + length, 1) for number, length in enumerate(lens)]
-    assert split_numbers(Chunks.of(chunks, [Seq()] * len(lens))) == at  # type: ignore[list-item]
+    assert where_to_cut(order_of(lens)) == at
 
 
 def test_drafts_are_not_cut() -> None:
-    first, second = Seq(), Seq()
-    second.drafts = (1, 2, 3, 4)  # type: ignore[assignment]
-    chunks = Chunks.of([Chunk(0, 3, 4, 1), Chunk(1, 3, 8, 1)], [first, second])  # type: ignore[list-item]
-    assert split_numbers(chunks) == (1, 0)
-    assert split_numbers(Chunks.of([Chunk(1, 3, 8, 1)], [second])) is None  # type: ignore[list-item]
-    assert np.array(chunks.stops).tolist() == [4, 8]
+    assert where_to_cut(order_of([1, 5], [DECODE, VERIFY])) == (1, 0)
+    assert where_to_cut(order_of([5], [VERIFY])) is None
+    assert where_to_cut(order_of([5, 1], [VERIFY, DECODE])) == (1, 0)
 
 
-def test_both_runners_are_under_test(on_runner: dict[str, Any]) -> None:
-    runner = make_engine(**on_runner)._runner
-    assert isinstance(runner, ModelRunner if "attention_backend" in on_runner else DeviceRunner)
+def test_both_device_halves_are_under_test(on_half: dict[str, Any]) -> None:
+    device = make_engine(**on_half)._device
+    assert isinstance(device, TorchDevice if "attention_backend" in on_half else GpuDevice)

@@ -323,9 +323,9 @@ def test_an_async_model_embeds_while_it_generates(checkpoint: str, llm: LLM) -> 
 def test_a_closed_model_has_let_go_of_its_weights_and_says_so(checkpoint: str) -> None:
     with LLM(checkpoint, **KNOBS) as llm:
         llm.generate(IDS, GREEDY)
-        runner: Any = llm.engine._runner
-        weights = weakref.ref(runner._model)
-        del runner
+        device: Any = llm.engine._device
+        weights = weakref.ref(device.model)
+        del device
         assert weights() is not None
     assert weights() is None
     for call in (llm.generate, llm.embed, llm.stream):
@@ -339,9 +339,9 @@ def test_a_closed_model_of_an_event_loop_has_let_go_of_its_weights_too(checkpoin
     async def main() -> None:
         async with AsyncLLM(checkpoint, **KNOBS) as llm:
             await llm.generate(IDS, GREEDY)
-            runner: Any = llm.client._engine._runner  # type: ignore[attr-defined]
-            weights = weakref.ref(runner._model)
-            del runner
+            device: Any = llm.client._engine._device  # type: ignore[attr-defined]
+            weights = weakref.ref(device.model)
+            del device
             assert weights() is not None
         assert weights() is None
         await llm.close()

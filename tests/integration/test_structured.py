@@ -18,7 +18,7 @@ from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.errors import RequestError
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
 from infer.frontend.async_llm import AsyncLLM
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
@@ -129,7 +129,7 @@ def test_jumps_change_no_token(loaded: LoadedModel, usual: dict[tuple[int, int],
 
 
 @pytest.mark.parametrize("knobs", DEVICE_KNOBS, ids=str)
-def test_the_runner_of_a_gpu_gives_the_same_tokens(
+def test_the_device_half_of_a_gpu_gives_the_same_tokens(
     loaded: LoadedModel,
     usual: dict[tuple[int, int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +138,7 @@ def test_the_runner_of_a_gpu_gives_the_same_tokens(
     """With state on the device and a step ahead: rows whose tokens were forced are sent anew."""
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(loaded, **knobs)
-    assert isinstance(engine._runner, DeviceRunner)
+    assert isinstance(engine._device, GpuDevice)
     grown: list[int] = []
     grow = engine.scheduler.grow
 

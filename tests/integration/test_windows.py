@@ -19,8 +19,8 @@ from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.execution.gpu.runner import DeviceRunner
-from infer.execution.model_runner import ModelRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.torch_device import TorchDevice
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
@@ -48,8 +48,8 @@ def models(family: str) -> tuple[Any, LoadedModel]:
 def make_engine(family: str, **knobs: Any) -> Engine:
     plain = {"block_size": BLOCK_SIZE, "num_blocks": 200, "prefill_chunk_size": CHUNK, "max_batch_size": 4}
     engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
-    assert isinstance(engine._runner, ModelRunner | DeviceRunner)
-    fill_store(engine._runner._store, float("nan"))
+    assert isinstance(engine._device, TorchDevice | GpuDevice)
+    fill_store(engine._device.store, float("nan"))
     return engine
 
 
@@ -109,11 +109,11 @@ def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_are_those_of_the_device_runner(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_are_those_of_a_gpus_device_half(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     serve(make_engine(family), family)
     engine = make_engine(family, preemption="recompute", num_blocks=SMALL[family])
-    assert isinstance(engine._runner, DeviceRunner)
+    assert isinstance(engine._device, GpuDevice)
     serve(engine, family, GROWING)
     assert engine.scheduler.num_preemptions > 0
 

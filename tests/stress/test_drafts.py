@@ -163,7 +163,7 @@ def test_drafts_never_reach_beyond_the_last_token() -> None:
 def test_what_is_committed_is_never_taken_back() -> None:
     world, seq = decode_alone(num_drafts=3)
     plan = world.scheduler.plan()
-    world.runner.run(plan)
+    world.runner.run(world.engine._host.order(plan)).wait()
     world.scheduler.advance(plan)
     state = world.scheduler.state
     with pytest.raises(EngineError, match="cannot take back its first token"):

@@ -24,21 +24,21 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.errors import CheckpointError
-from infer.execution.runner import StepResult
-from infer.scheduling.plan import StepPlan
+from infer.execution.device import StepResult
+from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.scheduler import Scheduler
-from tests.support.oracle import VOCAB_SIZE, OracleRunner
+from tests.support.oracle import VOCAB_SIZE, OracleDevice, first_tokens
 
 CRASH, STUCK, RAISE, FORKED = range(VOCAB_SIZE - 4, VOCAB_SIZE)
 CONTEXT_LEN = 400
 
 
-class FaultyRunner(OracleRunner):
+class FaultyDevice(OracleDevice):
     """The oracle, with orders."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Obey, or answer."""
-        orders = {seq.tokens[0] for seq in plan.chunks.sequences}
+        orders = first_tokens(order)
         if FORKED in orders:
             subprocess.Popen(["sleep", "600"])
         if CRASH in orders or FORKED in orders:
@@ -47,7 +47,7 @@ class FaultyRunner(OracleRunner):
             time.sleep(600)
         if RAISE in orders:
             raise KeyboardInterrupt
-        return super().run(plan)
+        return super().compute(order, masks)
 
 
 def make_engine(config: EngineConfig) -> Engine:
@@ -62,7 +62,7 @@ def make_engine(config: EngineConfig) -> Engine:
     pool = PagedKVCachePool(config.cache.num_blocks or 256, 4)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(
-        scheduler, FaultyRunner(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
+        scheduler, FaultyDevice(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
     )
 
 

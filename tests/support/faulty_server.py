@@ -28,10 +28,10 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
-from infer.execution.runner import StepResult
-from infer.scheduling.plan import StepPlan
+from infer.execution.device import StepResult
+from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.scheduler import Scheduler
-from tests.support.oracle import VOCAB_SIZE, OracleRunner
+from tests.support.oracle import VOCAB_SIZE, OracleDevice, first_tokens
 
 THIS = "tests.support.faulty_server"
 CRASH, STUCK = 500, 501  # a tiny model's tokenizer has 512
@@ -41,17 +41,17 @@ CONTEXT_LEN = 400
 _start = ProcessClient.start
 
 
-class ObedientRunner(OracleRunner):
+class ObedientDevice(OracleDevice):
     """The oracle, with orders."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Obey, or answer."""
-        orders = {seq.tokens[0] for seq in plan.chunks.sequences}
+        orders = first_tokens(order)
         if CRASH in orders:
             os.kill(os.getpid(), signal.SIGKILL)
         if STUCK in orders:
             time.sleep(600)
-        return super().run(plan)
+        return super().compute(order, masks)
 
 
 def make_engine(config: EngineConfig) -> Engine:
@@ -59,7 +59,7 @@ def make_engine(config: EngineConfig) -> Engine:
     pool = make_pool(config, CacheSize(256, 4, bytes_per_token=1))
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(
-        scheduler, ObedientRunner(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
+        scheduler, ObedientDevice(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
     )
 
 

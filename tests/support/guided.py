@@ -6,19 +6,18 @@ cache, batch or overlap, by a guide that has seen nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 
 from infer.engine.engine import Engine
-from infer.execution.runner import StepResult
+from infer.execution.device import PendingStep, Ready
+from infer.execution.order import StepOrder
 from infer.sampling.params import SamplingParams, sequence_seed
-from infer.scheduling.plan import StepPlan
 from infer.structured.guide import ENDED, Guide
 from tests.support import words
-from tests.support.oracle import OracleRunner, OracleWorld, next_token
+from tests.support.oracle import OracleDevice, OracleWorld, next_token
 from tests.support.walks import allowed_ids
 from tests.support.words import EOS_IDS, VOCAB_SIZE
 
@@ -31,57 +30,20 @@ def draw(seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
     return int(allowed[(token * 7919 + len(seen)) % len(allowed)])
 
 
-class MaskedOracle(OracleRunner):
-    """An oracle that draws among what is allowed."""
+class MaskedOracle(OracleDevice):
+    """An oracle that draws among what is allowed.
+
+    It has read the cache when a step begins, as a device has, and draws when its masks are there.
+    """
 
     vocab_size = VOCAB_SIZE
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.begin(plan).sample([])()
+    def run(self, order: StepOrder) -> PendingStep:
+        seen = self.forward(order)
+        return PendingStep(order.flags, lambda masks: Ready(self.draw(order, seen, masks)), self._memory)
 
-    def begin(self, plan: StepPlan) -> OracleStep:
-        return OracleStep(self, plan)
-
-    def forward(self, plan: StepPlan) -> tuple[StepResult, list[list[int]]]:
-        """Write and read the cache; what each chunk's last token sees."""
-        result, size = super().run(plan), self.pool.block_size
-        stops, rows = plan.chunks.stops.tolist(), plan.chunks.rows.tolist()
-        tables = [
-            self.state.tables[:, row, : -(-stop // size)] for row, stop in zip(rows, stops, strict=True)
-        ]
-        starts = plan.chunks.starts.tolist()
-        return result, [
-            self._read(*each) for each in zip(plan.chunks.sequences, tables, starts, stops, strict=True)
-        ]
-
-
-class OracleStep:
-    """A step that has read the cache when it begins, as a device has, and draws when its masks are there."""
-
-    def __init__(self, runner: MaskedOracle, plan: StepPlan) -> None:
-        self._runner, self._plan = runner, plan
-        self._result, self._seen = runner.forward(plan)
-        self._masks_KW = np.empty((0, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-
-    def masks(self, num_rows: int) -> np.ndarray:
-        self._masks_KW = np.zeros((num_rows, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-        return self._masks_KW
-
-    def sample(self, numbers: Seq[int]) -> Callable[[], StepResult]:
-        allowed = {number: bits_of(mask_W) for number, mask_W in zip(numbers, self._masks_KW, strict=True)}
-        for number, (chunk, seq) in enumerate(
-            zip(self._plan.chunks, self._plan.chunks.sequences, strict=True)
-        ):
-            seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
-            drawn = tuple(draw(self._seen[number], seed, allowed.get(number)) for seed in seeds)
-            if len(drawn) == 1:
-                self._runner._latest[seq.seq_id] = (chunk.stop, drawn[0])
-            self._result.ids[number] = drawn
-        return lambda: self._result
-
-
-def bits_of(mask_W: np.ndarray) -> np.ndarray:
-    return np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0]
+    def choose(self, seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
+        return draw(seen, seed, allowed)
 
 
 class GuidedWorld(OracleWorld):

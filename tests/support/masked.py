@@ -8,35 +8,38 @@ from typing import Any
 import numpy as np
 
 from infer.engine.engine import Engine
-from infer.execution.runner import StepResult
-from infer.scheduling.plan import StepPlan
+from infer.execution.device import PendingStep
+from infer.execution.order import AWAITS_MASKS, StepOrder
 
 Allow = Callable[[str, int], Collection[int] | None]
 """Which ids a request may have at a position of its output; None: any."""
 
 
 def mask_steps(engine: Engine, allow: Allow) -> list[int]:
-    """Let an engine's runner sample under masks; returns, as they are launched, how many each step has."""
-    runner: Any = engine._runner
-    launch, counts = runner.launch, list[int]()
+    """Let an engine's device half sample under masks; returns, as steps begin, how many each has."""
+    device: Any = engine._device
+    run, counts = device.run, list[int]()
 
-    def launch_masked(plan: StepPlan) -> Callable[[], StepResult]:
-        if plan.masks:  # a half of a step
-            return launch(plan)  # type: ignore[no-any-return]
-        wanted = {
-            number: ids
-            for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True))
-            if chunk.num_samples
-            and (ids := allow(seq.group.request.request_id, chunk.stop - seq.num_prompt)) is not None
-        }
+    def run_masked(order: StepOrder) -> PendingStep:
+        if order.flags & AWAITS_MASKS:  # a half of a step
+            return run(order)  # type: ignore[no-any-return]
+        by_row = {seq.row: seq for seq in engine.scheduler.state.sequences}
+        wanted: dict[tuple[int, int], Collection[int]] = {}
+        for number in order.num_sampled.nonzero()[0].tolist():
+            seq, position = by_row[int(order.rows[number])], int(order.stops[number])
+            ids = allow(seq.group.request.request_id, position - seq.num_prompt)
+            if ids is not None:
+                wanted[number, position] = ids
         counts.append(len(wanted))
         if not wanted:
-            return launch(plan)  # type: ignore[no-any-return]
-        step = runner.begin(plan)
+            return run(order)  # type: ignore[no-any-return]
+        step: PendingStep = run(order._replace(flags=order.flags | AWAITS_MASKS))
         fill(step.masks(len(wanted)), wanted.values())
-        return step.sample(list(wanted))  # type: ignore[no-any-return]
+        numbers, positions = zip(*wanted, strict=True)
+        step.sample(numbers, positions)
+        return step
 
-    runner.launch = launch_masked
+    device.run = run_masked
     return counts
 
 

@@ -1,11 +1,12 @@
 """A model whose next token is a hash of everything it can see through the cache.
 
-`OracleRunner` keeps token ids where a real runner keeps keys and values. It writes each chunk's tokens
-to their slots, then reads the whole sequence back through the block tables that the batch state keeps for
-real runners, each as far as its window reaches, and hashes what it finds. Of a sequence with drafts it says
-how many are right, as a runner that verifies them will: the ids of a step are those and one token more.
-A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
-What was not written holds POISON, and reading it raises.
+`OracleDevice` is a device half that keeps token ids where a real one keeps keys and values. Like a real one
+it is told orders and nothing else: it keeps the rows' block tables and last tokens as orders change them,
+writes each row's tokens to their slots, then reads the whole sequence back through its tables, each as far as
+its window reaches, and hashes what it finds. Of a row with drafts it says how many are right: the ids of a
+step are those and one token more. A block mixed up, a copy forgotten, a position off by one, a stale swap, a
+difference of state that no order said: each shows as a wrong token. What was not written holds POISON, and
+reading it raises.
 
 `OracleWorld` is a real engine around it. Its `step` looks into every book after each step, and it
 knows, without any cache, what each request must get.
@@ -23,13 +24,17 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
+from infer.engine.build import shape_of
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
-from infer.execution.runner import StepResult, SyncRunner
+from infer.execution.device import StepResult, SyncDevice
+from infer.execution.host_sampling import drafts_of, given_tokens, num_kept
+from infer.execution.layout import HostRows, TokenLayout, lay_out
+from infer.execution.order import NONE, TRANSFERS, StepMasks, StepOrder
+from infer.execution.row_book import RowBook
 from infer.sampling.params import RowLogprobs, SamplingParams, sequence_seed
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.beam import num_logprobs
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, StepPlan
+from infer.scheduling.plan import StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -97,126 +102,154 @@ def _extend(state: int, token: int) -> int:
     return (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
 
 
-class OracleRunner(SyncRunner):
-    """A `Runner` over a fake store of token ids."""
+class OracleDevice(SyncDevice):
+    """A device half over a fake store of token ids."""
 
     can_embed = True
+    vocab_size = VOCAB_SIZE
 
     def __init__(self, pool: PagedKVCachePool, state: BatchState, num_host_blocks: int = 0) -> None:
         self.pool = pool
-        self.state = state
+        self._state = state  # asked for what no table can tell, and for what orders should have said
+        self.rows, self.book = HostRows(shape_of(state)), RowBook()
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
-        self._latest: dict[int, tuple[int, int]] = {}  # seq_id -> (position, id) of what it drew last
         self.num_steps = 0
         self.num_tokens = 0
-        self.num_transfers = {COPY: 0, SWAP_OUT: 0, SWAP_IN: 0}
+        self.num_transfers = dict.fromkeys(TRANSFERS, 0)
         self.fail_at: int | None = None  # raise at this step, once
         self.fails_early = False  # raise before any block was moved
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Move, write, read back, hash."""
+        return self.draw(order, self.forward(order), masks)
+
+    def forward(self, order: StepOrder) -> list[list[int]]:
+        """Write each row's tokens to the cache; what its last token sees."""
         self.num_steps += 1
-        self.num_tokens += plan.num_tokens
+        self.num_tokens += order.num_tokens
         is_failing = self.num_steps == self.fail_at
         if is_failing and self.fails_early:
             raise RuntimeError("the oracle was told to fail")
-        self._transfer(plan)
+        self._transfer(order)
         if is_failing:
             raise RuntimeError("the oracle was told to fail")
-        assert isinstance(self.pool, PagedKVCachePool)
+        self.rows.apply(order)
+        self.book.enter(order)
         self.device[self.pool._device.free] = POISON
-        size = self.pool.block_size
-        tables = [
-            self.state.tables[:, row, : -(-stop // size)]
-            for row, stop in zip(plan.chunks.rows.tolist(), plan.chunks.stops.tolist(), strict=True)
-        ]
-        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
-            for position in range(chunk.start, chunk.stop):
-                self.device[table[:, position // size], position % size] = self._token(seq, position)
+        layout, size = lay_out(order, self.rows), self.pool.block_size
+        self._check_slots(order, layout)
+        for slots in layout.slots:
+            self.device[slots // size, slots % size] = layout.tokens
+        return [self._read(order, number) for number in range(order.num_rows)]
+
+    def draw(self, order: StepOrder, seen: list[list[int]], masks: StepMasks) -> StepResult:
+        """The ids of a step whose rows see this."""
+        allowed = {place: bits_of(mask_W) for place, mask_W in masks.by_place().items()}
+        drafts = drafts_of(order)
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
-        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
-            seen = self._read(seq, table, chunk.start, chunk.stop)
-            seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
-            lengths = [chunk.stop] * len(seeds)
-            for place in range(chunk.stop - len(seq.drafts), chunk.stop):  # drafts: how many are right?
-                if seen[place] == next_token(seen[:place], seeds[0]):
-                    seeds.append(seeds[0])
-                    lengths.insert(-1, place)
-                else:
-                    lengths[-1] = place
-                    break
-            drawn = [next_token(seen[:length], seed) for length, seed in zip(lengths, seeds, strict=True)]
-            if len(drawn) == 1:
-                self._latest[seq.seq_id] = (lengths[0], drawn[0])
+        for number, entry in enumerate(self.book.entries(order.rows)):
+            stop, num_sampled = len(seen[number]), int(order.num_sampled[number])
+            drawn, lengths = list[int](), list[int]()
+            for length in range(stop - num_sampled + 1, stop + 1):
+                for index in range(int(order.num_draws[number])):
+                    seed = sequence_seed(entry.line.seed, index)
+                    drawn.append(self.choose(seen[number][:length], seed, allowed.get((number, length))))
+                    lengths.append(length)
+            if number in drafts:
+                drawn = drawn[: num_kept(drawn, drafts[number])]
+            if drawn:
+                self.rows.last_token[order.rows[number]] = drawn[-1]
             ids.append(tuple(drawn))
-            num_top = num_logprobs(seq.group)
             logprobs.append(
                 tuple(
                     None
-                    if num_top is None
-                    else RowLogprobs(token, -1.0 - token / VOCAB_SIZE, 1, offers(seen[:length], num_top))
-                    for length, token in zip(lengths, drawn, strict=True)
+                    if entry.num_logprobs is None
+                    else RowLogprobs(
+                        token, -1.0 - token / VOCAB_SIZE, 1, offers(seen[number][:length], entry.num_logprobs)
+                    )
+                    for length, token in zip(lengths, drawn, strict=False)
                 )
             )
-        return StepResult(ids, logprobs, _prompt_logprobs(plan), pooled=self._pooled(plan, tables))
+        return StepResult(ids, logprobs, self._prompt_logprobs(order), pooled=self._pooled(order, seen))
 
-    def _pooled(self, plan: StepPlan, tables: Seq[np.ndarray]) -> dict[int, np.ndarray]:
+    def choose(self, seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
+        """What comes next; `allowed`: among these ids."""
+        assert allowed is None, "this oracle draws what it likes"
+        return next_token(seen, seed)
+
+    def _pooled(self, order: StepOrder, seen: list[list[int]]) -> dict[int, np.ndarray]:
         """Two numbers for a chunk of an embedding: of the last token a hash, of many the sum of their ids."""
         found: dict[int, np.ndarray] = {}
-        for chunk, seq, table in zip(plan.chunks, plan.chunks.sequences, tables, strict=True):
-            pooling = seq.group.request.pooling
-            if pooling is None:
-                continue
-            seen = self._read(seq, table, chunk.start, chunk.stop)
-            if pooling == "mean":
-                found[seq.seq_id] = np.array(
-                    [sum(seen[chunk.start :]), chunk.stop - chunk.start], dtype=float
-                )
-            elif pooling == "last" and chunk.stop == seq.num_prompt:
-                found[seq.seq_id] = np.array([next_token(seen, 0), chunk.stop], dtype=float)
+        for number, entry in enumerate(self.book.entries(order.rows)):
+            start, stop = int(order.starts[number]), len(seen[number])
+            if entry.pooling == "mean":
+                found[number] = np.array([sum(seen[number][start:]), stop - start], dtype=float)
+            elif entry.pooling == "last" and stop == entry.facts.num_prompt:
+                found[number] = np.array([next_token(seen[number], 0), stop], dtype=float)
         return found
 
-    def _read(self, seq: Sequence, tables: np.ndarray, start: int, stop: int) -> list[int]:
-        """What the tokens from `start` on can see; of what no layer can, what it is known to be."""
+    def _prompt_logprobs(self, order: StepOrder) -> dict[int, list[RowLogprobs]]:
+        """For each prompt token that follows one of this step: minus its position."""
+        found: dict[int, list[RowLogprobs]] = {}
+        for number, tokens in given_tokens(order).items() if len(order.next_tokens) else ():
+            facts, start = self.book[int(order.rows[number])].facts, int(order.starts[number])
+            following = [*tokens[1:].tolist(), int(order.next_tokens[number])][: facts.num_prompt - 1 - start]
+            if facts.prompt_logprobs != NONE and following:
+                places = enumerate(following, start + 1)
+                found[number] = [RowLogprobs(token, float(-place), 1, ()) for place, token in places]
+        return found
+
+    def _sequence(self, row: int) -> Sequence:
+        """The sequence that a row belongs to."""
+        return next(seq for seq in self._state.sequences if seq.row == row)
+
+    def _read(self, order: StepOrder, number: int) -> list[int]:
+        """What a row's tokens can see; of what no layer can, what it is known to be."""
+        row, start, stop = int(order.rows[number]), int(order.starts[number]), int(order.stops[number])
         seen: list[int] = []
-        for table, window in zip(tables, self.pool.windows, strict=True):
+        for table, window in zip(self.rows.tables[:, row], self.pool.windows, strict=True):
             first = 0 if window is None else max(start - window + 1, 0)
             if not seen:
-                seen = [*seq.tokens[:first], *[POISON] * (stop - first)]
-            found = self.device[table].reshape(-1)[first:stop].tolist()
-            assert POISON not in found, f"{seq} reads a slot that was not written, from {first} on: {found}"
-            assert seen[first] == POISON or seen[first:] == found, f"the tables of {seq} do not agree"
+                known = self._sequence(row).tokens[:first] if first else ()
+                seen = [*known, *[POISON] * (stop - first)]
+            blocks = table[: -(-stop // self.pool.block_size)]
+            found = self.device[blocks].reshape(-1)[first:stop].tolist()
+            assert POISON not in found, (
+                f"row {row} reads a slot that was not written, from {first} on: {found}"
+            )
+            assert seen[first] == POISON or seen[first:] == found, f"the tables of row {row} do not agree"
             seen[first:] = found
         return seen
 
-    def _token(self, seq: Sequence, position: int) -> int:
-        """An input token; one that was drawn in the step before may not have been reported yet."""
-        if position < len(seq.tokens):
-            return seq.tokens[position]
-        if seq.drafts:
-            return seq.drafts[position - len(seq.tokens)]
-        drawn_at, token = self._latest[seq.seq_id]
-        assert drawn_at == position, f"{seq} needs token {position} but drew token {drawn_at} last"
-        return token
+    def _check_slots(self, order: StepOrder, layout: TokenLayout) -> None:
+        """Raise unless slots and tokens of an order are those of the scheduler's own books."""
+        rows = order.rows.repeat(order.counts)
+        assert (layout.slots == self.rows.slots(rows, layout.positions)).all()
+        assert (self.rows.tables[:, order.rows, 0] == self._state.tables[:, order.rows, 0]).all()
+        for row, position, token in zip(rows, layout.positions, layout.tokens, strict=True):
+            tokens = self._sequence(row).tokens
+            assert position >= len(tokens) or tokens[position] == token, f"row {row} at {position}"
 
-    def _transfer(self, plan: StepPlan) -> None:
+    def _transfer(self, order: StepOrder) -> None:
         device, host = self.device, self.host
-        sides = {COPY: (device, device), SWAP_OUT: (device, host), SWAP_IN: (host, device)}
-        for kind, source, destination in plan.transfers:
+        sides = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}
+        for kind, source, destination in order.moves():
             sides[kind][1][destination] = sides[kind][0][source]
             self.num_transfers[kind] += 1
 
 
-def _prompt_logprobs(plan: StepPlan) -> dict[int, list[RowLogprobs]]:
-    """For each prompt token that follows one of this step: minus its position."""
-    found: dict[int, list[RowLogprobs]] = {}
-    for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
-        followers = range(chunk.start + 1, min(chunk.stop + 1, seq.num_prompt))
-        if seq.group.request.params.prompt_logprobs is not None and followers:
-            found[seq.seq_id] = [RowLogprobs(seq.tokens[p], float(-p), 1, ()) for p in followers]
-    return found
+def bits_of(mask_W: np.ndarray) -> np.ndarray:
+    """The ids that a mask allows."""
+    return np.unpackbits(mask_W.view(np.uint8), bitorder="little").nonzero()[0]
+
+
+def first_tokens(order: StepOrder) -> set[int]:
+    """The first tokens of the prompts that begin in a step."""
+    given = given_tokens(order)
+    firsts = {int(tokens[0]) for number, tokens in given.items() if order.starts[number] == 0}
+    return firsts | {token for _, token, position in order.known.T.tolist() if position == 0}
 
 
 def expected_embedding(prompt: Seq[int], pooling: str) -> tuple[float, ...]:
@@ -286,7 +319,7 @@ class OracleWorld:
         self.scheduler = Scheduler(
             self.pool, config, cost=cost, keeps_cache=keeps_cache, max_seq_len=context_len
         )
-        self.runner = OracleRunner(self.pool, self.scheduler.state, num_host_blocks)
+        self.runner = OracleDevice(self.pool, self.scheduler.state, num_host_blocks)
         self.observer = PlanList()
         self.eos_ids = eos_ids
         self.engine = Engine(

@@ -14,8 +14,8 @@ import torch
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.execution.gpu.runner import DeviceRunner
-from infer.execution.model_runner import ModelRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.torch_device import TorchDevice
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
@@ -43,9 +43,9 @@ def tiny_model(family: str) -> LoadedModel:
 def make_engine(family: str = "llama", **knobs: Any) -> Engine:
     """An engine whose cache holds NaN wherever nothing was written."""
     engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), tiny_model(family))
-    runner = engine._runner
-    assert isinstance(runner, ModelRunner | DeviceRunner)
-    fill_store(runner._store, float("nan"))
+    device = engine._device
+    assert isinstance(device, TorchDevice | GpuDevice)
+    fill_store(device.store, float("nan"))
     return engine
 
 

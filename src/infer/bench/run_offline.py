@@ -121,7 +121,7 @@ class _Run:
         order = range(len(self._sessions))
         by_start = sorted(order, key=lambda number: self._sessions[number].start_s)
         self._pending = deque(by_start if self._is_open else order)
-        self._active: dict[str, tuple[RequestTrace, list[int]]] = {}
+        self._active: dict[str, tuple[RequestTrace, list[int], float]] = {}  # seconds added late, at the end
         self._num_sessions = 0  # on their way
         self.result = OfflineResult()
 
@@ -177,16 +177,16 @@ class _Run:
             trace.error, trace.ended = str(error), self._now()
             self._num_sessions -= 1
             return
-        self._active[request.request_id] = (trace, prompt)
+        self._active[request.request_id] = (trace, prompt, self._now() - due)
 
     def _take(self, output: StepOutput, now: float) -> None:
-        trace, tokens = self._active[output.request_id]
+        trace, tokens, late_s = self._active[output.request_id]
         if output.token_ids:
             trace.chunks.append(now)
             trace.num_output += len(output.token_ids)
             tokens += output.token_ids
         trace.num_cached = output.num_cached
-        trace.queue_s = output.queue_s
+        trace.queue_s = late_s + output.queue_s
         if output.finish_reason is None:
             return
         trace.ended = now

@@ -2,7 +2,7 @@
 
     workload ──► Engine (real) ──► Scheduler (real) ──► pool (real)
                      │
-                     └──► SimulatedRunner: makes up the tokens, and moves the clock by what the step costs
+                     └──► SimulatedDevice: makes up the tokens, and moves the clock by what the step costs
 
 Only the model is missing, so thousands of steps run in a second, and a policy that starves a request,
 thrashes the cache or wastes its budget does so here as it would on the machine. Requests come in when
@@ -35,8 +35,8 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
-from infer.execution.runner import StepResult, SyncRunner
-from infer.scheduling.plan import StepPlan
+from infer.execution.device import StepResult, SyncDevice
+from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
 from infer.tools.step_cost import StepCost
@@ -44,21 +44,19 @@ from infer.tools.step_cost import StepCost
 VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
 
 
-class SimulatedRunner(SyncRunner):
-    """A `Runner` that makes tokens up, and the clock of the run."""
+class SimulatedDevice(SyncDevice):
+    """A device half that makes ids up, and the clock of the run."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         self.now = 0.0
-        self.first_chunk: dict[str, float] = {}  # request -> when its first step began
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
-        for seq in plan.chunks.sequences:
-            if seq.num_tokens == seq.num_prompt:
-                self.first_chunk.setdefault(seq.group.request.request_id, self.now)
-        self.now += self.cost.seconds(plan)
-        ids = [tuple(VOCAB_SIZE - 1 - index for index in range(chunk.num_samples)) for chunk in plan.chunks]
+        num_kv_tokens = int(order.stops.sum())
+        self.now += self.cost.seconds(order.num_tokens, num_kv_tokens, len(order.transfers))
+        drawn: list[int] = (order.num_sampled * order.num_draws).tolist()
+        ids = [tuple(range(VOCAB_SIZE - 1, VOCAB_SIZE - 1 - count, -1)) for count in drawn]
         return StepResult(ids, [(None,) * len(row) for row in ids], {})
 
     def seconds(self) -> float:
@@ -82,13 +80,9 @@ def run_simulated(workload: Workload, config: EngineConfig, cost: StepCost) -> O
     scheduler = Scheduler(
         make_pool(config, size), scheduler_config, cost=prices, keeps_cache=config.cache.keeps_cache
     )
-    runner = SimulatedRunner(cost)
-    engine = Engine(scheduler, runner, context_len=max_seq_len, vocab_size=VOCAB_SIZE)
-    result = run_offline(engine, workload, clock=runner, sample_every=1)
-    for trace in result.traces:
-        first = runner.first_chunk.get(f"{trace.session}.{trace.turn}")
-        trace.queue_s = None if first is None else first - trace.asked
-    return result
+    device = SimulatedDevice(cost)
+    engine = Engine(scheduler, device, context_len=max_seq_len, vocab_size=VOCAB_SIZE, clock=device.seconds)
+    return run_offline(engine, workload, clock=device, sample_every=1)
 
 
 # -- infer simulate: policies and cache sizes side by side -----------------------------------------------

@@ -110,6 +110,7 @@ class PagedKVCachePool:
             self._longest_table = min(self._longest_table, max_blocks_per_sequence)
         self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
         self._most_held = [window_blocks(window, block_size, max_chunk) for window in windows]
+        self.num_host_blocks = num_host_blocks
         self._device = BlockAllocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
         self._tree = PrefixTree(self._device, block_size, windows)

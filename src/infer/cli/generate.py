@@ -79,6 +79,7 @@ FLAGS: Mapping[str, flags.Row] = {
     "--raw": (bool, "continue the text as is, without a chat template"),
     "--json": (bool, "print one JSON object per prompt, when it is done"),
     "--record FILE": (Path, "write down the run, for 'infer replay'; holds the prompts"),
+    "--orders": (bool, "with --record: also write what the device is told in each step"),
     "--overwrite": (bool, "let --record replace a file that is there"),
 }
 
@@ -119,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         )
     params = asking.params_from(args)
     prompts = read_prompts(args)
-    with recording(args.record, may_replace=args.overwrite) as observer:
+    if args.orders and args.record is None:
+        raise ConfigError("--orders adds to a record; give its name with --record FILE")
+    with recording(args.record, may_replace=args.overwrite, orders=args.orders) as observer:
         num_failed = answer_all(prompts, params, args, observer)
     if num_failed:
         notice(
@@ -272,7 +275,7 @@ def _write_json(data: dict[str, Any]) -> None:
 
 
 def recording(
-    path: Path | None, *, may_replace: bool = False
+    path: Path | None, *, may_replace: bool = False, orders: bool = False
 ) -> AbstractContextManager[EngineObserver | None]:
     """Return an observer that records the run to `path` and closes the file at the end; None without a path.
 
@@ -286,7 +289,7 @@ def recording(
         raise ConfigError(f"{path} is there already; record to another name, or replace it with --overwrite")
     from infer.tools.record import Recorder
 
-    return Recorder(path)
+    return Recorder(path, orders=orders)
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:

@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
 from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.tools.replay import Replay
 
 HELP = "run a record again, bit for bit"
 DESCRIPTION = (
@@ -28,6 +32,8 @@ examples:
   infer generate --record run.jsonl "Why is the sky blue?"
   infer replay run.jsonl
   infer replay run.jsonl --until 20
+  infer generate --record run.jsonl --orders "Why is the sky blue?"
+  infer replay run.jsonl --orders
   infer replay run.jsonl --model path/to/model --device cpu --no-check
 """
 
@@ -36,6 +42,7 @@ FLAGS: Mapping[str, flags.Row] = {
     "--model TEXT": (str, "the model that was recorded, if it is not the default one"),
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
     "--until STEP": (int, "stop after this step and print the engine's state"),
+    "--orders": (bool, "run what the device was told, without a scheduler; the record must have it"),
     "--check": (bool, "compare with the record (default); without it, the requests are only run again", True),
 }
 
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None and args.until > record.last_step:
         raise ConfigError(f"--until is {args.until}, but the record ends with step {record.last_step}")
     replay = replay_model(record, args.model, device=args.device, show_progress=True)
+    if args.orders:
+        return _run_orders(replay, args)
     report = replay.run(until=args.until, check=args.check)
     if report.difference is not None:
         write_out(f"the runs differ at {report.difference}\n")
@@ -74,3 +83,19 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None:
         write_out(describe_state(replay.engine) + "\n")
     return 0 if report.difference is None else 1
+
+
+def _run_orders(replay: Replay, args: argparse.Namespace) -> int:
+    """Run the orders of a record on the device alone."""
+    from infer.tools.order_replay import limits_of, replay_orders
+
+    engine = replay.engine
+    report = replay_orders(
+        replay.record, engine.device, limits_of(engine), until=args.until, check=args.check
+    )
+    if report.difference is not None:
+        write_out(f"the device differs at {report.difference}\n")
+        return 1
+    verdict = "identical" if args.check else "not compared"
+    write_out(f"{report.num_steps} orders, {report.num_tokens} tokens, {verdict}\n")
+    return 0

@@ -40,8 +40,10 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
 from infer.errors import ConfigError
-from infer.execution.gpu.runner import DeviceRunner
-from infer.execution.model_runner import ModelRunner
+from infer.execution.device import StateShape
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.warm_up import WarmUp
+from infer.execution.torch_device import TorchDevice
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
@@ -114,22 +116,24 @@ def build_engine(
     )
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
-        runner = _make_runner(config, loaded, store, scheduler.state, graph_bytes)
-        if isinstance(runner, DeviceRunner):
-            runner.wait_for_compilers()
-        if step is not None:  # behind the runner's own buffers, which would lie in the arena for good
-            runner.arena = _make_arena(step, loaded.device)
+        device = make_device(config, loaded, store, shape_of(scheduler.state), graph_bytes)
+        warm_up: WarmUp | None = None
+        if isinstance(device, GpuDevice):
+            warm_up = WarmUp(device)
+            device.wait_for_compilers()
+            if step is not None:  # after the device's own buffers, which would lie in the arena for good
+                device.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
     on_gpu = is_gpu(loaded.device)
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(prefill_seconds, loaded.model, loaded.device)
-        if isinstance(runner, DeviceRunner):
+        if warm_up is not None:
             with phases("capture"):
-                while runner.prepare():
+                while warm_up.prepare():
                     pass
-            time_step = runner.step_seconds
+            time_step = warm_up.step_seconds
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
@@ -141,14 +145,14 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        is_more = runner.prepare()
+        is_more = warm_up is not None and warm_up.prepare()
         if is_more:
             token_bytes.start()  # beside what is captured
         return is_more
 
     engine = Engine(
         scheduler,
-        runner,
+        device,
         context_len=served_len,
         model_len=loaded.config.context_len,
         family=loaded.config.family,
@@ -169,7 +173,7 @@ def build_engine(
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
-    logger.info("%s", describe_engine(loaded.name, config, size, attention=runner.attention))
+    logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
 
@@ -284,27 +288,22 @@ def _rehearse(
     if config.backends.attention == "flash":  # which cannot attend to padding
         return compute_step(config, loaded)
 
-    def make_runner() -> DeviceRunner:
+    def make_warm_up() -> WarmUp:
         layout = kv_layout(loaded.config, cache, config.max_seq_len)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
-        state = BatchState(
-            2 * config.scheduler.max_batch_size,
-            1,
-            block_size=cache.block_size,
-            num_tables=len(layout.windows),
-        )
-        runner = _make_runner(config, loaded, store, state)
-        assert isinstance(runner, DeviceRunner)
-        return runner
+        shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
+        device = make_device(config, loaded, store, shape)
+        assert isinstance(device, GpuDevice)
+        return WarmUp(device)
 
-    def compile_steps(runner: DeviceRunner) -> None:
-        runner.compile()  # Triton's kernels, while others compile those in CUDA C++
+    def compile_steps(warm_up: WarmUp) -> None:
+        warm_up.compile()  # Triton's kernels, while others compile those in CUDA C++
         if not wait_for_linears():
-            runner.compile()  # Triton's in place of those that could not be had
-        runner.wait_for_compilers()
+            warm_up.compile()  # Triton's in place of those that could not be had
+        warm_up.device.wait_for_compilers()
 
     return rehearse(
-        make_runner,
+        make_warm_up,
         compile_steps,
         loaded.device,
         config.scheduler,
@@ -314,24 +313,30 @@ def _rehearse(
     )
 
 
-def _make_runner(
-    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, state: BatchState, graph_bytes: int = 0
-) -> ModelRunner | DeviceRunner:
-    """Return the runner that keeps its state on the GPU, or the one that is plain PyTorch and C."""
+def shape_of(state: BatchState) -> StateShape:
+    """Return the size of the state that a device keeps for a batch."""
+    num_tables, num_rows, max_blocks = state.tables.shape
+    return StateShape(num_rows, max_blocks, state.block_size, num_tables)
+
+
+def make_device(
+    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, shape: StateShape, graph_bytes: int = 0
+) -> TorchDevice | GpuDevice:
+    """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C."""
     if not config.uses_gpu_runner:
-        return ModelRunner(
+        return TorchDevice(
             loaded.model,
             store,
-            state,
+            shape,
             max_batch_size=config.scheduler.max_batch_size,
             attention_backend=config.backends.attention,
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
         )
-    return DeviceRunner(
+    return GpuDevice(
         loaded.model,
         store,
-        state,
+        shape,
         max_batch_size=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seq_len=config.max_seq_len,

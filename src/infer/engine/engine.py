@@ -1,7 +1,8 @@
-"""The loop: every `step()` makes the same four moves.
+"""The loop: every `step()` makes the same five moves.
 
     plan     the scheduler picks chunks and reserves blocks            (integers)
-    launch   the runner moves blocks, runs the model, samples          (tensors)
+    order    the host half says it in numbers                          (integers; engine/host_half.py)
+    run      a device moves blocks, runs the model, samples            (tensors; execution/)
     commit   full blocks enter the prefix tree                         (integers)
     report   stop conditions are checked, the finished let go          (integers; engine/requests.py)
 
@@ -48,16 +49,18 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
+from time import perf_counter
 from typing import NamedTuple
 
 from infer.engine.admission import admit, seed_of
 from infer.engine.compiling import CompilingRequests
+from infer.engine.host_half import HostHalf
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineForm, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
-from infer.execution.runner import Runner, StepResult, UnsampledStep
+from infer.execution.device import DeviceHalf, PendingStep, StepResult
 from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
@@ -77,7 +80,7 @@ class _Flight(NamedTuple):
     """A step the device is working on."""
 
     plan: StepPlan
-    wait: Callable[[], StepResult]
+    step: PendingStep
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
     result: StepResult | None = None  # once it has been read
 
@@ -88,7 +91,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        device: DeviceHalf,
         *,
         context_len: int,
         model_len: int | None = None,
@@ -101,6 +104,7 @@ class Engine:
         prepare: Callable[[], bool] = lambda: False,
         phases: Phases | None = None,
         token_bytes: TokenBytes | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.phases = Phases() if phases is None else phases  # of its start
@@ -108,11 +112,11 @@ class Engine:
         self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
-        self._runner = runner
-        self._vocab_size = vocab_size
+        self._device, self._host = device, HostHalf(scheduler.state)
+        self.vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
-        self._requests = RequestTable(scheduler)
+        self._requests = RequestTable(scheduler, clock)
         self._empty_steps = 0
         self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
@@ -135,7 +139,7 @@ class Engine:
             raise RequestError(
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
-        if request.pooling is not None and not self._runner.can_embed:
+        if request.pooling is not None and not self._device.can_embed:
             raise RequestError("this engine has no model to embed with: it makes tokens up")
         try:
             group, tokens = admit(
@@ -143,7 +147,7 @@ class Engine:
                 self.scheduler,
                 number=self._requests.num_added,
                 context_len=self.context_len,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
                 eos_ids=self._eos_ids,
                 num_compiling=self._compiling.num_jobs if request.params.structured else len(self._compiling),
             )
@@ -200,6 +204,11 @@ class Engine:
     def has_step_in_flight(self) -> bool:
         """Whether the device is still working on a step: the next `step()` will report it."""
         return bool(self._flights)
+
+    @property
+    def device(self) -> DeviceHalf:
+        """What executes its orders."""
+        return self._device
 
     @property
     def num_requests(self) -> int:
@@ -271,12 +280,9 @@ class Engine:
                     self._requests.begin(seq)
             self._begun = sequences
         self._is_guided = self._requests.has_guided(sequences)
-        step: UnsampledStep | None = None
         try:
-            if self._is_guided:
-                step = self._runner.begin(plan)
-            else:
-                wait = self._runner.launch(plan)
+            order = self._host.order(plan, awaits_masks=self._is_guided)
+            step = self._device.run(order)
         except DeviceLost:  # every further step would fail as well: the supervisor must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
@@ -286,15 +292,16 @@ class Engine:
         except BaseException as error:  # Ctrl-C: where it is caught, the books are balanced
             self._unreported += self._give_up(plan, error)
             raise
+        self._observer.on_order(order)
         self.scheduler.advance(plan)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._has_drafts = plan.chunks.num_drafts > 0
-        if step is not None:
+        if self._is_guided:
             return self._sample(plan, step)
-        self._flights.append(_Flight(plan, wait, set()))
+        self._flights.append(_Flight(plan, step, set()))
         return self._retire(all_but=self._num_ahead)
 
-    def _sample(self, plan: StepPlan, step: UnsampledStep) -> list[StepOutput]:
+    def _sample(self, plan: StepPlan, step: PendingStep) -> list[StepOutput]:
         """Sample a step that has begun, once all ids before it are known: they say what may come next.
 
         The device waits for that. The rest of what they mean is found out while it samples.
@@ -306,7 +313,8 @@ class Engine:
                 requests.show_guides(self._flights[0].plan, self._read())
             masked = requests.masked_of(plan)
             broken = self._masks.fill(masked.values(), step.masks(len(masked)))
-            wait = step.sample(list(masked))
+            masks = step.sample([*masked], plan.chunks.stops[[*masked]].tolist())
+            self._observer.on_masks(plan.step, masks)
         except DeviceLost:
             self._unreported += outputs + self._conclude_read()
             raise
@@ -317,7 +325,7 @@ class Engine:
             self._unreported += outputs + self._conclude_read() + self._give_up(plan, error)
             raise
         dropped: set[int] = set()
-        self._flights.append(_Flight(plan, wait, dropped))
+        self._flights.append(_Flight(plan, step, dropped))
         self._masks.look_back()
         if broken or requests.may_jump(masked.values(), len(sequences)):
             outputs += self._retire(all_but=1)
@@ -373,7 +381,7 @@ class Engine:
         if flight.result is not None:
             return flight.result
         try:
-            result = flight.wait()
+            result = flight.step.wait()
         except DeviceLost:
             raise
         except Exception as error:
@@ -405,6 +413,7 @@ class Engine:
 
     def _give_up(self, plan: StepPlan, error: BaseException) -> list[StepOutput]:
         """End the requests of a plan that did not run; other sequences it moved blocks for start over."""
+        self._host.forget(plan)
         outputs = self._fail(plan.chunks.sequences, f"{type(error).__name__} in step {plan.step}")
         self.scheduler.abandon(plan)
         return outputs

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infer.engine.run_manifest import RunFacts
+from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 
@@ -28,6 +29,12 @@ class EngineObserver:
 
     def on_reset(self, step: int) -> None:
         """All cached prefixes were forgotten after this step."""
+
+    def on_order(self, order: StepOrder) -> None:
+        """A device has begun to execute an order."""
+
+    def on_masks(self, step: int, masks: StepMasks) -> None:
+        """The order of a step is sampled under these masks, whose memory is about to be used again."""
 
     def on_step(self, plan: StepPlan, ids: Sequence[tuple[int, ...]]) -> None:
         """A plan ran and these ids were sampled, chunk by chunk."""

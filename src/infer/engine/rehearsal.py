@@ -1,7 +1,7 @@
 """What the steps of an engine take of a GPU's memory, found out by running the largest one there can be.
 
-Before the KV cache takes the rest of the memory, a runner with hardly a cache computes the largest step that
-the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
+Before the KV cache takes the rest of the memory, a device half with hardly a cache computes the largest step
+that the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
 which are sampled. All of it is padding, so nothing is written. The peaks of both parts, a little more for the
 gaps that tensors of other sizes leave, are the arena of all later steps (device_memory.py). The step also
 compiles the kernels that the first prompts need.
@@ -23,14 +23,14 @@ from infer.config.resolve import ResolvedScheduler
 from infer.engine import device_memory
 from infer.engine.gc_freeze import collect
 from infer.errors import ConfigError, NoRoom
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.warm_up import WarmUp
 
 GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte of the largest step
 
 
 def rehearse(
-    make_runner: Callable[[], DeviceRunner],
-    compile_steps: Callable[[DeviceRunner], None],
+    make_warm_up: Callable[[], WarmUp],
+    compile_steps: Callable[[WarmUp], None],
     device: torch.device,
     scheduler: ResolvedScheduler,
     computed: StepBytes,
@@ -48,12 +48,12 @@ def rehearse(
         )
     num_rows, num_tokens = scheduler.max_batch_size, scheduler.max_num_batched_tokens
     try:
-        made: list[DeviceRunner] = []
-        buffers = device_memory.peak_of(lambda: made.append(make_runner()), device)
-        runner = made.pop()
-        compile_steps(runner)  # what that takes is free again, and no part of the buffers
-        layers = device_memory.peak_of(runner.compute_padding, device)
-        logits = device_memory.peak_of(runner.sample_padding, device)
+        made: list[WarmUp] = []
+        buffers = device_memory.peak_of(lambda: made.append(make_warm_up()), device)
+        warm_up = made.pop()
+        compile_steps(warm_up)  # what that takes is free again, and not part of the buffers
+        layers = device_memory.peak_of(warm_up.compute_padding, device)
+        logits = device_memory.peak_of(warm_up.sample_padding, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of max_num_batched_tokens={num_tokens} and max_batch_size={num_rows} does not fit "
@@ -61,7 +61,7 @@ def rehearse(
             "max_num_batched_tokens="
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None
-    del runner
+    del warm_up
     collect()  # what comes next looks at how much is free
     graphs = 0
     if graph_tokens is not None:

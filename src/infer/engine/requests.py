@@ -20,7 +20,7 @@ Whatever happens, each sequence the client waits for gets exactly one output wit
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
 from time import perf_counter
@@ -28,7 +28,7 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from infer.execution.runner import StepResult
+from infer.execution.device import StepResult
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 from infer.scheduling.beam import advance_beams, best_outputs, num_logprobs
 from infer.scheduling.plan import StepPlan
@@ -47,7 +47,8 @@ ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a gr
 class RequestTable:
     """Makes, advances and ends the sequences of every request. One engine thread owns it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock  # for metrics only
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
         self.guides: dict[int, Guide] = {}  # by seq_id: of sequences whose text decides what may follow
@@ -63,7 +64,7 @@ class RequestTable:
     def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
         """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
-        group.added_at = group.added_at or perf_counter()  # one that was compiled waits since before that
+        group.added_at = group.added_at or self._clock()  # one that was compiled waits since before that
         leader = self._new_sequence(group, 0, tokens)
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences
@@ -79,7 +80,7 @@ class RequestTable:
     def begin(self, leader: Sequence) -> None:
         """Let a request leave the queue; while its steps depend on ids, none may overlap."""
         group = leader.group
-        group.queue_s = perf_counter() - group.added_at
+        group.queue_s = self._clock() - group.added_at
         if leader.num_samples > 1 or group.is_beam:
             self.waiting_for_ids.add(group.request.request_id)
 
@@ -106,9 +107,9 @@ class RequestTable:
         """Give every sequence of a plan its ids, one or several; outputs come in plan order, beams last."""
         sequences = plan.chunks.sequences
         if result.prompt_logprobs:
-            for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            for number, (chunk, seq) in enumerate(zip(plan.chunks, sequences, strict=True)):
                 # from its own position on: a prompt that was preempted half way is computed again
-                seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
+                seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(number, ())
         outputs: list[StepOutput] = []
         offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
         sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
@@ -145,8 +146,8 @@ class RequestTable:
     def _report_pooled(self, plan: StepPlan, pooled: Mapping[int, np.ndarray]) -> list[StepOutput]:
         """Add the pooled states of a step's chunks up; one output for each embedding that is complete."""
         outputs: list[StepOutput] = []
-        for chunk, seq in zip(plan.chunks, plan.chunks.sequences, strict=True):
-            group, states_D = seq.group, pooled.get(seq.seq_id)
+        for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True)):
+            group, states_D = seq.group, pooled.get(number)
             if states_D is None or seq.finish_reason is not None:
                 continue
             if group.pooled_D is not None and chunk.start:  # at 0 it starts over: it was preempted half way

@@ -1,7 +1,11 @@
-"""A plan becomes tensors, the model runs, tokens are sampled.
+"""Orders become tensors, the model runs, ids are sampled. Nothing here knows requests or sequences.
 
-runner.py     any device, sampling on the host
-batch.py      chunks to tensors
-cpu_step.py   decode steps on a CPU with the C kernels
-gpu/          state on the device, CUDA graphs, results one step late
+order.py           what a device is told in one step
+device.py          what the engine asks of a device, and the result that arrives later
+torch_device.py    the device half of any device, sampling on the host
+layout.py          rows of an order to tensors
+cpu_step.py        steps on a CPU with the C kernels
+host_sampling.py   ids and logprobs, drawn on the host
+row_book.py        what a device half remembers about its rows
+gpu/               state on the device, CUDA graphs, results one step late
 """

@@ -2,13 +2,13 @@
 
 A step's inputs are five small tables of integers, kept where they are and overwritten:
 
-    chunks      A[5:6]   B[17:18]   C[0:4]
+    rows        A[5:6]   B[17:18]   C[0:4]
     tokens      a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
-    slots       where the block tables of each sequence put these positions: a line for each table
+    slots       where the block tables of each row put these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
-Where few sequences have long contexts, each segment of one is an item: three kv heads alone keep two threads
+Where few rows have long contexts, each segment of one is an item: three kv heads alone keep two threads
 busy for three quarters of the time, and more threads for less.
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
@@ -28,15 +28,14 @@ import numpy as np
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.execution.batch import lay_out, needed_tokens
+from infer.execution.layout import HostRows, lay_out, needed_tokens
+from infer.execution.order import DECODE, StepOrder
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, ProgramRecorder
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.model import Model
-from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import StepPlan
 
 MAX_PARTS = 64  # segments of a step that are items of their own
 LOGIT_ROWS = 8  # up to which a step waits for Python rather than for the head; their logits keep their memory
@@ -57,35 +56,35 @@ class CpuInputs:
         self._places = np.arange(capacity)
         self.num_rows = self.num_items = 0
 
-    def fill(self, plan: StepPlan, state: BatchState) -> list[int]:
-        """Write a plan down; returns where each chunk's last token is."""
-        layout = lay_out(plan.chunks, state.tables, state.block_size)
+    def fill(self, order: StepOrder, rows: HostRows) -> list[int]:
+        """Write an order down; returns where each row's last token is."""
+        layout = lay_out(order, rows)
         self.num_rows = num_rows = len(layout.tokens)
         self.tokens[:num_rows] = layout.tokens
         self.positions[:num_rows] = layout.positions
         self.slots[:, :num_rows] = layout.slots
-        if num_rows == len(plan.chunks):  # a token each
+        if (order.kinds == DECODE).all():
             items = self.items[:num_rows]
             items[:, 0], items[:, 1] = self._places[:num_rows], 1
-            items[:, 2], items[:, 3], items[:, 4] = plan.chunks.rows, plan.chunks.starts, -1
+            items[:, 2], items[:, 3], items[:, 4] = order.rows, order.starts, -1
             self.num_items = num_rows
             if num_rows <= self._max_split:
                 self._split()
             return list(range(num_rows))
-        num_items = -(-layout.lens // operations.ITEM_TOKENS)  # of each chunk: attention takes it in pieces
+        num_items = -(-order.counts // operations.ITEM_TOKENS)  # pieces in which attention takes each row
         last_items = num_items.cumsum()
         self.num_items = int(last_items[-1])
         offsets = operations.ITEM_TOKENS * (
             np.arange(self.num_items) - (last_items - num_items).repeat(num_items)
         )
         items = self.items[: self.num_items]
-        items[:, 0] = (layout.ends - layout.lens).repeat(num_items) + offsets
-        items[:, 1] = np.minimum(layout.lens.repeat(num_items) - offsets, operations.ITEM_TOKENS)
-        items[:, 2] = plan.chunks.rows.repeat(num_items)
-        items[:, 3] = plan.chunks.starts.repeat(num_items) + offsets
+        items[:, 0] = (layout.ends - order.counts).repeat(num_items) + offsets
+        items[:, 1] = np.minimum(order.counts.repeat(num_items) - offsets, operations.ITEM_TOKENS)
+        items[:, 2] = order.rows.repeat(num_items)
+        items[:, 3] = order.starts.repeat(num_items) + offsets
         items[:, 4] = -1
-        last_rows: list[int] = (layout.ends - 1).tolist()
-        return last_rows
+        last_places: list[int] = (layout.ends - 1).tolist()
+        return last_places
 
     def _split(self) -> None:
         items = self.items[: self.num_items]
@@ -108,17 +107,17 @@ class CpuStep(StepContext):
         library: Library,
         store: KVStore,
         inputs: CpuInputs,
-        state: BatchState,
+        rows: HostRows,
         num_rows: int,
         parts: torch.Tensor | None = None,
     ) -> None:
-        self._library, self._store, self._block_size = library, store, state.block_size
+        self._library, self._store, self._block_size = library, store, rows.block_size
         self._parts = parts
         self.positions = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
         self._slots_KT = torch.from_numpy(inputs.slots)[:, :num_rows]
         self._items_I6 = torch.from_numpy(inputs.items)[: inputs.num_items]
-        self._tables_KRB = torch.from_numpy(state.tables)
+        self._tables_KRB = torch.from_numpy(rows.tables)
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
@@ -150,41 +149,39 @@ class CpuSteps:
         library: Library,
         model: Model,
         store: KVStore,
-        state: BatchState,
+        rows: HostRows,
         max_batch_size: int,
         *,
         record: bool,
     ) -> None:
-        self._library, self._model, self._store, self._state = library, model, store, state
+        self._library, self._model, self._store, self._rows = library, model, store, rows
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         max_rows = max(max_batch_size, RECORDED_ROWS)
         N, (_, G, H) = model.config.num_heads, store.keys[0].shape
         max_split = 4 * library.num_threads // G if operations.can_split(N, G, H) else 0
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
-        self._inputs = CpuInputs(max_rows, len(state.tables), max_split)
+        self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)
         if record:
             self._record(max_rows)
 
-    def run(self, plan: StepPlan) -> tuple[torch.Tensor, list[int]]:
-        """The hidden states of a plan's tokens that are needed, and where each chunk's last one is.
+    def run(self, order: StepOrder) -> tuple[torch.Tensor, list[int]]:
+        """The hidden states of an order's tokens that are needed, and where each row's last one is.
 
         The states of a recorded step are overwritten by the next one.
         """
-        num_rows = plan.num_tokens
+        num_rows = order.num_tokens
         inputs = (
-            self._inputs
-            if num_rows <= self._inputs.capacity
-            else CpuInputs(num_rows, len(self._state.tables))
+            self._inputs if num_rows <= self._inputs.capacity else CpuInputs(num_rows, len(self._rows.tables))
         )
-        last_rows = inputs.fill(plan, self._state)
+        last_rows = inputs.fill(order, self._rows)
         if self._program is not None and inputs is self._inputs:
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
-        step = CpuStep(self._library, self._store, inputs, self._state, num_rows, self._parts)
-        places, last_rows = needed_tokens(plan, last_rows)
+        step = CpuStep(self._library, self._store, inputs, self._rows, num_rows, self._parts)
+        places, last_rows = needed_tokens(order, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
@@ -197,16 +194,16 @@ class CpuSteps:
         self._head.run(num_rows, 0)
         return self._logits_SV[:num_rows]
 
-    def context(self, plan: StepPlan) -> CpuStep:
-        """The `StepContext` of a plan, or of a part of one; not recorded."""
-        inputs = CpuInputs(plan.num_tokens, len(self._state.tables))
-        inputs.fill(plan, self._state)
-        return CpuStep(self._library, self._store, inputs, self._state, plan.num_tokens)
+    def context(self, order: StepOrder) -> CpuStep:
+        """The `StepContext` of an order, or of a part of one; not recorded."""
+        inputs = CpuInputs(order.num_tokens, len(self._rows.tables))
+        inputs.fill(order, self._rows)
+        return CpuStep(self._library, self._store, inputs, self._rows, order.num_tokens)
 
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
-        step = CpuStep(self._library, self._store, self._inputs, self._state, max_rows, self._parts)
+        step = CpuStep(self._library, self._store, self._inputs, self._rows, max_rows, self._parts)
         with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()

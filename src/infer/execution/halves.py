@@ -4,13 +4,12 @@
     A[5:6]  B[17:18]  C[0:3]           5 tokens: C samples nothing yet
                       C[3:8]           5 tokens: and what C samples
 
-Chunks are halved by their tokens, so the long ones of prompts are cut first, then the batch. A half that
+Orders are halved by their tokens, so the long rows of prompts are cut first, then the batch. A half that
 finds no memory is halved again, until a token is left, which is tried twice. The halves run one after the
-other and write what the whole step would have written, where it would have written it: the plan and its books
-stay as they are.
+other and write what the whole step would have written, where it would have written it.
 
-A runner promises that a launch which raises has changed nothing that a second one of the same tokens does
-not write again; transfers of blocks, which are no such thing, have been made before.
+A device half promises that an order which raises has changed nothing that a second one of the same tokens
+does not write again; transfers of blocks, which are not like that, have been made before.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from infer.execution.runner import StepResult
+from infer.execution.device import StepResult
+from infer.execution.order import EMPTY, PROMPT, StepMasks, StepOrder
 from infer.sampling.params import RowLogprobs
-from infer.scheduling.plan import Chunks, StepPlan
 
 logger = logging.getLogger(__name__)
 
-RunStep = Callable[[StepPlan], StepResult]
+RunStep = Callable[[StepOrder, StepMasks], StepResult]
 
 
 class SmallerSteps:
-    """Runs what is left of a plan whose step found no memory, in halves; says so in the log once."""
+    """Runs what is left of an order whose step found no memory, in halves; says so in the log once."""
 
     def __init__(self, run: RunStep) -> None:
         self._run = run  # which comes back here if a half does not fit either
         self._has_spoken = False
         self._tries_again = False  # a step that cannot be halved
 
-    def run(self, plan: StepPlan, error: torch.OutOfMemoryError) -> StepResult:
-        """The result of the whole plan; `error` is why it did not run at once.
+    def run(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
+        """The result of the whole order; `error` is why it did not run at once.
 
         It is raised if a step that cannot be halved fails twice.
         """
@@ -49,69 +48,49 @@ class SmallerSteps:
             logger.warning(
                 "step found no memory and is repeated in smaller ones; further ones are not logged, and a "
                 "smaller max_num_batched_tokens or device_memory avoids them step=%d num_tokens=%d reason=%r",
-                plan.step, plan.num_tokens, str(error).splitlines()[0],
+                order.step, order.num_tokens, str(error).splitlines()[0],
             )  # fmt: skip
-        numbers = split_numbers(plan.chunks)
-        if numbers is None:
-            return self._run_again(plan, error)
-        ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
-        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(plan.chunks)
+        at = where_to_cut(order)
+        if at is None:
+            return self._run_again(order, masks, error)
+        ids: list[tuple[int, ...]] = [()] * order.num_rows
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * order.num_rows
         prompt_logprobs: dict[int, list[RowLogprobs]] = {}
         pooled: dict[int, np.ndarray] = {}
         is_whole = True
-        for part, half in halves(plan, numbers):
-            result = self._run(half)
-            for place, number in enumerate(part):
-                if result.ids[place]:  # of a chunk that was cut, only the last part has any
-                    ids[number], logprobs[number] = result.ids[place], result.logprobs[place]
-            for seq_id, rows in result.prompt_logprobs.items():
-                prompt_logprobs[seq_id] = prompt_logprobs.get(seq_id, []) + rows
-            for seq_id, states_D in result.pooled.items():  # of a chunk that was cut, a sum of each part
-                pooled[seq_id] = pooled[seq_id] + states_D if seq_id in pooled else states_D
+        for first, half in zip((0, at[0]), order.cut(*at), strict=True):
+            result = self._run(half, masks.select(first, half.num_rows))
+            for place in range(half.num_rows):
+                if result.ids[place]:  # of a row that was cut, only the last part has any
+                    ids[first + place], logprobs[first + place] = result.ids[place], result.logprobs[place]
+            for place, rows in result.prompt_logprobs.items():
+                prompt_logprobs[first + place] = prompt_logprobs.get(first + place, []) + rows
+            for place, states_D in result.pooled.items():  # of a row that was cut, a sum of each part
+                before = pooled.get(first + place)
+                pooled[first + place] = states_D if before is None else before + states_D
             is_whole &= result.is_whole
         return StepResult(ids, logprobs, prompt_logprobs, is_whole, pooled)
 
-    def _run_again(self, plan: StepPlan, error: torch.OutOfMemoryError) -> StepResult:
+    def _run_again(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
         if self._tries_again:
             raise error
         self._tries_again = True
         try:
-            again = StepPlan(plan.step, plan.chunks, table_changes=plan.table_changes, masks=plan.masks)
-            return self._run(again)
+            return self._run(order._replace(transfers=EMPTY.transfers), masks)
         finally:
             self._tries_again = False
 
 
-def split_numbers(chunks: Chunks) -> tuple[int, int] | None:
-    """Where a step is halved: a chunk's number, and how many of its tokens come first; None: it cannot be."""
-    lens = chunks.stops - chunks.starts
-    before = lens.cumsum() - lens
-    half = int(lens.sum()) // 2
+def where_to_cut(order: StepOrder) -> tuple[int, int] | None:
+    """Where a step is halved: a row's number, and how many of its tokens come first; None: it cannot be."""
+    before = order.counts.cumsum() - order.counts
+    half = order.num_tokens // 2
     if not half:
         return None
     number = int(np.searchsorted(before, half, side="right")) - 1
     num_first = half - int(before[number])
-    if chunks.sequences[number].drafts:  # which are judged together
-        if number + 1 < len(lens):
+    if num_first and order.kinds[number] != PROMPT:  # drafts, which are judged together
+        if number + 1 < order.num_rows:
             return number + 1, 0
         return (number, 0) if number else None
     return number, num_first
-
-
-def halves(plan: StepPlan, at: tuple[int, int]) -> list[tuple[list[int], StepPlan]]:
-    """The two smaller plans, each with the numbers of its chunks in the whole one.
-
-    What tables have got goes with the first of them; blocks that had to move have moved.
-    """
-    number, num_first = at
-    first, second = list(range(number + (num_first > 0))), list(range(number, len(plan.chunks)))
-    columns = plan.chunks
-    early, late = columns.select(np.array(first, dtype=np.int64)), columns.select(np.array(second))
-    if num_first:
-        cut = int(columns.starts[number]) + num_first
-        early.stops[-1] = late.starts[0] = cut
-        early.num_samples[-1], early.draws[-1] = 0, False
-    return [
-        (first, StepPlan(plan.step, early, table_changes=plan.table_changes, masks=plan.masks)),
-        (second, StepPlan(plan.step, late, masks=plan.masks)),
-    ]

@@ -1,31 +1,34 @@
-"""Sampling on the host: tokens and logprobs from hidden states, row by row.
+"""Sampling on the host: ids and logprobs from hidden states, row by row.
 
-    hidden [T]  ──►  rows that sample  ──►  logits  ──►  one id per row, several for a chunk about to fork
+    hidden [T]  ──►  positions that are sampled  ──►  logits  ──►  one id each, several before a fork
                 └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
 
-A part that runners are given. The CPU's runner samples every step with it; a GPU's those in which ids decide
-what runs next, forks and beams, and it takes the logprobs of prompts from here.
+A part that device halves are given. The one of a CPU samples every step with it; a GPU's those whose ids
+decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
+
+A row that *verifies* drafts is sampled at all of its positions at once, each as if the drafts before it were
+right. The noise is a hash of (seed, position), so the id at a position is the one that the row would have
+drawn there without drafts, provided that all before it are right: ids are kept up to the first that is not
+the draft of its position, and that one is kept in the draft's place. Greedy or not, the text is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from infer.execution.batch import reads_prompt
-from infer.execution.runner import StepResult
+from infer.execution.device import StepResult
+from infer.execution.order import DECODE, NONE, VERIFY, StepMasks, StepOrder
+from infer.execution.row_book import RowBook
 from infer.kernels.runtime.torch_threads import threads_for
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.models.model import Model
 from infer.sampling.logprobs import read_logprobs
-from infer.sampling.params import RowLogprobs, sequence_seed
+from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
-from infer.scheduling.beam import num_logprobs
-from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
@@ -33,14 +36,14 @@ LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k 
 class PromptTable(NamedTuple):
     """The logprobs of a stretch of a prompt, maybe still on a device (sampling/logprobs.py)."""
 
-    seq_id: int
-    chosen: list[int]  # its tokens
-    num_top: int  # of alternatives
+    number: int  # number of the row in the order
+    chosen: list[int]  # tokens of the prompt
+    num_top: int  # alternatives to each
     table: torch.Tensor
 
 
 class HostSampler:
-    """Draws the tokens of a step from the hidden states of a model.
+    """Draws the ids of a step from the hidden states of a model.
 
     `send` copies ids to its device; `logits` are those of a step's hidden states, by default the model's.
     """
@@ -48,84 +51,109 @@ class HostSampler:
     def __init__(
         self,
         model: Model,
+        book: RowBook,
         send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
         logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._model, self._send, self._logits = model, send, logits
+        self._model, self._book, self._send, self._logits = model, book, send, logits
 
-    def sample(self, plan: StepPlan, last_rows: list[int], hidden_TD: torch.Tensor) -> StepResult:
-        """The result of a step, given the row of `hidden_TD` that belongs to each chunk's last token."""
-        places: list[int] = []
-        rows: list[SampleRow] = []
-        counts: list[int] = plan.chunks.num_samples.tolist()
-        stops: list[int] = plan.chunks.stops.tolist()
-        for count, stop, seq, last_row in zip(counts, stops, plan.chunks.sequences, last_rows, strict=True):
-            mask_W = plan.masks.get(seq.seq_id) if plan.masks else None
-            for index in range(count):
-                places.append(last_row)
-                rows.append(sample_row(seq, seq.index + index, stop, mask_W))
-        ids: list[tuple[int, ...]] = [()] * len(counts)
-        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(counts)
-        prompt_logprobs = read_prompts(self.prompt_tables(plan, last_rows, hidden_TD))
+    def sample(
+        self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor, masks: StepMasks
+    ) -> StepResult:
+        """The result of a step, given the row of `hidden_TD` that belongs to each row's last token."""
+        ids: list[tuple[int, ...]] = [()] * order.num_rows
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * order.num_rows
+        prompt_logprobs = read_prompts(self.prompt_tables(order, last_rows, hidden_TD))
+        places, rows, counts = self._rows_to_sample(order, last_rows, masks)
         if not rows:
             return StepResult(ids, logprobs, prompt_logprobs)
-        # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
+        # Decoding: every token is its row's last. Equal counts alone could be one row about to fork.
         all_sample = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
         logits_of = self._logits or self._model.logits
         logits_SV = logits_of(hidden_TD if all_sample else hidden_TD[places])
         with threads_for(len(rows)):
             samples = sample(logits_SV, rows, overwrites=True)
-        first = 0
+        drafts, first = drafts_of(order), 0
         for number, count in enumerate(counts):
-            last = first + count
-            ids[number] = tuple(samples.ids[first:last])
-            logprobs[number] = tuple(samples.logprobs[first:last])
-            first = last
+            drawn = samples.ids[first : first + count]
+            if number in drafts:
+                drawn = drawn[: num_kept(drawn, drafts[number])]
+            ids[number] = tuple(drawn)
+            logprobs[number] = tuple(samples.logprobs[first : first + len(drawn)])
+            first += count
         return StepResult(ids, logprobs, prompt_logprobs)
 
+    def _rows_to_sample(
+        self, order: StepOrder, last_rows: list[int], masks: StepMasks
+    ) -> tuple[list[int], list[SampleRow], list[int]]:
+        """The rows of hidden states that are sampled, how each is, and how many ids each row draws."""
+        places, rows, counts = list[int](), list[SampleRow](), list[int]()
+        drafts, mask_of = drafts_of(order), masks.by_place() if len(masks.numbers) else {}
+        columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()
+        entries = self._book.entries(order.rows)
+        for number, (entry, last_row, num_sampled, num_draws, stop) in enumerate(
+            zip(entries, last_rows, *columns, strict=True)
+        ):
+            counts.append(num_sampled * num_draws)
+            for back in range(num_sampled - 1, -1, -1):  # positions before the last one
+                position = stop - back
+                for index in range(num_draws):
+                    row = entry.sample_row(position, index, mask_of.get((number, position)))
+                    if number in drafts:  # which would be counted by penalties, up to this position
+                        row = row._replace(tokens=[*row.tokens, *drafts[number][: num_sampled - 1 - back]])
+                    places.append(last_row - back)
+                    rows.append(row)
+        return places, rows, counts
+
     def prompt_tables(
-        self, plan: StepPlan, last_rows: list[int], hidden_TD: torch.Tensor
+        self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor
     ) -> list[PromptTable]:
         """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
-        found, sequences = list[PromptTable](), plan.chunks.sequences
-        if all(seq.group.request.params.prompt_logprobs is None for seq in sequences):
+        found = list[PromptTable]()
+        if not len(order.next_tokens):
             return found
-        for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):
-            count = seq.group.request.params.prompt_logprobs
-            if count is None or not reads_prompt(chunk.start, seq):
+        for number, tokens in given_tokens(order).items():
+            facts, start = self._book[int(order.rows[number])].facts, int(order.starts[number])
+            count = min(len(tokens), facts.num_prompt - 1 - start)  # followers that belong to the prompt
+            if facts.prompt_logprobs == NONE or count <= 0:
                 continue
-            stop = min(chunk.stop, seq.num_prompt - 1)
-            place = last_row + 1 - (chunk.stop - chunk.start) - chunk.start  # of position 0, were it here
-            chosen = seq.tokens[chunk.start + 1 : stop + 1].tolist()
+            chosen = [*tokens[1:].tolist(), int(order.next_tokens[number])][:count]
             chosen_T = self._send(torch.tensor(chosen), hidden_TD.device)
-            parts = []
-            for first in range(chunk.start, stop, LOGPROB_ROWS):
-                last = min(first + LOGPROB_ROWS, stop)
+            place, parts = last_rows[number] + 1 - len(tokens), []
+            for first in range(0, count, LOGPROB_ROWS):
+                last = min(first + LOGPROB_ROWS, count)
                 logits = self._model.logits(hidden_TD[place + first : place + last])
-                ids = chosen_T[first - chunk.start : last - chunk.start]
-                parts.append(logprob_table(logits, ids, count))
-            found.append(PromptTable(seq.seq_id, chosen, count, torch.cat(parts)))
+                parts.append(logprob_table(logits, chosen_T[first:last], facts.prompt_logprobs))
+            found.append(PromptTable(number, chosen, facts.prompt_logprobs, torch.cat(parts)))
         return found
 
 
+def given_tokens(order: StepOrder) -> dict[int, np.ndarray]:
+    """The tokens of the rows that do not decode, by number."""
+    (numbers,) = (order.kinds != DECODE).nonzero()
+    if not len(numbers):
+        return {}
+    parts = np.split(order.tokens, order.counts[numbers].cumsum()[:-1])
+    return dict(zip(numbers.tolist(), parts, strict=True))
+
+
+def drafts_of(order: StepOrder) -> dict[int, list[int]]:
+    """The drafts of the rows that verify any, by number: their tokens after the first."""
+    if not (order.kinds == VERIFY).any():
+        return {}
+    given = given_tokens(order)
+    return {number: given[number][1:].tolist() for number in (order.kinds == VERIFY).nonzero()[0].tolist()}
+
+
+def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many of the ids drawn next to drafts are kept: those that equal them, and one more."""
+    pairs = zip(drawn, drafts, strict=False)
+    return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
+
+
 def read_prompts(tables: list[PromptTable]) -> dict[int, list[RowLogprobs]]:
-    """The logprobs of prompts by seq_id, from tables that are on the host."""
+    """The logprobs of prompts by number of the row, from tables that are on the host."""
     return {
-        each.seq_id: read_logprobs(each.table, each.chosen, [each.num_top] * len(each.chosen))
+        each.number: read_logprobs(each.table, each.chosen, [each.num_top] * len(each.chosen))
         for each in tables
     }
-
-
-def sample_row(seq: TokenSequence, index: int, position: int, mask_W: np.ndarray | None = None) -> SampleRow:
-    """How to sample the token at a position of a sequence, or of the `index`-th one it is about to become."""
-    params = seq.group.request.params
-    return SampleRow(
-        params=params,
-        seed=sequence_seed(seq.group.seed, index),
-        position=position,
-        num_prompt=seq.num_prompt,
-        tokens=seq.tokens,
-        banned=seq.group.stop_ids if position - seq.num_prompt < params.min_tokens else (),
-        num_logprobs=num_logprobs(seq.group),
-        mask_W=None if mask_W is None else torch.from_numpy(mask_W),
-    )

@@ -1,20 +1,19 @@
 """A step whose rows that decode and whose prompts are attended by different backends.
 
-    tokens      A B | C C C C | D D            A and B compute one token each, C and D several
+    tokens      A B | C C C C | D D            A and B decode, C and D do not
     contexts    decode_attention_backend for A and B, attention_backend for C and D
 
-A sequence is wholly in one of the two, and reads its own cache alone, so either may go first.
+A row is wholly in one of the two, and reads its own cache alone, so either may go first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
+from infer.execution.order import DECODE, StepOrder
 from infer.layers.attention import AttentionLayer, StepContext
-from infer.scheduling.plan import StepPlan
 
 
 class SplitStep(StepContext):
@@ -34,19 +33,18 @@ class SplitStep(StepContext):
 
 
 def split_step(
-    plan: StepPlan,
+    order: StepOrder,
     positions_T: torch.Tensor,
-    make: Callable[[StepPlan, str], StepContext],
+    make: Callable[[StepOrder, str], StepContext],
     backends: tuple[str, str],
 ) -> SplitStep:
-    """Return the step of a plan; `make` a context for the rows that decode, and one for the prompts."""
-    lens = plan.chunks.stops - plan.chunks.starts
+    """Return the step of an order; `make` a context for the rows that decode, and one for the others."""
+    is_decode = order.kinds == DECODE
     parts = []
-    for backend, is_part in zip(backends, (lens == 1, lens > 1), strict=True):
+    for backend, is_part in zip(backends, (is_decode, ~is_decode), strict=True):
         numbers = is_part.nonzero()[0]
         if len(numbers):
-            part = replace(plan, chunks=plan.chunks.select(numbers))
-            context = make(part, backend)
-            places = torch.from_numpy(is_part.repeat(lens).nonzero()[0]).to(positions_T.device)
+            context = make(order.select(numbers), backend)
+            places = torch.from_numpy(is_part.repeat(order.counts).nonzero()[0]).to(positions_T.device)
             parts.append((context, places))
     return SplitStep(positions_T, parts)

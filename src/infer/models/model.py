@@ -26,6 +26,10 @@ Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
+from typing import Self
+
 import torch
 from torch import nn
 
@@ -64,6 +68,13 @@ class Model(nn.Module):
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
         """The residual stream as the first layer is given it: the tokens' embeddings."""
         return ResidualStream(self.embedding(tokens_T))
+
+    def with_layers(self, numbers: Iterable[int]) -> Self:
+        """A view of this model that has some of its layers, and shares all weights with it."""
+        view = copy(self)
+        view._modules = dict(self._modules)
+        view.layers = nn.ModuleList(self.layers[number] for number in numbers)
+        return view
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""

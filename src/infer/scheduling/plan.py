@@ -12,8 +12,7 @@ reader they are a sequence of `Chunk`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -73,7 +72,8 @@ class Chunks(Sequence[Chunk]):
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
         """A copy of these chunks at other positions, of which nothing has been refused yet."""
-        moved = copy(self)
+        moved = Chunks.__new__(Chunks)
+        moved.__dict__.update(self.__dict__)  # several times faster than a copy
         moved.starts, moved.stops, moved.ends = starts, stops, stops
         moved.is_repeated, moved.num_drafts, moved._made = is_repeated, 0, None
         return moved
@@ -146,8 +146,6 @@ class StepPlan:
 
     Rows are counted through all tables: of the second table they begin where those of the first end.
     """
-    masks: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
-    """Which ids may come next, by seq_id; only runners that sample on the host are told (`runner.py`)."""
 
     @property
     def num_tokens(self) -> int:

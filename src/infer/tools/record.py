@@ -10,6 +10,11 @@ the run (engine/run_manifest.py); then everything that happens, in order:
     {"kind": "abort", "step": 1, "t": 0.05, "request_id": "a", "index": null}
     {"kind": "failure", "step": 2, "t": 0.06, "error": "..."}      the plan of this step could not run
 
+With `orders`, what the device was told is in it as well, each before the step that it belongs to:
+
+    {"kind": "order", "step": 1, "t": 0.04, "data": "..."}         the `StepOrder` (execution/order.py)
+    {"kind": "masks", "step": 1, "t": 0.04, "numbers": [0], "positions": [9], "data": "..."}
+
 `t` is seconds since the header. A line is written whole when its event happens, and nothing is kept in
 memory. Prompts and outputs are in a record, as token ids; paths are not, and cache salts are hashed
 with a key that is thrown away: equal ones stay equal, and none can be guessed back.
@@ -31,19 +36,25 @@ import logging
 import os
 import secrets
 import stat
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, TypeAlias
+from zlib import compress, decompressobj
 
 import msgspec
+import numpy as np
 
 from infer.cache.memory import CacheSize
 from infer.engine.observer import EngineObserver
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
+from infer.execution.order import StepMasks, StepOrder
+from infer.execution.order import read as read_order
+from infer.execution.order import to_bytes as order_bytes
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
@@ -51,7 +62,7 @@ from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.tools.typed_json import read_json
 
-VERSION = 1
+VERSION = 2  # since there are orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
 
@@ -61,8 +72,9 @@ logger = logging.getLogger(__name__)
 class Recorder(EngineObserver):
     """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, orders: bool = False) -> None:
         self.path = path
+        self._has_orders = orders  # whether to write down what devices are told
         self.num_steps = 0
         self._salt_key = secrets.token_bytes(16)
         self._started = perf_counter()
@@ -100,6 +112,18 @@ class Recorder(EngineObserver):
     def on_reset(self, step: int) -> None:
         """Write that the cached prefixes were forgotten."""
         self._event("reset", step)
+
+    def on_order(self, order: StepOrder) -> None:
+        """Write what the device is told, if that was asked for."""
+        if self._has_orders:
+            self._event("order", order.step, data=b64encode(order_bytes(order)).decode())
+
+    def on_masks(self, step: int, masks: StepMasks) -> None:
+        """Write under which masks it samples, likewise."""
+        if self._has_orders:
+            lines = compress(masks.lines_KW.tobytes(), level=1)
+            facts = {"numbers": [*masks.numbers], "positions": [*masks.positions]}
+            self._event("masks", step, **facts, data=b64encode(lines).decode())
 
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
         """Write a plan that ran and what it sampled."""
@@ -270,13 +294,44 @@ class Ran(_Event, frozen=True, tag="step"):
         return StepPlan(self.step, Chunks.of(chunks), self.preempted, transfers)
 
 
+class Ordered(_Event, frozen=True, tag="order"):
+    """The device was told this."""
+
+    data: str
+
+    def __post_init__(self) -> None:
+        _ = self.order
+
+    @property
+    def order(self) -> StepOrder:
+        """The order as the device was told it."""
+        return read_order(memoryview(bytearray(b64decode(self.data, validate=True))))
+
+
+class Masked(_Event, frozen=True, tag="masks"):
+    """The order of this step was sampled under these masks."""
+
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]
+    data: str
+
+    def lines(self, num_words: int) -> np.ndarray:
+        """The masks, of a vocabulary with this many words; `ValueError`: they are not."""
+        size = 4 * num_words * len(self.numbers)
+        inflater = decompressobj()
+        lines = inflater.decompress(b64decode(self.data, validate=True), size + 1)
+        if len(lines) != size or len(self.positions) != len(self.numbers):
+            raise ValueError(f"{len(self.numbers)} masks of {4 * num_words} bytes each are not in it")
+        return np.frombuffer(bytearray(lines), dtype=np.int32).reshape(-1, num_words)
+
+
 class Failed(_Event, frozen=True, tag="failure"):
     """The plan of this step raised, and its requests ended with an error."""
 
     error: str
 
 
-Event: TypeAlias = Added | Aborted | Reset | Ran | Failed
+Event: TypeAlias = Added | Aborted | Reset | Ran | Failed | Ordered | Masked
 
 _HEADER = msgspec.json.Decoder(_Header)
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -289,9 +344,11 @@ class Record:
         self.path = path
         self.facts = self._read_header()
         self.num_steps = 0
+        self.has_orders = False
         self.last_step = 0
         last_ran = 0  # what ran is written when it is read: later than what came while it was under way
         for event in self.events():
+            self.has_orders |= isinstance(event, Ordered)
             before = last_ran if isinstance(event, Ran) else self.last_step
             if not before <= event.step <= self.last_step + MAX_STEP_GAP:
                 raise ConfigError(f"{path} goes from step {before} to {event.step}; it is damaged")
@@ -314,9 +371,10 @@ class Record:
                     raise ConfigError(f"{where}: a record begins with a header line")
             except ConfigError as error:
                 raise ConfigError(f"{error}; this is no record of 'infer generate --record'") from None
-            if (version := start.get("version")) != VERSION:
+            if (version := start.get("version")) not in range(1, VERSION + 1):
                 raise ConfigError(
-                    f"{where}: the record is of version {version}, and this release reads version {VERSION}"
+                    f"{where}: the record is of version {version}, "
+                    f"and this release reads versions 1 to {VERSION}"
                 )
             return read_json(line, _HEADER, where).to_facts()
         raise ConfigError(f"{self.path} is empty; a record begins with a header line")

@@ -29,7 +29,7 @@ from infer.engine.run_manifest import PLACES, RunFacts, fingerprint
 from infer.errors import ConfigError, InferError
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence
-from infer.tools.record import Aborted, Added, Event, Failed, Ran, Record, Reset
+from infer.tools.record import Aborted, Added, Failed, Masked, Ordered, Ran, Record, Reset
 
 MAX_SHOWN_BLOCKS = 12
 
@@ -79,17 +79,19 @@ class Replay:
     """A record and an engine that lives it again; `build` makes the engine with the observer it is given."""
 
     def __init__(self, record: Record, build: Callable[[EngineObserver], Engine]) -> None:
-        self._record = record
+        self.record = record
         self._witness = _Witness()
         self.engine = build(self._witness)
 
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
         """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
-        for event in self._record.events():
+        for event in self.record.events():
             if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
             if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
                 return self._report(None)  # Ctrl-C: the run ends here, and there is nothing to compare
+            if isinstance(event, Ordered | Masked):
+                continue
             difference = self._follow(event, until)
             if difference is not None and check:
                 return self._report(f"step {event.step}: {difference}")
@@ -106,7 +108,7 @@ class Replay:
             is_whole=is_whole,
         )
 
-    def _follow(self, event: Event, until: int | None) -> str | None:
+    def _follow(self, event: Added | Aborted | Reset | Ran | Failed, until: int | None) -> str | None:
         """Do what the record says was done; returns what came out differently."""
         if isinstance(event, Added | Aborted | Reset):
             self._step_to(event.step)

@@ -19,8 +19,7 @@ from typing import Annotated
 import msgspec
 
 from infer.errors import ConfigError
-from infer.scheduling.plan import StepPlan
-from infer.tools.record import Ran, Record
+from infer.tools.record import Masked, Ordered, Ran, Record
 from infer.tools.typed_json import read_json
 
 MIN_STEPS = 20  # of a record, to fit four numbers
@@ -41,17 +40,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.base + self.per_token == 0:
             raise ValueError("a step must take time; base or per_token must be more than 0")
 
-    def seconds(self, plan: StepPlan) -> float:
-        """Return the seconds that a plan takes."""
-        num_tokens = num_kv_tokens = 0
-        for chunk in plan.chunks:
-            num_tokens += chunk.stop - chunk.start
-            num_kv_tokens += chunk.stop
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_transfers: int) -> float:
+        """Return the seconds of a step: tokens it computes, tokens these attend to, blocks it moves."""
         return (
             self.base
             + self.per_token * num_tokens
             + self.per_kv_token * num_kv_tokens
-            + self.per_block * len(plan.transfers)
+            + self.per_block * num_transfers
         )
 
 
@@ -78,7 +73,8 @@ def fit_cost(record: Record) -> StepCost:
     import numpy as np
 
     rows, seconds = [], []
-    for before, event in pairwise(record.events()):
+    events = (event for event in record.events() if not isinstance(event, Ordered | Masked))
+    for before, event in pairwise(events):
         if isinstance(event, Ran) and event.seconds > before.seconds:
             plan = event.plan
             rows.append([1, plan.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(plan.transfers)])

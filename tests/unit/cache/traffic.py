@@ -36,7 +36,7 @@ class Traffic:
     """Drives a pool as an engine would and verifies what each sequence would read.
 
     A step is planned with any number of `plan`, `swap_out`, `swap_in` and `release` calls and ended with
-    `finish_step`, which only then carries out the transfers and writes the tokens, as a runner would.
+    `finish_step`, which only then carries out the transfers and writes the tokens, as a device would.
     """
 
     def __init__(self, pool: PagedKVCachePool) -> None:

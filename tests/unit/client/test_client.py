@@ -22,38 +22,38 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.errors import DeviceLost, EngineError, EngineStopped, QueueFull, RequestError
-from infer.execution.runner import StepResult
+from infer.execution.device import PendingStep, StepResult
+from infer.execution.order import StepMasks, StepOrder
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
-from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_embedding, expected_output
+from tests.support.oracle import VOCAB_SIZE, OracleDevice, expected_embedding, expected_output
 
 
-class GatedRunner(OracleRunner):
+class GatedDevice(OracleDevice):
     """Runs a step only when the test lets it."""
 
     def __init__(self, pool: PagedKVCachePool, state: BatchState) -> None:
         super().__init__(pool, state)
         self.gate = threading.Semaphore(0)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         assert self.gate.acquire(timeout=30), "the test never opened the gate"
-        return super().run(plan)
+        return super().compute(order, masks)
 
 
 def make_client(
     num_blocks: int = 64,
-    runner_type: type[OracleRunner] = OracleRunner,
+    device_type: type[OracleDevice] = OracleDevice,
     prepare: Callable[[], bool] = lambda: False,
     **knobs: Any,
 ) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
     config = EngineConfig.from_knobs(**({"max_batch_size": 16} | knobs))
     scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
-    runner = runner_type(pool, scheduler.state)
-    engine = Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, prepare=prepare)
+    device = device_type(pool, scheduler.state)
+    engine = Engine(scheduler, device, context_len=200, vocab_size=VOCAB_SIZE, prepare=prepare)
     return InProcessClient(engine), engine
 
 
@@ -127,8 +127,8 @@ def test_cancelled_calls_disturb_no_other() -> None:
 
 def test_an_abort_reaches_the_one_who_iterates() -> None:
     async def main() -> None:
-        client, engine = make_client(runner_type=GatedRunner)
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        client, engine = make_client(device_type=GatedDevice)
+        gate = engine._device.gate  # type: ignore[attr-defined]
         request = make_request(3, max_tokens=150)
         outputs = client.generate(request)
         gate.release()
@@ -145,8 +145,8 @@ def test_an_abort_reaches_the_one_who_iterates() -> None:
 
 def test_an_abort_before_the_fork_ends_all_n_iterations() -> None:
     async def main() -> None:
-        client, engine = make_client(runner_type=GatedRunner)
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        client, engine = make_client(device_type=GatedDevice)
+        gate = engine._device.gate  # type: ignore[attr-defined]
         blocker = asyncio.create_task(collect(client, make_request(8, max_tokens=5)))
         waiting = make_request(7, max_tokens=7, n=3)
         task = asyncio.create_task(collect(client, waiting))
@@ -174,8 +174,8 @@ def test_an_impossible_request_is_told_so_and_the_others_go_on() -> None:
 
 def test_closing_tells_all_that_wait() -> None:
     async def main() -> None:
-        client, engine = make_client(runner_type=GatedRunner)
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        client, engine = make_client(device_type=GatedDevice)
+        gate = engine._device.gate  # type: ignore[attr-defined]
         task = asyncio.create_task(collect(client, make_request(1, max_tokens=190)))
         await until(lambda: engine.has_work)
         closing = asyncio.create_task(client.close("it is late"))
@@ -222,10 +222,10 @@ def test_a_lost_device_ends_the_loop_and_tells_all_requests(monkeypatch: pytest.
     async def main() -> None:
         client, engine = make_client()
 
-        def lose(plan: StepPlan) -> StepResult:
+        def lose(order: StepOrder) -> PendingStep:
             raise DeviceLost("the device failed in step 1")
 
-        monkeypatch.setattr(engine._runner, "run", lose)
+        monkeypatch.setattr(engine._device, "run", lose)
         with pytest.raises(EngineStopped, match="DeviceLost"):
             await collect(client, make_request(1))
         assert isinstance(client.failure, EngineStopped)
@@ -248,8 +248,8 @@ def embedding_of(number: int, *, length: int = 1, pooling: str = "last") -> Requ
 
 def test_tokens_arrive_between_the_chunks_of_an_embedding() -> None:
     async def main() -> None:
-        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        client, engine = make_client(device_type=GatedDevice, max_num_batched_tokens=8)
+        gate = engine._device.gate  # type: ignore[attr-defined]
         long = embedding_of(1, length=190, pooling="mean")
         outputs = client.generate(make_request(2, max_tokens=5))
         gate.release()
@@ -269,12 +269,12 @@ def test_tokens_arrive_between_the_chunks_of_an_embedding() -> None:
 
 def test_an_embedding_whose_caller_left_frees_what_it_held() -> None:
     async def main() -> None:
-        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
+        client, engine = make_client(device_type=GatedDevice, max_num_batched_tokens=8)
         task = asyncio.create_task(embed(client, embedding_of(1, length=190)))
         await until(lambda: engine.has_work)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        engine._runner.gate.release(5)  # type: ignore[attr-defined]
+        engine._device.gate.release(5)  # type: ignore[attr-defined]
         await until_idle(engine)
         assert engine.scheduler.pool.usage().num_used == 0
         await client.close()
@@ -285,7 +285,7 @@ def test_an_embedding_whose_caller_left_frees_what_it_held() -> None:
 def test_an_embedding_whose_step_fails_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         client, engine = make_client()
-        monkeypatch.setattr(engine._runner, "fail_at", 1)
+        monkeypatch.setattr(engine._device, "fail_at", 1)
         with pytest.raises(EngineError, match="RuntimeError in step 1"):
             await embed(client, embedding_of(1))
         assert tuple(await embed(client, embedding_of(2))) == expected_embedding((2,), "last")
@@ -299,15 +299,15 @@ def test_an_embedding_whose_step_fails_is_told_so(monkeypatch: pytest.MonkeyPatc
 
 def test_a_burst_fills_the_places_and_the_queue_and_the_rest_is_refused_at_once() -> None:
     async def main() -> None:
-        client, engine = make_client(256, GatedRunner, max_queue=32)  # 16 places
+        client, engine = make_client(256, GatedDevice, max_queue=32)  # 16 places
         tasks = [asyncio.create_task(collect(client, make_request(i))) for i in range(300)]
         await asyncio.sleep(0)  # each has handed its request in
         # all but what can be served are answered before a second step
-        engine._runner.gate.release()  # type: ignore[attr-defined]
+        engine._device.gate.release()  # type: ignore[attr-defined]
         await until(lambda: sum(task.done() for task in tasks) == 300 - 48)
         assert all(isinstance(task.exception(), QueueFull) for task in tasks if task.done())
         assert engine.num_requests == 48
-        engine._runner.gate.release(200)  # type: ignore[attr-defined]
+        engine._device.gate.release(200)  # type: ignore[attr-defined]
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(answer, dict) for answer in done) == 48
         await client.close()
@@ -323,8 +323,8 @@ def test_a_step_that_hangs_is_no_progress_and_idle_time_is_not_counted(
 
     async def main() -> None:
         nonlocal now
-        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        client, engine = make_client(device_type=GatedDevice, max_num_batched_tokens=8)
+        gate = engine._device.gate  # type: ignore[attr-defined]
         now += 500.0
         assert client.failure is None
         task = asyncio.create_task(embed(client, embedding_of(1, length=40)))

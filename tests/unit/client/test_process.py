@@ -41,7 +41,7 @@ from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from tests.support.guided import GuidedWorld
-from tests.support.oracle import VOCAB_SIZE, OracleRunner
+from tests.support.oracle import VOCAB_SIZE, OracleDevice
 
 
 class ScriptedLink:
@@ -92,7 +92,7 @@ def make_engine(max_queue: int | None = None) -> Engine:
     pool = PagedKVCachePool(64, 4)
     knobs = EngineConfig.from_knobs(max_queue=max_queue, max_batch_size=1, max_num_batched_tokens=4)
     scheduler = Scheduler(pool, resolve_scheduler(knobs, 256, SIMULATED_STEPS))
-    runner = OracleRunner(pool, scheduler.state)
+    runner = OracleDevice(pool, scheduler.state)
     return Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE)
 
 

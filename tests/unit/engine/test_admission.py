@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.bench.simulated import SLOW_MACHINE, SimulatedRunner
+from infer.bench.simulated import SLOW_MACHINE, SimulatedDevice
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.engine import Engine
@@ -184,10 +184,10 @@ def test_whatever_is_let_in_finishes_in_a_cache_it_only_just_fits(
     assert world.verify() == 2
 
 
-def test_an_embedding_needs_a_runner_that_pools() -> None:
+def test_an_embedding_needs_a_device_half_that_pools() -> None:
     """Else it would compute its prompt and then wait for ever."""
     world = OracleWorld()
-    engine = Engine(world.scheduler, SimulatedRunner(SLOW_MACHINE), context_len=32, vocab_size=100)
+    engine = Engine(world.scheduler, SimulatedDevice(SLOW_MACHINE), context_len=32, vocab_size=100)
     with pytest.raises(RequestError, match="no model to embed with"):
         engine.add(Request(request_id="r", prompt=(1, 2), pooling="last"))
     assert not engine.has_work

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
-from infer.execution.runner import StepResult, UnsampledStep
+from infer.execution.device import PendingStep
+from infer.execution.order import AWAITS_MASKS, StepMasks, StepOrder
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.structured import compiler as compiler_module
 from infer.structured import guide as guide_module
 from infer.structured.guide import Guide
-from tests.support.guided import GuidedWorld, OracleStep, expected
+from tests.support.guided import GuidedWorld, expected
 from tests.support.oracle import OracleWorld
 from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
 
@@ -305,7 +305,7 @@ def test_an_interrupt_between_the_model_and_the_sampler_leaves_the_books_balance
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    where: tuple[Any, str] = (world.engine, "_retire") if moment == "retire" else (OracleStep, "sample")
+    where: tuple[Any, str] = (world.engine, "_retire") if moment == "retire" else (PendingStep, "sample")
     with monkeypatch.context() as patch:
         patch.setattr(*where, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -323,24 +323,25 @@ def test_the_model_of_the_next_step_is_launched_before_ids_are_reported(
 ) -> None:
     """The device has work while the host finds out what else the ids mean."""
     world = GuidedWorld(num_blocks=100, steps_ahead=2)
-    runner, engine, moves = world.runner, world.engine, list[tuple[str, int]]()
-    begin, conclude, sample = runner.begin, engine._conclude, OracleStep.sample
+    device, engine, moves = world.runner, world.engine, list[tuple[str, int]]()
+    run, conclude, sample = device.run, engine._conclude, PendingStep.sample
 
-    def noted_begin(plan: StepPlan) -> UnsampledStep:
-        moves.append(("begin", plan.step))
-        return begin(plan)
+    def noted_run(order: StepOrder) -> PendingStep:
+        assert order.flags & AWAITS_MASKS
+        moves.append(("begin", order.step))
+        return run(order)
 
     def noted_report(flight: Any) -> list[StepOutput]:
         moves.append(("report", flight.plan.step))
         return conclude(flight)
 
-    def noted_sample(self: OracleStep, numbers: list[int]) -> Callable[[], StepResult]:
+    def noted_sample(self: PendingStep, numbers: Sequence[int], positions: Sequence[int]) -> StepMasks:
         moves.append(("sample", 0))
-        return sample(self, numbers)
+        return sample(self, numbers, positions)
 
-    monkeypatch.setattr(runner, "begin", noted_begin)
+    monkeypatch.setattr(device, "run", noted_run)
     monkeypatch.setattr(engine, "_conclude", noted_report)
-    monkeypatch.setattr(OracleStep, "sample", noted_sample)
+    monkeypatch.setattr(PendingStep, "sample", noted_sample)
     world.add("a", [5], structured=Structured.regex("[a-z]{40}"), max_tokens=8)
     world.run()
     order = [name for name, _ in moves]

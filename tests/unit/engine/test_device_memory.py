@@ -16,7 +16,8 @@ from infer.config.settings import EngineConfig
 from infer.engine import build, cache_fit, device_memory, machine, rehearsal
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, NoRoom
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.warm_up import WarmUp
 from infer.kernels.runtime import dispatch
 from infer.tools import doctor, memory_plan
 from infer.tools.doctor import _gpu_memory
@@ -155,24 +156,24 @@ def test_the_largest_step_runs_before_the_cache_takes_the_rest(
     assert fake_gpu == ["limit None", "measured", "measured", "measured"]
     [step] = seen
     assert engine.stats().gpu == "GPU-1234"
-    assert isinstance(engine._runner, DeviceRunner)
-    arena = engine._runner.arena
+    assert isinstance(engine._device, GpuDevice)
+    arena = engine._device.arena
     assert isinstance(arena, FakeArena)
     assert step.activations == step.layers == 500 << 20  # a quarter for gaps
     assert arena.num_bytes == step.activations + (32 << 20)  # and a workspace for what captures steps
     assert (step.logits, step.buffers) == (125 << 20, (30 + 32) << 20)
     share = (4 + 1024) / 2048  # the largest captured step has 1,024 tokens of prompts
     assert step.graphs == int(1.25 * (int(share * (400 << 20)) + (100 << 20))) + (32 << 20)
-    assert engine._runner._graphs._pool_bytes == step.graph_block
+    assert engine._device.graphs._pool_bytes == step.graph_block
 
 
 def test_a_step_that_does_not_fit_is_refused_with_what_would(
     fake_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: DeviceRunner) -> None:
+    def fail(self: WarmUp) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
-    monkeypatch.setattr(DeviceRunner, "compute_padding", fail)
+    monkeypatch.setattr(WarmUp, "compute_padding", fail)
     config = EngineConfig.from_knobs(max_num_batched_tokens=4096, max_batch_size=64, device_memory="9GiB")
     with pytest.raises(ConfigError) as caught:
         build_engine(config, tiny_model("llama"))
@@ -222,7 +223,7 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
     scheduler = resolve_scheduler(
         EngineConfig.from_knobs(max_num_batched_tokens=8192, max_batch_size=64), 4096
     )
-    runner: Any = MagicMock()
+    warm_up: Any = MagicMock()
 
     def graphs(scratch: int) -> int:
         peaks = iter([0, 1000 << 20, 5 << 20])  # of buffers, layers and logits
@@ -233,7 +234,7 @@ def test_the_pool_of_captured_steps_has_room_for_a_matrix_that_is_unpacked(
 
         monkeypatch.setattr(device_memory, "peak_of", peak_of)
         computed = StepBytes(0, 0, scratch=scratch)
-        return rehearsal.rehearse(lambda: runner, lambda _: None, GPU, scheduler, computed, 448, None).graphs
+        return rehearsal.rehearse(lambda: warm_up, lambda _: None, GPU, scheduler, computed, 448, None).graphs
 
     share = 512 / 8192
     assert graphs(0) == graph_pool_bytes(int((1000 << 20) * share), 5 << 20, 0)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.engine.engine import MAX_EMPTY_STEPS
 from infer.errors import EngineError, QueueFull, RequestError
-from infer.execution.runner import StepResult
+from infer.execution.device import PendingStep, StepResult
+from infer.execution.order import StepMasks, StepOrder
 from infer.sampling.params import NO_TOKEN, SamplingParams
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from tests.support.oracle import OracleWorld, expected_output, prompt_of
 
@@ -301,11 +302,11 @@ def test_an_interrupt_ends_the_requests_of_its_step_and_no_others() -> None:
     world = reach("decoding", preemption="swap", block_size=1)
     run = world.runner.run
 
-    def interrupted(plan: StepPlan) -> StepResult:
-        if plan.preempted:
+    def interrupted(order: StepOrder) -> PendingStep:
+        if any(kind == "swap_out" for kind, _, _ in order.moves()):
             world.runner.run = run  # type: ignore[method-assign]
             raise KeyboardInterrupt
-        return run(plan)
+        return run(order)
 
     world.runner.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -345,17 +346,17 @@ def test_a_failed_step_counts_nothing_as_computed() -> None:
 
 def test_logits_without_a_token_end_their_own_request_only() -> None:
     world = reach("forks apart")
-    run = world.runner.run
+    compute = world.runner.compute
 
-    def run_with_a_broken_row(plan: StepPlan) -> StepResult:
-        result = run(plan)
-        for place, seq in enumerate(plan.chunks.sequences):
+    def compute_with_a_broken_row(order: StepOrder, masks: StepMasks) -> StepResult:
+        result = compute(order, masks)
+        for place, seq in enumerate(map(world.runner._sequence, order.rows)):
             if seq.group.request.request_id == "t" and seq.index == 1:
                 result.ids[place] = (NO_TOKEN,)
                 result.logprobs[place] = (None,)
         return result
 
-    world.runner.run = run_with_a_broken_row  # type: ignore[method-assign]
+    world.runner.compute = compute_with_a_broken_row  # type: ignore[method-assign]
     outputs = world.step()
 
     failed = [output for output in outputs if output.request_id == "t"]
@@ -531,9 +532,10 @@ def test_an_interrupt_while_waiting_loses_no_step(steps_ahead: int) -> None:
     def wait() -> Any:
         if interrupts:
             raise interrupts.pop()
-        return flight.wait()
+        return flight.step.wait()
 
-    world.engine._flights[0] = flight._replace(wait=wait)
+    step: Any = SimpleNamespace(wait=wait)
+    world.engine._flights[0] = flight._replace(step=step)
     with pytest.raises(KeyboardInterrupt):
         world.step()
     world.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def num_frozen() -> int:
 
 
 class Circle:
-    """Refers to itself, as a runner does through its graphs."""
+    """Refers to itself, as a device half does through its graphs."""
 
     def __init__(self) -> None:
         self.again = self.run
@@ -54,9 +55,10 @@ def test_what_was_built_is_frozen_as_long_as_its_owner_lives() -> None:
 def test_an_engine_that_goes_takes_all_its_parts_along() -> None:
     engine = make_engine()
     freeze_with(engine)
-    parts = [weakref.ref(part) for part in (engine._runner, engine._runner._store, engine.scheduler)]  # type: ignore[attr-defined]
+    device: Any = engine._device
+    parts = [weakref.ref(part) for part in (device, device.store, engine.scheduler)]
 
-    del engine
+    del engine, device
     gc.collect()
     assert [part() for part in parts] == [None, None, None]
     assert num_frozen() == 0

@@ -59,7 +59,7 @@ def test_which_line_is_whose_is_sent_when_it_changes(state: SampleState) -> None
         assert sent.call_count == 2
 
 
-def test_the_rows_of_the_last_step_are_not_looked_at_again(state: SampleState) -> None:
+def test_the_rows_of_the_last_step_are_not_sent_again(state: SampleState) -> None:
     masks, rows = DeviceMasks(state), np.array([1, 3])
     with mock.patch.object(device_masks, "send_into", wraps=send_into) as sent:
         for number, change in enumerate([lambda: None, lambda: masks.forget(1), masks.clear]):

@@ -13,7 +13,9 @@ from torch import nn
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.warm_up import WarmUp
+from infer.models.model import Model
 from tests.support.kv_store import fill_store
 from tests.support.running import Running
 from tests.support.tiny import tiny_model
@@ -22,8 +24,8 @@ MAX_ROWS, MAX_TOKENS = 20, 2048
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRunner]:
-    """A runner on the CPU that prepares as one on a GPU does, but compiles nothing."""
+def warm_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmUp]:
+    """Prepares a device half on the CPU as one on a GPU is prepared, but compiles nothing."""
     model = tiny_model("qwen3").model
     config, layers = model.config, model.layers
     first, last = layers
@@ -34,10 +36,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRunner]:
         device=torch.device("cpu"),
     )  # fmt: skip
     fill_store(store, 1.0)
-    made = DeviceRunner(
-        model, store, Running(PagedKVCachePool(4, 4)).state, max_batch_size=MAX_ROWS, max_tokens=MAX_TOKENS,
+    device = GpuDevice(
+        model, store, Running(PagedKVCachePool(4, 4)).shape, max_batch_size=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_seq_len=60, use_cuda_graphs=True,
     )  # fmt: skip
+    made = WarmUp(device)
     monkeypatch.setattr(made, "_pads", True)
     monkeypatch.setattr(made, "compile", lambda: None)
     yield made
@@ -45,27 +48,27 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRunner]:
 
 
 def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
-    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, store = runner._model, runner._store
+    device, model, store = warm_up.device, warm_up.device.model, warm_up.device.store
     tried: set[tuple[int, int]] = set()
     outputs: set[int] = set()
     num_layers: set[int] = set()
-    forward, logits = runner._forward, model.logits
+    forward, logits = device.forward, model.logits
 
-    def watch_forward(num_tokens: int, rows_S: torch.Tensor, *rest: object) -> torch.Tensor:
+    def watch_forward(view: Model, num_tokens: int, rows_S: torch.Tensor, *rest: object) -> torch.Tensor:
         tried.add((num_tokens, len(rows_S)))
-        num_layers.add(len(model.layers))
-        return forward(num_tokens, rows_S, *rest)  # type: ignore[arg-type]
+        num_layers.add(len(view.layers))
+        return forward(view, num_tokens, rows_S, *rest)  # type: ignore[arg-type]
 
     def watch_logits(hidden_SD: torch.Tensor) -> torch.Tensor:
         outputs.add(len(hidden_SD))
         return logits(hidden_SD)
 
-    monkeypatch.setattr(runner, "_forward", watch_forward)
+    monkeypatch.setattr(device, "forward", watch_forward)
     monkeypatch.setattr(model, "logits", watch_logits)
     with caplog.at_level(logging.ERROR):
-        while runner.prepare():
+        while warm_up.prepare():
             pass
     assert not caplog.records, "a step of padding could not be run"
     assert num_layers == {2} and len(model.layers) == 5
@@ -93,38 +96,39 @@ class Pieces:
         return len(self.threads) < 3
 
 
-def test_steps_are_captured_beside_plans_which_belong_to_this_thread(
-    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+def test_steps_are_captured_during_plans_which_belong_to_this_thread(
+    warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = threading.Event(), threading.Event()
     graphs, plans = Pieces(first, second), Pieces(second, first)
-    monkeypatch.setattr(runner, "_graphs", graphs)
-    monkeypatch.setattr(runner, "_dense", plans)
-    runner._capture_beside_plans()
+    monkeypatch.setattr(warm_up.device, "graphs", graphs)
+    monkeypatch.setattr(warm_up.device, "dense", plans)
+    warm_up._capture_during_plans()
     assert plans.threads == [threading.get_ident()] * 3
     assert len(graphs.threads) == 3 and threading.get_ident() not in graphs.threads
 
 
 def test_a_capture_that_fails_is_not_lost_in_its_thread(
-    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+    warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = threading.Event(), threading.Event()
-    monkeypatch.setattr(runner, "_graphs", Pieces(first, second, RuntimeError("device lost")))
-    monkeypatch.setattr(runner, "_dense", Pieces(second, first))
+    monkeypatch.setattr(warm_up.device, "graphs", Pieces(first, second, RuntimeError("device lost")))
+    monkeypatch.setattr(warm_up.device, "dense", Pieces(second, first))
     with pytest.raises(RuntimeError, match="device lost"):
-        runner._capture_beside_plans()
+        warm_up._capture_during_plans()
 
 
 def test_the_largest_step_is_rehearsed_with_few_layers(
-    runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch
+    warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    forward = runner._forward
+    device = warm_up.device
+    forward = device.forward
 
-    def watch(num_tokens: int, *rest: object) -> torch.Tensor:
-        seen.append((num_tokens, len(runner._model.layers)))
-        return forward(num_tokens, *rest)  # type: ignore[arg-type]
+    def watch(view: Model, num_tokens: int, *rest: object) -> torch.Tensor:
+        seen.append((num_tokens, len(view.layers)))
+        return forward(view, num_tokens, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "_forward", watch)
-    runner.compute_padding()
-    assert seen == [(MAX_TOKENS, 2)] and len(runner._model.layers) == 5
+    monkeypatch.setattr(device, "forward", watch)
+    warm_up.compute_padding()
+    assert seen == [(MAX_TOKENS, 2)] and len(device.model.layers) == 5

@@ -1,4 +1,4 @@
-"""What the host knows about a step: where the tokens of prompts lie, and which of each chunk is its last."""
+"""What the host knows about a step: where the tokens of prompts lie, and which of each row is its last."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def make_sequences(count: int) -> Running:
 def test_prompts_and_rows_that_decode_may_come_in_any_order(first: int) -> None:
     running = make_sequences(5)
     chunks = (Chunk(0, 2, 5, 0), Chunk(1, 8, 9, 1), Chunk(2, 0, 9, 1), Chunk(3, 8, 9, 1), Chunk(4, 7, 9, 1))
-    prompts = Prompts(running.plan(*chunks), running.state, first=first)
+    prompts = Prompts(running.order(*chunks), first=first)
     begin = first
     assert prompts.decoding.tolist() == [1, 3]
     assert prompts.numbers.tolist() == [0, 2, 4]
-    assert prompts.last_places == [begin + 2, 0, begin + 11, 1, begin + 13]
+    assert prompts.last_places.tolist() == [begin + 2, 0, begin + 11, 1, begin + 13]
     assert [chunk.row for chunk in prompts.chunks] == [0, 2, 4]
     assert prompts.num_tokens == 14
     tokens, positions, slots = prompts.table_XP.tolist()

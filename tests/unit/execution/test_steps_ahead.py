@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from infer.errors import DeviceLost
+from infer.execution.device import Pending, PendingStep, Ready, StepResult
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.readback import Readback
-from infer.execution.gpu.runner import MaskedStep
-from infer.execution.runner import StepResult
+from infer.execution.order import AWAITS_MASKS, NO_MASKS, StepMasks, StepOrder
 from infer.sampling.params import NO_TOKEN
-from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 from tests.support.oracle import OracleWorld, prompt_of
 
@@ -27,6 +30,11 @@ CPU = torch.device("cpu")
 
 def make_world(steps_ahead: int = 3, **knobs: Any) -> OracleWorld:
     return OracleWorld(**({"block_size": 4, "num_blocks": 60, "steps_ahead": steps_ahead} | knobs))
+
+
+def pending_step(launch: Callable[[StepMasks], Pending[StepResult]]) -> PendingStep:
+    """A step without masks."""
+    return PendingStep(0, launch, lambda count: NO_MASKS.lines_KW)
 
 
 def num_ahead(world: OracleWorld, count: int) -> list[int]:
@@ -149,15 +157,20 @@ def test_an_interrupt_in_a_launch_that_preempts_sends_no_token_that_is_not_known
     world = make_world(num_blocks=6, context_len=24, prefill_chunk_size=16)
     for number, name in enumerate("abc"):
         world.add(name, prompt_of(4, start=number), max_tokens=12)
-    launch = world.runner.launch
+    run, order_of, preempted = world.runner.run, world.engine._host.order, list[int]()
 
-    def interrupt(plan: StepPlan) -> Callable[[], StepResult]:
-        if plan.preempted:
-            world.runner.launch = launch  # type: ignore[method-assign]
+    def note(plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
+        preempted[:] = plan.preempted
+        return order_of(plan, awaits_masks=awaits_masks)
+
+    def interrupt(order: StepOrder) -> PendingStep:
+        if preempted:
+            world.runner.run = run  # type: ignore[method-assign]
             raise KeyboardInterrupt
-        return launch(plan)
+        return run(order)
 
-    world.runner.launch = interrupt  # type: ignore[method-assign]
+    world.engine._host.order = note  # type: ignore[method-assign]
+    world.runner.run = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         world.run()
     assert world.engine._flights
@@ -176,8 +189,8 @@ def test_a_late_failure_of_one_that_left_does_not_end_who_has_its_id_now() -> No
     world.add("b", prompt_of(5, start=2), max_tokens=30)
     num_ahead(world, 6)
     flights = world.engine._flights
-    broken = flights[0].wait()._replace(ids=[(NO_TOKEN,), (7,)])
-    flights[0] = flights[0]._replace(wait=lambda: broken)
+    broken = flights[0].step.wait()._replace(ids=[(NO_TOKEN,), (7,)])
+    flights[0] = flights[0]._replace(step=pending_step(lambda masks: Ready(broken)))
     world.engine.abort("a")
     world.tokens.clear()
     world.add("a", prompt_of(9, start=3), max_tokens=10)
@@ -205,29 +218,33 @@ def test_ids_stay_where_they_are_until_they_are_read(
         def synchronize(self) -> None: ...
 
     monkeypatch.setattr(readback, "_events", [Event() for _ in readback._buffers])
-    waits: deque[Callable[[], StepResult]] = deque()
+    taken: deque[Pending[StepResult]] = deque()
     for step in range(20):
-        waits.append(readback.take(step, torch.tensor([step, -step]), 2))
-        if len(waits) > steps_ahead:
-            assert waits.popleft()().ids == [(step - steps_ahead,), (steps_ahead - step,)]
+        taken.append(readback.take(step, torch.tensor([step, -step]), 2))
+        if len(taken) > steps_ahead:
+            assert taken.popleft().wait().ids == [(step - steps_ahead,), (steps_ahead - step,)]
 
 
 def break_tokens(
-    world: OracleWorld, is_broken: Callable[[TokenSequence, Chunk, tuple[int, ...]], bool]
+    world: OracleWorld, is_broken: Callable[[TokenSequence, int, tuple[int, ...]], bool]
 ) -> list[str]:
-    """Let the model have no token where `is_broken` says so; returns the list that failures are added to."""
+    """Let the model have no token where `is_broken` says so; returns the list that failures are added to.
+
+    It is told the sequence, the position of the token and what the ids would have been.
+    """
     failures: list[str] = []
     observer: Any = world.observer
     observer.on_failure = lambda _, reason: failures.append(reason)
-    run = world.runner.run
+    compute = world.runner.compute
 
-    def run_and_break(plan: StepPlan) -> StepResult:
-        result = run(plan)
-        rows = zip(plan.chunks.sequences, plan.chunks, result.ids, strict=True)
-        ids = [(NO_TOKEN,) if is_broken(seq, chunk, ids) else ids for seq, chunk, ids in rows]
+    def compute_and_break(order: StepOrder, masks: StepMasks) -> StepResult:
+        result = compute(order, masks)
+        sequences = map(world.runner._sequence, order.rows)
+        rows = zip(sequences, order.stops.tolist(), result.ids, strict=True)
+        ids = [(NO_TOKEN,) if is_broken(seq, stop, ids) else ids for seq, stop, ids in rows]
         return result._replace(ids=ids, is_whole=False)
 
-    world.runner.run = run_and_break  # type: ignore[method-assign]
+    world.runner.compute = compute_and_break  # type: ignore[method-assign]
     return failures
 
 
@@ -240,9 +257,7 @@ def test_a_broken_token_in_vain_ends_no_request(steps_ahead: int) -> None:
     stop = world.tokens["a", 0][4]
     assert stop not in world.tokens["a", 1]
     world = make_world(steps_ahead, eos_ids=(stop,))
-    failures = break_tokens(
-        world, lambda seq, chunk, ids: seq.index == 0 and len(ids) == 1 and chunk.stop > 9
-    )
+    failures = break_tokens(world, lambda seq, stop, ids: seq.index == 0 and len(ids) == 1 and stop > 9)
     world.add("a", prompt_of(5), max_tokens=20, n=2)
     world.run()
     assert [world.finished["a", index].finish_reason for index in range(2)] == ["stop", "length"]
@@ -252,7 +267,7 @@ def test_a_broken_token_in_vain_ends_no_request(steps_ahead: int) -> None:
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
 def test_a_broken_request_fails_once(steps_ahead: int) -> None:
     world = make_world(steps_ahead)
-    failures = break_tokens(world, lambda seq, chunk, ids: chunk.stop > 12)
+    failures = break_tokens(world, lambda seq, stop, ids: stop > 12)
     world.add("a", prompt_of(5), max_tokens=20)
     world.run()
     assert len(failures) == 1
@@ -284,24 +299,43 @@ def test_masks_are_given_out_when_the_steps_before_have_been_sampled() -> None:
     assert [event.synchronize.call_count for event in events] == [0, 1, 0, 0], "the last one is behind all"
 
 
-def masked_step(masks: Any, wait_for_steps: Callable[[], None]) -> MaskedStep:
-    unused: Any = mock.MagicMock()
-    return MaskedStep(
-        mock.MagicMock(step=7), unused, masks, wait_for_steps=wait_for_steps, run_smaller=unused,
-        is_on_host=False,
-    )  # fmt: skip
+def unsampled_step(device: Any) -> PendingStep:
+    """A step that awaits masks, of a GPU's device half."""
+    return PendingStep(AWAITS_MASKS, mock.MagicMock(), partial(GpuDevice._mask_memory, device))
 
 
-def test_the_runner_waits_before_it_gives_out_lines_for_masks() -> None:
+def test_the_device_half_waits_before_it_gives_out_lines_for_masks() -> None:
     calls: list[str] = []
-    masks = mock.MagicMock()
-    masks.take.side_effect = lambda count: calls.append(f"take {count}")
-    masked_step(masks, lambda: calls.append("arrive")).masks(3)
+    device = mock.MagicMock()
+    device._readback.arrive.side_effect = lambda: calls.append("arrive")
+    device.rows.masks.take.side_effect = lambda count: calls.append(f"take {count}")
+    unsampled_step(device).masks(3)
     assert calls == ["arrive", "take 3"]
 
 
 def test_a_device_that_fails_before_masks_are_filled_is_lost() -> None:
     """As in every other call: the supervisor must start anew, and not only these requests fail."""
-    arrive = mock.Mock(side_effect=torch.AcceleratorError("misaligned address"))
-    with pytest.raises(DeviceLost, match="before step 7"):
-        masked_step(mock.MagicMock(), arrive).masks(3)
+    device = mock.MagicMock()
+    device._readback.arrive.side_effect = torch.AcceleratorError("misaligned address")
+    with pytest.raises(DeviceLost, match="before masks were filled"):
+        unsampled_step(device).masks(3)
+
+
+def test_a_step_that_awaits_masks_is_sampled_once_they_are_there() -> None:
+    launch = mock.MagicMock()
+    step = PendingStep(AWAITS_MASKS, launch, lambda count: np.zeros((count, 2), np.int32))
+    with pytest.raises(AssertionError, match="sampled before it is waited for"):
+        step.wait()
+    lines_KW = step.masks(2)
+    assert not launch.called
+    given = step.sample([0, 4], [7, 9])
+    (masks,) = launch.call_args.args
+    assert masks is given and masks.lines_KW is lines_KW and set(masks.by_place()) == {(0, 7), (4, 9)}
+    assert step.wait() is launch.return_value.wait.return_value
+
+
+def test_a_step_without_masks_is_sampled_at_once() -> None:
+    launch = mock.MagicMock()
+    step = pending_step(launch)
+    launch.assert_called_once_with(NO_MASKS)
+    assert step.wait() is launch.return_value.wait.return_value

@@ -1,4 +1,4 @@
-"""Which tokens a step is run for: the last layer's rows are those that sample, in every runner."""
+"""Which tokens a step is run for: the last layer's rows are those that sample, in every device half."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.batch import needed_tokens
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.device import StepResult
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.step_inputs import MAX_CHUNKS
-from infer.execution.model_runner import ModelRunner
-from infer.execution.runner import StepResult
+from infer.execution.layout import needed_tokens
+from infer.execution.order import READS_PROMPTS, StepOrder
+from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.kv_store import fill_store
-from tests.support.running import Running, plan_of
+from tests.support.running import Running
 from tests.support.simple_loop import all_logprobs, generate_greedy
 from tests.support.tiny import is_close, tiny_model
 
@@ -30,9 +31,18 @@ PROMPTS = {1: [5, 6, 7, 8, 9], 2: [(place * 37) % 200 for place in range(50)], 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
-def make_seq(seq_id: int, params: SamplingParams = GREEDY) -> Sequence:
-    request = Request(request_id=str(seq_id), prompt=tuple(PROMPTS[seq_id]), params=params)
+def make_seq(seq_id: int, params: SamplingParams = GREEDY, pooling: str | None = None) -> Sequence:
+    request = Request(request_id=str(seq_id), prompt=tuple(PROMPTS[seq_id]), params=params, pooling=pooling)
     return Sequence(seq_id, SequenceGroup(request, max_total=99, stop_ids=(), seed=0), 0, PROMPTS[seq_id][:])
+
+
+def order_of(chunks: list[Chunk], sequences: list[Sequence]) -> StepOrder:
+    """The order of these chunks, each of another sequence."""
+    running = Running(PagedKVCachePool(60, 4))
+    for seq in sequences:
+        seq.tokens.append(7)  # one that was drawn
+        running.enter(seq, len(seq.tokens))
+    return running.order(*chunks)
 
 
 @pytest.mark.parametrize(
@@ -51,22 +61,25 @@ def test_those_that_sample_are_needed(
     chunks: list[Chunk], last_places: list[int], places: list[int] | None, last_rows: list[int | None]
 ) -> None:
     sequences = [make_seq(chunk.seq_id) for chunk in chunks]
-    found = needed_tokens(plan_of(chunks, sequences), last_places)
+    found = needed_tokens(order_of(chunks, sequences), last_places)
     assert found.places == places
     read = [row if chunk.num_samples else None for chunk, row in zip(chunks, found.last_rows, strict=True)]
     assert read == last_rows
 
 
 def test_all_tokens_are_needed_for_logprobs_of_a_prompt() -> None:
-    asking = make_seq(2, SamplingParams(prompt_logprobs=1))
-    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), asking])
-    assert needed_tokens(plan, [4, 13]) == (None, [4, 13])
+    asking = SamplingParams(prompt_logprobs=1)
+    order = order_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), make_seq(2, asking)])
+    assert order.flags & READS_PROMPTS
+    assert needed_tokens(order, [4, 13]) == (None, [4, 13])
     chunks = [Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)]  # its last token predicts the output
-    assert needed_tokens(plan_of(chunks, [make_seq(3), asking]), [19, 20]) == ([19, 20], [0, 1])
+    order = order_of(chunks, [make_seq(3), make_seq(2, asking)])
+    assert not order.flags & READS_PROMPTS
+    assert needed_tokens(order, [19, 20]) == ([19, 20], [0, 1])
 
 
 class Harness:
-    """A runner over a tiny model whose last layer is watched."""
+    """A device half over a tiny model whose last layer is watched."""
 
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model = tiny_model("qwen3").model
@@ -78,15 +91,15 @@ class Harness:
             head_dim=config.head_dim, dtype=torch.float32, device=cpu,
         )  # fmt: skip
         fill_store(store, float("nan"))
-        self.runner: ModelRunner | DeviceRunner
+        self.device: TorchDevice | GpuDevice
         if kind in ("sized", "ragged"):
-            self.runner = DeviceRunner(
-                model, store, self.running.state, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
+            self.device = GpuDevice(
+                model, store, self.running.shape, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
                 use_cuda_graphs=kind == "sized",
             )  # fmt: skip
         else:
-            self.runner = ModelRunner(
-                model, store, self.running.state, max_batch_size=MAX_ROWS, attention_backend=kind
+            self.device = TorchDevice(
+                model, store, self.running.shape, max_batch_size=MAX_ROWS, attention_backend=kind
             )
         last: Any = model.layers[-1]
         self.rows: list[int] = []  # that the last MLP has seen, step by step
@@ -110,17 +123,17 @@ class Harness:
         self.running.enter(self.seqs[seq_id], len(PROMPTS[seq_id]) + 1)
 
     def run(self, *chunks: Chunk) -> StepResult:
-        result = self.runner.run(self.running.plan(*chunks))
+        result = self.device.run(self.running.order(*chunks)).wait()
         for chunk, ids in zip(chunks, result.ids, strict=True):
             self.seqs[chunk.seq_id].tokens.extend(ids[:1])
             self.seqs[chunk.seq_id].num_tokens += len(ids[:1])
         return result
 
 
-all_runners = pytest.mark.parametrize("kind", ["c" if library() else "sdpa", "torch_ref", "ragged", "sized"])
+all_halves = pytest.mark.parametrize("kind", ["c" if library() else "sdpa", "torch_ref", "ragged", "sized"])
 
 
-@all_runners
+@all_halves
 def test_the_last_mlp_sees_the_rows_that_sample(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(kind, monkeypatch)
     for seq_id in PROMPTS:
@@ -141,7 +154,7 @@ def test_the_last_mlp_sees_the_rows_that_sample(kind: str, monkeypatch: pytest.M
         assert made == generate_greedy(harness.model, PROMPTS[seq_id], num_tokens)
 
 
-@all_runners
+@all_halves
 def test_a_batch_that_decodes_is_not_gathered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(kind, monkeypatch)
     forward, places = harness.model.forward, list[Any]()
@@ -160,13 +173,13 @@ def test_a_batch_that_decodes_is_not_gathered(kind: str, monkeypatch: pytest.Mon
     assert harness.read[1] == (2 if kind != "sized" else harness.rows[1])
 
 
-@all_runners
+@all_halves
 def test_logprobs_of_a_prompt_are_of_all_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(kind, monkeypatch)
     harness.add(1)
     harness.add(2, SamplingParams(temperature=0.0, prompt_logprobs=1))
     result = harness.run(Chunk(1, 0, 5, 1), Chunk(2, 0, 50, 1))
-    found = result.prompt_logprobs[2]
+    found = result.prompt_logprobs[1]
     assert harness.rows == [55]
     monkeypatch.undo()
     assert [list(ids) for ids in result.ids] == [
@@ -177,7 +190,7 @@ def test_logprobs_of_a_prompt_are_of_all_its_rows(kind: str, monkeypatch: pytest
     assert all(is_close(row.logprob, expected[place, row.token_id]) for place, row in enumerate(found))
 
 
-@all_runners
+@all_halves
 def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +207,6 @@ def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
 
 
 def test_all_tokens_are_needed_for_an_embedding() -> None:
-    asking = make_seq(2)
-    object.__setattr__(asking.group.request, "pooling", "mean")
-    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), asking])
-    assert needed_tokens(plan, [4, 13]) == (None, [4, 13])
+    asking = make_seq(2, pooling="mean")
+    order = order_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)], [make_seq(1), asking])
+    assert needed_tokens(order, [4, 13]) == (None, [4, 13])

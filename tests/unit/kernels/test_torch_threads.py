@@ -34,7 +34,7 @@ def test_a_failure_leaves_them_as_they_were() -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_half_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def watched(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bool = False) -> Samples:

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.errors import RequestError
-from infer.execution.host_sampling import sample_row
+from infer.execution.device import StepResult
+from infer.execution.order import StepMasks, StepOrder
+from infer.execution.row_book import RowBook
 from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, offers, prompt_of
+from tests.support.running import Running
 from tests.support.simple_beams import beam_search
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0}
@@ -91,8 +96,10 @@ def test_where_everything_is_forbidden_the_request_fails_and_none_waits() -> Non
 def test_each_beam_offers_enough_for_all_its_stops() -> None:
     request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(n=4, **BEAMS))
     group = SequenceGroup(request, max_total=9, stop_ids=(5, 6, 7), seed=0)
-    row = sample_row(Sequence(0, group, 0, [1, 2]), 0, 2)
-    assert row.num_logprobs == 4 + 3
+    running = Running(PagedKVCachePool(4, 4))
+    running.enter(Sequence(0, group, 0, [1, 2]), 2)
+    (entry,) = RowBook().enter(running.order(Chunk(0, 0, 2, 1)))
+    assert entry.sample_row(2).num_logprobs == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -122,17 +129,17 @@ def test_equal_scores_are_settled_the_same_way_every_time() -> None:
     """A model with ties everywhere: the search ends, and twice the same."""
 
     def tied(world: OracleWorld) -> OracleWorld:
-        step = world.runner.run
+        compute = world.runner.compute
 
-        def run_with_ties(plan: Any) -> Any:
-            result = step(plan)
+        def compute_with_ties(order: StepOrder, masks: StepMasks) -> StepResult:
+            result = compute(order, masks)
             for rows in result.logprobs:
                 for row in rows:
                     if isinstance(row, RowLogprobs):
                         object.__setattr__(row, "top", tuple((token, -1.0) for token, _ in row.top))
             return result
 
-        world.runner.run = run_with_ties  # type: ignore[method-assign]
+        world.runner.compute = compute_with_ties  # type: ignore[method-assign]
         return run(world, n=4, max_tokens=random.Random(1).randrange(5, 9))
 
     assert tied(OracleWorld()).tokens == tied(OracleWorld(placement_seed=3)).tokens

@@ -10,7 +10,7 @@ import httpx
 from infer import LLM
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
-from tests.unit.client.test_client import GatedRunner, make_client
+from tests.unit.client.test_client import GatedDevice, make_client
 
 NUM_SENT, NUM_PLACES, MAX_QUEUE = 300, 16, 32
 
@@ -18,9 +18,9 @@ NUM_SENT, NUM_PLACES, MAX_QUEUE = 300, 16, 32
 def test_a_burst_of_300_serves_what_fits_the_places_and_the_queue(oracle: LLM) -> None:
     async def main() -> None:
         client, engine = make_client(
-            1024, GatedRunner, max_queue=MAX_QUEUE, max_batch_size=NUM_PLACES
+            1024, GatedDevice, max_queue=MAX_QUEUE, max_batch_size=NUM_PLACES
         )  # a device whose steps take as long as the test likes
-        gate = engine._runner.gate  # type: ignore[attr-defined]
+        gate = engine._device.gate  # type: ignore[attr-defined]
         site = Site(cast(FakeClient, client), encoder=oracle.encoder)
         transport = httpx.ASGITransport(site.app)
         body: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 150, "ignore_eos": True}

@@ -87,8 +87,7 @@ def test_a_failed_step_names_its_requests(
     def fail(*_: Any) -> Any:
         raise MemoryError
 
-    runner = client._engine._runner
-    monkeypatch.setattr(runner, "launch" if hasattr(runner, "launch") else "run", fail)
+    monkeypatch.setattr(client._engine._device, "run", fail)
     response = post(logged(Wire(make_state(oracle.encoder, client))), CHAT, TALK)
     assert response.status_code == 500
     lines = [record.getMessage() for record in caplog.records if "failed for" in record.getMessage()]
@@ -102,7 +101,7 @@ def test_a_failed_embedding_names_its_request(
     def fail(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(client._engine._runner, "launch", fail)
+    monkeypatch.setattr(client._engine._device, "run", fail)
     response = post(logged(Wire(make_state(oracle.encoder, client))), "/v1/embeddings", {"input": "x"})
     assert response.status_code == 500
     assert any(f"failed for {ID}/embd-" in record.getMessage() for record in caplog.records)

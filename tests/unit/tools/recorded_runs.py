@@ -18,7 +18,7 @@ from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
 from infer.tools.record import Recorder
-from tests.support.oracle import VOCAB_SIZE, OracleRunner
+from tests.support.oracle import VOCAB_SIZE, OracleDevice
 
 CONFIG = EngineConfig.from_knobs(
     max_batch_size=6,
@@ -57,7 +57,7 @@ def make_engine(
 ) -> Engine:
     pool = make_pool(policy_config, SIZE)
     scheduler = Scheduler(pool, resolve_scheduler(policy_config, 60, SIMULATED_STEPS), cost=COST)
-    runner = OracleRunner(pool, scheduler.state, policy_config.cache.swap_blocks)
+    runner = OracleDevice(pool, scheduler.state, policy_config.cache.swap_blocks)
     runner.fail_at = fail_at
     return Engine(
         scheduler, runner, context_len=60, vocab_size=VOCAB_SIZE, observer=observer, steps_ahead=steps_ahead

@@ -18,11 +18,11 @@ from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.errors import ConfigError
-from infer.execution.runner import StepResult
+from infer.execution.device import StepResult
+from infer.execution.order import StepMasks, StepOrder
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 from infer.sampling.params import NO_TOKEN, SamplingParams
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import Replay, check_threads, describe_state, replay_config, replay_model
@@ -168,17 +168,17 @@ def test_a_step_that_ran_and_broke_one_request_comes_out_again(tmp_path: Path) -
 
     def build(observer: EngineObserver, *, broken_at: int | None = 5) -> Engine:
         engine = make_engine(observer)
-        runner: Any = engine._runner
-        run = runner.run
+        device: Any = engine._device
+        compute = device.compute
 
-        def run_with_a_broken_row(plan: StepPlan) -> StepResult:
-            result: StepResult = run(plan)
-            if plan.step == broken_at:
+        def compute_with_a_broken_row(order: StepOrder, masks: StepMasks) -> StepResult:
+            result: StepResult = compute(order, masks)
+            if order.step == broken_at:
                 result.ids[-1] = (NO_TOKEN,)
                 result.logprobs[-1] = (None,)
             return result
 
-        runner.run = run_with_a_broken_row
+        device.compute = compute_with_a_broken_row
         return engine
 
     path, rng = tmp_path / "r.jsonl", random.Random(2)
@@ -318,7 +318,7 @@ def test_a_run_stopped_with_ctrl_c_replays_up_to_there(tmp_path: Path) -> None:
         def interrupt(plan: object) -> None:
             raise KeyboardInterrupt
 
-        runner: Any = engine._runner
+        runner: Any = engine._device
         runner.run = interrupt
         with pytest.raises(KeyboardInterrupt):
             engine.step()

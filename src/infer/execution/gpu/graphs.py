@@ -132,7 +132,7 @@ class StepGraphs:
         short_step: int = 0,
     ) -> None:
         self._forward, self._sample, self._blank = forward, sample, blank
-        self._warm_up = warm_up or (lambda size: sample(size, forward(size)))
+        self.warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures = captures
         self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
         self.decode_rows = decode_sizes(max_rows)
@@ -231,7 +231,7 @@ class StepGraphs:
     def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
         self._blank()
-        self._warm_up(size)
+        self.warm_up(size)
         try:
             self._graphs[size] = self._record(size)
         except torch.OutOfMemoryError:

@@ -3,7 +3,7 @@
     steps    ── rows ── forward ──────────────────────── sampler, fetches ──
     host                reads the last ids, fills, launches
 
-The host fills lines of pinned memory, one for each row that has a mask; the sampler, which is launched behind
+The host fills lines of pinned memory, one for each row that has a mask; the sampler, which is launched after
 that, fetches those of its rows (kernels/sampling/sample_state.py). What is sent is which line is whose, when
 that changes. A step without masks has none of it.
 
@@ -29,20 +29,19 @@ class DeviceMasks:
     def __init__(self, sampling: SampleState) -> None:
         self._sampling, num_rows = sampling, len(sampling.masks_RW)
         self._masks_RW: np.ndarray = sampling.masks_RW.numpy()
-        self._rows: np.ndarray | None = None  # of the last step, while the device knows their lines
-        self._lines_R = np.full(num_rows, _NONE, dtype=np.int32)  # of each row, as the device will know it
+        self._lines_R = np.full(num_rows, _NONE, dtype=np.int32)  # line of each row, as the device knows it
         self.has_any = False  # a row may be under a mask
 
     def forget(self, row: int) -> None:
-        """Note that a row was entered anew, and has no mask."""
-        self._lines_R[row], self._rows = _NONE, None
+        """Note that a row begins anew, and has no mask."""
+        self._lines_R[row] = _NONE
 
     def clear(self) -> None:
         """Let the steps launched from now on sample no row under a mask."""
         self._put_lines(np.full_like(self._lines_R, _NONE))
 
     def take(self, count: int) -> np.ndarray:
-        """So many lines, all to be overwritten, for the masks of one step.
+        """Lines for `count` masks of one step, all to be overwritten.
 
         The steps before it must have been sampled: what samples them fetches the same lines.
         """
@@ -50,15 +49,11 @@ class DeviceMasks:
 
     def send(self, rows: np.ndarray) -> None:
         """Let the step under way sample each of these rows under its line, in order, no other under any."""
-        if rows is self._rows:  # all that were under masks last
-            return
         lines_R = np.full_like(self._lines_R, _NONE)
         lines_R[rows] = np.arange(len(rows))
         if not np.array_equal(lines_R, self._lines_R):
             self._put_lines(lines_R)
-        self._rows = rows
 
     def _put_lines(self, lines_R: np.ndarray) -> None:
         send_into(self._sampling.mask_row_R, torch.from_numpy(lines_R))
         self._lines_R, self.has_any = lines_R.copy(), bool((lines_R != _NONE).any())
-        self._rows = None

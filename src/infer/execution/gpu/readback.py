@@ -1,14 +1,14 @@
-"""Where the ids that a GPU sampled arrive on the host, and the object that waits for them.
+"""Where the ids that a GPU sampled arrive on the host, and what waits for them.
 
 Steps are launched ahead of the one that is read, so there are several buffers, used in turn: none may be
 written again before it has been read. Their memory is pinned, which lets the device copy while the host
-does something else, and an event behind each copy says when it is done.
+does something else, and an event after each copy says when it is done.
 
 Logprobs come with the ids of the rows that ask for them. What needs the logits is done in the stream of the
-steps, before the next one overwrites them; the rest, and the copy, in a stream of its own beside that step.
+steps, before the next one overwrites them; the rest, and the copy, in a stream of its own during that step.
 
 The other way needs no such care: what the host sends goes through memory of its own each time, which
-torch's allocator keeps until the copy has run (`sending.send`), however many steps it stands behind.
+torch's allocator keeps until the copy has run (`sending.send`), however many steps come before it.
 
 Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 """
@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 
 from infer.errors import DeviceLost, EngineError
+from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
 from infer.execution.host_sampling import PromptTable, read_prompts
-from infer.execution.runner import StepResult
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
@@ -39,11 +39,11 @@ class Asked(NamedTuple):
     logits_SV: torch.Tensor  # of the step: the next one may write to their memory
 
 
-class HostCopy(NamedTuple):
-    """A tensor on its way to the host: read it once the event has come."""
+class PendingTensor(NamedTuple):
+    """A tensor on its way to the host."""
 
     tensor: torch.Tensor
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event | None  # recorded after the copy; None: the tensor is there
 
     def wait(self) -> torch.Tensor:
         """The tensor, when it is there."""
@@ -52,31 +52,31 @@ class HostCopy(NamedTuple):
         return self.tensor
 
 
-class PendingStep:
-    """A step that was launched and whose ids are on their way; call it to wait for its result."""
+class PendingIds:
+    """The result of a step whose ids are on their way."""
 
-    def __init__(self, step: int, ids: HostCopy, num_chunks: int) -> None:
+    def __init__(self, step: int, ids: PendingTensor, num_rows: int) -> None:
         self._step, self._ids = step, ids
-        self.num_chunks = num_chunks
+        self._num_rows = num_rows  # rows of the order
         self._places: list[tuple[int, int]] | None = None
         self._prompts: list[PromptTable] = []
         self._pooled: Pooled | None = None
-        self._asked: tuple[list[int], list[int], HostCopy] | None = None
+        self._asked: tuple[list[int], list[int], PendingTensor] | None = None
 
     def scatter(
         self,
         places: list[tuple[int, int]],
         prompts: list[PromptTable] | None = None,
         pooled: Pooled | None = None,
-    ) -> PendingStep:
-        """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer.
+    ) -> PendingIds:
+        """Let only some rows have an id: pairs of a row's number and its id's place in the buffer.
 
         Logprobs of prompts and pooled states must arrive before the ids do.
         """
         self._places, self._prompts, self._pooled = places, prompts or [], pooled
         return self
 
-    def attach(self, asked: Asked, table: HostCopy) -> None:
+    def attach(self, asked: Asked, table: PendingTensor) -> None:
         """Let the result have logprobs, from a table on its way."""
         self._asked = asked.places, asked.counts, table  # and not the logits, which need not be kept
 
@@ -86,23 +86,23 @@ class PendingStep:
 
     def settle(self) -> None:
         """Wait for the ids and keep them: the buffer may be written again."""
-        self._ids = HostCopy(self.arrive().clone(), None)
+        self._ids = PendingTensor(self.arrive().clone(), None)
 
-    def __call__(self) -> StepResult:
+    def wait(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
             arrived: list[int] = self.arrive().tolist()
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {self._step}") from error
-        if self._places is None:  # one id for each chunk, in order
+        if self._places is None:  # one id for each row, in order
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
-        ids: list[tuple[int, ...]] = [()] * self.num_chunks
-        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self.num_chunks
+        ids: list[tuple[int, ...]] = [()] * self._num_rows
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self._num_rows
         for number, place in self._places:
             ids[number], logprobs[number] = (arrived[place],), rows[place]
         is_whole = all(NO_TOKEN not in row for row in ids)
-        pooled = {} if self._pooled is None else self._pooled.by_sequence()
+        pooled = {} if self._pooled is None else self._pooled.by_number()
         return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole, pooled)
 
     def _logprobs(self, ids: list[int]) -> list[tuple[RowLogprobs | None, ...]]:
@@ -121,21 +121,19 @@ class Readback:
 
     def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
         self._device, self._is_cuda = device, is_gpu(device)
-        num_buffers = steps_ahead + 2  # of the steps ahead, of the one that is read, and a spare
+        num_buffers = steps_ahead + 2  # the steps ahead, the one that is read, and a spare
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)
         ]
-        self._parts = list(self._buffers)  # of each buffer: what the last step that took it needed of it
+        self._parts = list(self._buffers)  # part of each buffer that the last step to take it needed
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
-        self._aside: torch.cuda.Stream | None = None  # of logprobs, made for the first of them
-        self._places: list[int] = []  # of the rows that asked for logprobs last
+        self._aside: torch.cuda.Stream | None = None  # stream of logprobs, made for the first of them
+        self._places: list[int] = []  # places of the rows that asked for logprobs last
         self._places_K = torch.empty(0, dtype=torch.int64, device=device)
-        self._last: deque[PendingStep] = deque(maxlen=num_buffers)  # those whose buffers are still theirs
+        self._last: deque[PendingIds] = deque(maxlen=num_buffers)  # steps whose buffers are still theirs
 
-    def take(
-        self, step: int, ids_S: torch.Tensor, num_chunks: int, asked: Asked | None = None
-    ) -> PendingStep:
+    def take(self, step: int, ids_S: torch.Tensor, num_rows: int, asked: Asked | None = None) -> PendingIds:
         """Begin to copy the ids of a step to the host, and logprobs for the rows that ask."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
@@ -145,7 +143,7 @@ class Readback:
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()
-        pending = PendingStep(step, HostCopy(buffer, event), num_chunks)
+        pending = PendingIds(step, PendingTensor(buffer, event), num_rows)
         self._last.append(pending)
         if asked is not None:
             with torch.inference_mode():
@@ -163,12 +161,12 @@ class Readback:
             self._last[-1].arrive()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a tensor to pinned memory of its own; an event behind it says when it is there."""
+        """Begin to copy a tensor to pinned memory of its own; an event after it says when it is there."""
         if not self._is_cuda:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
+    def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
         """The step has been sampled and cannot be repeated: without memory, this alone is tried again."""
         try:
             return self._make_table(asked, ids_S)
@@ -179,19 +177,19 @@ class Readback:
         except torch.OutOfMemoryError as error:
             raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
 
-    def _make_table(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
+    def _make_table(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
         if asked.places != self._places:  # most steps ask for those of the last
             self._places_K = send(torch.tensor(asked.places), self._device)
             self._places = asked.places
         width = max(asked.counts)
         if not self._is_cuda:
-            return HostCopy(logprob_table(asked.logits_SV, ids_S, width, self._places_K), None)
+            return PendingTensor(logprob_table(asked.logits_SV, ids_S, width, self._places_K), None)
         self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         table = logprob_table(asked.logits_SV, ids_S, width, self._places_K, aside)
         with torch.cuda.stream(aside):
             fetched, event = self.fetch(table), _event()
             event.record()
-        return HostCopy(fetched, event)
+        return PendingTensor(fetched, event)
 
 
 def _event() -> torch.cuda.Event:

@@ -1,14 +1,14 @@
-"""What a step of the device runner reads, at addresses that never change.
+"""What a step on a GPU reads, at addresses that never change.
 
-    tokens, positions, slots    [rows that decode ........ | tokens of prompts ........ ]    slots: per table
-    rows                        of state, one per row that decodes; -1: padding
+    tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
+    rows                        rows of state, one per row that decodes; -1: padding
     tiles                       the work of prefill attention; no tokens: padding
-    samples                     place among the tokens, row of state, position of the token to come
+    samples                     place among the tokens, row of state, position of the id to come
 
-The decode part is made on the device from the rows' state. The host fills in the rest, one copy for the
-prompts' tokens and one for the samples, and pads it up to the size that the step was captured for.
+The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
+copy for tokens and one for samples, and pads it up to the size that the step was captured for.
 
-Shapes:  T tokens, P of them of prompts, S rows that decode, W tiles, C tokens sampled, X lines: 2 and one per
+Shapes:  T tokens, P of them given, S rows that decode, W tiles, C tokens sampled, X lines: 2 and one per
 block table.
 """
 
@@ -17,41 +17,38 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from infer.execution.batch import lay_out
 from infer.execution.gpu.sending import send, send_into
+from infer.execution.order import DECODE, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
-from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import StepPlan
 
-MAX_CHUNKS = 16  # of prompts, in a step that is captured
+MAX_CHUNKS = 16  # rows that do not decode, in a step that is captured
 
 
 class Prompts:
-    """The prompt chunks of a plan as arrays: what the host knows about a step."""
+    """The rows of an order that do not decode, as arrays."""
 
-    def __init__(self, plan: StepPlan, state: BatchState, *, first: int) -> None:
-        """`first` is the place of the first prompt token, behind the rows that decode and their padding."""
-        lens = plan.chunks.stops - plan.chunks.starts
-        self.numbers = (lens > 1).nonzero()[0]
-        self.decoding = (lens == 1).nonzero()[0]  # the other chunks
-        self.first = first
-        chunks = plan.chunks.select(self.numbers)
-        layout = lay_out(chunks, state.tables, state.block_size)
-        self.num_tokens = len(layout.tokens)  # of all prompts together
-        self.end = self.first + self.num_tokens
-        last_places = np.empty(len(lens), dtype=np.int64)
-        last_places[self.decoding] = np.arange(len(self.decoding))
-        last_places[self.numbers] = self.first + layout.ends - 1
-        self.last_places: list[int] = last_places.tolist()  # of each chunk: where its last token is
-        places = self.first + layout.ends - layout.lens
-        columns = places, layout.lens, chunks.rows, chunks.starts
+    def __init__(self, order: StepOrder, *, first: int) -> None:
+        """`first` is the place of the first given token, after the rows that decode and their padding."""
+        is_decode = order.kinds == DECODE
+        self.numbers, self.decoding = (~is_decode).nonzero()[0], is_decode.nonzero()[0]
+        self.first, self.num_tokens = first, len(order.tokens)
+        self.end = first + self.num_tokens
+        counts = order.counts[self.numbers].astype(np.int64)
+        starts, ends = order.starts[self.numbers], counts.cumsum()
+        self.last_places = np.empty(order.num_rows, dtype=np.int64)  # place of each row's last token
+        self.last_places[self.decoding] = np.arange(len(self.decoding))
+        self.last_places[self.numbers] = first + ends - 1
+        columns = first + ends - counts, counts, order.rows[self.numbers], starts
         self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
-        self.table_XP = np.vstack([layout.tokens.astype(np.int64), layout.positions, layout.slots])
+        self.table_XP = np.empty((2 + len(order.slots), self.num_tokens), dtype=np.int64)
+        self.table_XP[0] = order.tokens
+        self.table_XP[1] = np.arange(self.num_tokens) + (starts + counts - ends).repeat(counts)
+        self.table_XP[2:] = order.slots
 
 
 class DeviceInputs:
-    """The buffers of one runner."""
+    """The buffers of one device half."""
 
     def __init__(
         self,
@@ -71,11 +68,15 @@ class DeviceInputs:
         self.samples_3C = torch.full((3, max_rows + MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
-        # of the last step, and padded to what size
-        self._rows_sent: tuple[np.ndarray | None, int] = (None, 0)
+        self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
+
+    @property
+    def num_rows_sent(self) -> int:
+        """The rows that the device knows to decode, with their padding; 0: none, for all was blanked."""
+        return len(self._rows_sent)
 
     def num_tiles(self, num_tokens: int) -> int:
-        """The most tiles that chunks with this many tokens make."""
+        """The most tiles that rows with this many tokens make."""
         return num_tokens // self.tile_len + MAX_CHUNKS
 
     def decode(self, num_rows: int) -> list[StepInputs]:
@@ -90,18 +91,18 @@ class DeviceInputs:
         self.tiles_W4.zero_()
         self.samples_3C[0] = 0
         self.samples_3C[1:] = -1
-        self._rows_sent = (None, 0)
+        self._rows_sent = self._rows_sent[:0]
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
-        """Send the rows that decode, padded to `size`; the array of the last step need not be sent again."""
-        if self._rows_sent[0] is not rows or self._rows_sent[1] != size:
-            padded = np.full(size, -1, dtype=np.int32)
-            padded[: len(rows)] = rows
+        """Send the rows that decode, padded to `size`, unless they are those of the last step."""
+        padded = np.full(size, -1, dtype=np.int32)
+        padded[: len(rows)] = rows
+        if not np.array_equal(padded, self._rows_sent):
             send_into(self.rows_S[:size], torch.from_numpy(padded))
-            self._rows_sent = (rows, size)
+            self._rows_sent = padded
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
-        """The tokens of prompts and their tiles, padded to `size` tokens."""
+        """Send given tokens and their tiles, padded to `size` tokens."""
         table_XP = np.zeros((len(prompts.table_XP), size), dtype=np.int64)
         table_XP[2:] = -1
         table_XP[:, : prompts.num_tokens] = prompts.table_XP

@@ -64,6 +64,11 @@ class SampleLine(NamedTuple):
             )
         )
 
+    @classmethod
+    def unpack(cls, packed: bytes) -> SampleLine:
+        """The line of an entry."""
+        return cls(*_LINE.unpack(packed))
+
 
 _LINE = Struct("=6q6d")
 NUM_FIELDS = _LINE.size // 8
@@ -113,7 +118,7 @@ class SampleState:
 
     def line(self, row: int) -> SampleLine:
         """The line of a row, read from the device."""
-        return SampleLine(*_LINE.unpack(self.lines_RF[row].cpu().numpy().tobytes()))
+        return SampleLine.unpack(self.lines_RF[row].cpu().numpy().tobytes())
 
 
 def num_mask_words(vocab_size: int) -> int:

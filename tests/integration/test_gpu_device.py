@@ -1,4 +1,4 @@
-"""The runner of a GPU, on the CPU: the same code over the kernels' references gives the same tokens.
+"""The device half of a GPU, on the CPU: the same code over the kernels' references gives the same tokens.
 
 State on the device, ids that arrive some steps late, rows that are padding: none of it may change a token.
 What a GPU adds (the kernels themselves, CUDA graphs) is in tests/gpu.
@@ -22,10 +22,12 @@ from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
 from infer.execution.gpu import masks as device_masks
 from infer.execution.gpu import rows as device_rows
-from infer.execution.gpu.readback import HostCopy, PendingStep
-from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.readback import PendingIds, PendingTensor
+from infer.execution.gpu.warm_up import WarmUp
+from infer.execution.order import StepOrder
+from infer.models.model import Model
 from infer.sampling.params import RowLogprobs, SamplingParams
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from tests.support.checkpoints import FAMILIES
 from tests.support.masked import mask_steps
@@ -89,10 +91,10 @@ ASKING = [(prompt, make_asking(number)) for number, (prompt, _) in enumerate((*P
 
 
 def run_on_cpu(family: str, requests: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
-    """What the runner of the CPU makes of it, whatever a fixture says."""
+    """What the device half of the CPU makes of it, whatever a fixture says."""
     with mock.patch.object(machine, "has_gpu_kernels", HAS_GPU_KERNELS):
         engine = make_engine(family)
-    assert not isinstance(engine._runner, DeviceRunner)
+    assert not isinstance(engine._device, GpuDevice)
     return run_engine(engine, requests)
 
 
@@ -148,7 +150,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_device_engine(family: str, **knobs: Any) -> Engine:
     engine = make_engine(family, **knobs)
-    assert isinstance(engine._runner, DeviceRunner)
+    assert isinstance(engine._device, GpuDevice)
     return engine
 
 
@@ -227,7 +229,7 @@ class LateDevice:
     On a CPU nothing is copied on the way, so a write to memory that was sent would change what arrives.
     """
 
-    def __init__(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queue: list[Callable[[], object]] = []
         self.longest = 0
         for module, name in (
@@ -240,10 +242,10 @@ class LateDevice:
         ):
             monkeypatch.setattr(module, name, self.later(getattr(module, name)))
         for name in ("forward", "sample"):
-            monkeypatch.setattr(runner._graphs, name, self.later(getattr(runner._graphs, name)))
-        monkeypatch.setattr(runner._readback, "take", self.take)
-        for name in ("_launch_ragged", "_launch_mixed"):  # these compute at once
-            monkeypatch.setattr(runner, name, self.at_once(getattr(runner, name)))
+            monkeypatch.setattr(device.graphs, name, self.later(getattr(device.graphs, name)))
+        monkeypatch.setattr(device._readback, "take", self.take)
+        for name in ("_start_ragged", "_start_mixed"):  # these compute at once
+            monkeypatch.setattr(device, name, self.at_once(getattr(device, name)))
 
     def later(self, work: Callable[..., object]) -> Callable[..., None]:
         return lambda *args: self.queue.append(functools.partial(work, *args))
@@ -251,19 +253,19 @@ class LateDevice:
     def at_once(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self.catch_up(len(self.queue))
-            wait = work(*args)
+            sample = work(*args)
             self.catch_up(len(self.queue))
-            return wait
+            return sample
 
         return run
 
-    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int, asked: None = None) -> PendingStep:
+    def take(self, step: int, ids_S: torch.Tensor, num_rows: int, asked: None = None) -> PendingIds:
         assert asked is None, "logprobs would be of logits that are not there yet"
         buffer = torch.zeros(len(ids_S), dtype=torch.int64)
         work = functools.partial(buffer.copy_, ids_S)
         self.queue.append(work)
         event = SimpleNamespace(synchronize=lambda: self.arrive(work))
-        return PendingStep(step, HostCopy(buffer, event), num_chunks)  # type: ignore[arg-type]
+        return PendingIds(step, PendingTensor(buffer, event), num_rows)  # type: ignore[arg-type]
 
     def arrive(self, work: Callable[[], object]) -> None:
         self.longest = max(self.longest, len(self.queue))
@@ -284,11 +286,11 @@ def test_a_device_that_is_late_gets_what_was_sent(monkeypatch: pytest.MonkeyPatc
     )
     engine = make_device_engine("qwen3", block_size=2)
     with torch.inference_mode(), monkeypatch.context() as patch:
-        device = LateDevice(engine._runner, patch)
+        late = LateDevice(engine._device, patch)
         assert run_with_leavers(engine) == known
         assert run_engine(engine, PLAIN) == expected("qwen3", False), "a request leaves in every step"
         assert run_engine(engine, ASKING[:4]) == asked, "counted where they are sampled"
-    assert device.longest > 3 * 2
+    assert late.longest > 3 * 2
 
 
 @pytest.mark.usefixtures("on_device")
@@ -335,8 +337,8 @@ def test_rows_under_masks_have_the_tokens_of_the_cpu(knobs: dict[str, Any]) -> N
 @pytest.mark.usefixtures("on_device")
 def test_steps_under_masks_are_sized_and_overlap() -> None:
     engine = make_device_engine("qwen3")
-    runner: Any = engine._runner
-    runner._launch_ragged = ragged = mock.Mock(wraps=runner._launch_ragged)
+    device: Any = engine._device
+    device._start_ragged = ragged = mock.Mock(wraps=device._start_ragged)
     mask_steps(engine, lambda request_id, position: (7, 11))
     engine.add(Request(request_id="0", prompt=tuple(PLAIN[0][0]), params=make_params(9)))
     depths = []
@@ -359,13 +361,13 @@ def test_a_beam_search_beside_penalties_changes_no_token() -> None:
 def test_steps_overlap_whatever_a_request_asks_of_the_sampler(number: int) -> None:
     """And they are sized steps, which a GPU has graphs of, but for a prompt whose logprobs are asked for."""
     engine, (prompt, params) = make_device_engine("qwen3"), ASKING[number]
-    runner: Any = engine._runner
+    device: Any = engine._device
     engine.add(Request(request_id="plain", prompt=(1, 2, 3), params=make_params(9)))
     engine.step()
     engine.add(Request(request_id="asks", prompt=tuple(prompt), params=params))
     depths: list[int] = []
-    ragged = mock.Mock(wraps=runner._launch_ragged)
-    runner._launch_ragged = ragged
+    ragged = mock.Mock(wraps=device._start_ragged)
+    device._start_ragged = ragged
     while engine.is_serving("asks") and len(depths) < 7:
         engine.step()
         depths.append(len(engine._flights))
@@ -439,15 +441,15 @@ def test_a_request_for_the_host_may_leave_before_its_first_step_is_read() -> Non
 def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that come or go are noticed; as long as none does, only new blocks are sent."""
     engine = make_device_engine("llama", block_size=4)
-    runner: Any = engine._runner
+    device: Any = engine._device
     looked_at: list[int] = []
-    sync = runner._rows.sync
+    apply = device.rows.apply
 
-    def look(plan: StepPlan) -> Any:
-        looked_at.append(plan.step)
-        return sync(plan)
+    def look(order: StepOrder) -> None:
+        looked_at.append(order.step)
+        apply(order)
 
-    monkeypatch.setattr(runner._rows, "sync", look)
+    monkeypatch.setattr(device.rows, "apply", look)
     requests = [(prompt[:8], SamplingParams(temperature=0.0, max_tokens=20)) for prompt, _ in PLAIN[:2]]
     requests += [(PLAIN[3][0][:8], SamplingParams(temperature=0.0, max_tokens=12))]
     assert run_engine(engine, requests) == run_on_cpu("llama", requests)
@@ -455,36 +457,44 @@ def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.Mo
     assert engine.scheduler.step > 20
 
 
+def warm_up_of(engine: Engine) -> WarmUp:
+    """What prepares the device half of an engine."""
+    device: Any = engine._device
+    warm_up = device.graphs.warm_up.__self__
+    assert isinstance(warm_up, WarmUp)
+    return warm_up
+
+
 @pytest.mark.usefixtures("on_device")
 def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all sizes run, with and without rows; the cache stays as it was."""
     engine = make_device_engine("llama", max_num_batched_tokens=1500)
-    runner: Any = engine._runner
+    device: Any = engine._device
     sizes: list[int] = []
-    forward = runner._forward
+    forward, warm_up = device.forward, warm_up_of(engine)
 
-    def note(num_tokens: int, *others: Any) -> torch.Tensor:
+    def note(model: Model, num_tokens: int, *others: Any) -> torch.Tensor:
         sizes.append(num_tokens)
-        hidden_TD: torch.Tensor = forward(num_tokens, *others)
+        hidden_TD: torch.Tensor = forward(model, num_tokens, *others)
         return hidden_TD
 
-    monkeypatch.setattr(runner, "_forward", note)
-    monkeypatch.setattr(runner, "_pads", True)  # as on a GPU
+    monkeypatch.setattr(device, "forward", note)
+    monkeypatch.setattr(warm_up, "_pads", True)  # as on a GPU
     while engine.prepare():
         pass
     assert sizes == [512, 768, 1032, 1288, 1500]
-    assert list(runner.phases) == ["compile", "try", "capture"]
-    assert all(bool(part.isnan().all()) for part in (*runner._store.keys, *runner._store.values))
+    assert list(warm_up.phases) == ["compile", "try", "capture"]
+    assert all(bool(part.isnan().all()) for part in (*device.store.keys, *device.store.values))
     assert run_engine(engine, PLAIN) == expected("llama", False)
 
 
 @pytest.mark.usefixtures("on_device")
 def test_padding_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_device_engine("llama")
-    runner: Any = engine._runner
-    monkeypatch.setattr(runner, "_pads", True)
+    device: Any = engine._device
+    monkeypatch.setattr(warm_up_of(engine), "_pads", True)
     with monkeypatch.context() as starved:
-        starved.setattr(runner, "_forward", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+        starved.setattr(device, "forward", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
         while engine.prepare():
             pass
     assert run_engine(engine, PLAIN) == expected("llama", False)
@@ -496,16 +506,16 @@ def test_steps_of_prompts_alone_are_padded_to_sizes_of_their_own(monkeypatch: py
     monkeypatch.setattr(graphs, "_PROMPT_TOKENS", (12, 20, 40, 80))
     long = [(prompt, params) for prompt, params in PLAIN if len(prompt) > 8]
     engine = make_device_engine("qwen3", max_batch_size=2)
-    runner: Any = engine._runner
+    device: Any = engine._device
     sizes: set[graphs.StepSize] = set()
-    forward = runner._graphs._forward
+    forward = device.graphs._forward
 
     def note(size: graphs.StepSize) -> torch.Tensor:
         sizes.add(size)
         logits_SV: torch.Tensor = forward(size)
         return logits_SV
 
-    monkeypatch.setattr(runner._graphs, "_forward", note)
+    monkeypatch.setattr(device.graphs, "_forward", note)
     assert run_engine(engine, long) == run_on_cpu("qwen3", long)
     assert max(size.num_tokens for size in sizes if size.num_rows == 0) > 8
     assert max(size.num_tokens for size in sizes if size.num_rows) <= 8

@@ -1,4 +1,4 @@
-"""A plan's integers as tensors, and attention through block tables against attention over plain lists."""
+"""An order's integers as tensors, and attention through block tables against attention over plain lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.batch import PagedStep
+from infer.execution.layout import HostRows, PagedStep
 from infer.kernels.attention.reference import attend_naive
 from infer.layers.attention import AttentionLayer
 from infer.scheduling.plan import Chunk
@@ -39,6 +39,7 @@ class World:
         )
         fill_store(self.store, float("nan"))
         self.running = Running(self.pool)
+        self.rows = HostRows(self.running.shape)
         self.sequences: dict[int, Sequence] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -63,8 +64,12 @@ class World:
             seq.tokens.extend(tokens[len(seq.tokens) :])
             self.running.enter(seq, start + length)
         self._step += 1
-        plan = self.running.plan(*chunks, step=self._step)
-        return PagedStep(plan, self.running.state, self.store, use_reference=use_reference)
+        order = self.running.order(*chunks, step=self._step)
+        self.rows.apply(order)
+        step = PagedStep(order, self.rows, self.store, use_reference=use_reference)
+        for chunk, row in zip(chunks, order.rows, strict=True):  # as if it had been drawn
+            self.rows.last_token[row] = chunk.seq_id * 100 + chunk.stop
+        return step
 
     def attend(
         self, lengths: dict[int, int], *, use_reference: bool, window: int | None
@@ -89,7 +94,7 @@ class World:
         return ours, torch.cat(expected)
 
 
-def test_chunks_are_laid_end_to_end() -> None:
+def test_rows_are_laid_end_to_end() -> None:
     world = World()
     for seq_id, length in ((1, 5), (2, 17), (3, 0)):
         world.add(seq_id)
@@ -98,7 +103,7 @@ def test_chunks_are_laid_end_to_end() -> None:
     step = world.step({1: 1, 2: 1, 3: 4})
     assert step.tokens_T.tolist() == [105, 217, 300, 301, 302, 303]
     assert step.positions.tolist() == [5, 17, 0, 1, 2, 3]
-    assert step.last_rows == [0, 1, 5]
+    assert step.last_places == [0, 1, 5]
     table = {seq_id: world.pool.block_tables(seq_id)[0] for seq_id in (1, 2, 3)}
     places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
     assert step.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]

@@ -1,0 +1,287 @@
+"""From a plan and its sequences to the order that devices execute: the host half of a step.
+
+    plan      chunks of sequences, blocks that were reserved, blocks to move     (scheduling/plan.py)
+    order     rows, ids, slots, differences of state: numbers only               (execution/order.py)
+
+A device keeps state from step to step, so an order says only what has changed. What the host half remembers
+for that is little, a line for each row of the batch state:
+
+    tenancy       for which stay of a sequence the device has entered the row; another one: it begins anew
+    has_newest    whether the device drew the row's newest token itself; if not, the order says it
+
+Here it is decided, once, what each row of a step is. A chunk with drafts verifies them. A chunk of one token
+that is followed by one draw decodes, be it the last token of a prompt: it is computed in the same way.
+Everything else is a prompt, or part of one.
+
+An order that decodes with the rows of the order before it differs from that one by a position each.
+It says so (`REPEATS`), and a device need not look at its rows.
+
+A plan that could not run is forgotten: its rows begin anew should they ever come again. Their requests have
+ended by then.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from infer.execution.order import (
+    AWAITS_MASKS,
+    DECODE,
+    EMPTY,
+    NONE,
+    ON_HOST,
+    PADDING,
+    POOLINGS,
+    PROMPT,
+    READS_PROMPTS,
+    REPEATS,
+    TRANSFERS,
+    VERIFY,
+    RowFacts,
+    StepOrder,
+)
+from infer.kernels.sampling.sample_state import NUM_FIELDS, SampleLine
+from infer.sampling.params import sequence_seed
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.beam import num_logprobs
+from infer.scheduling.plan import Chunks, StepPlan
+from infer.scheduling.sequence import Sequence
+
+NOBODY = -1  # tenancy of a row that has to begin anew
+
+
+class HostHalf:
+    """Makes the orders of one engine, each from the plan that follows the last."""
+
+    def __init__(self, state: BatchState) -> None:
+        self._state, num_rows = state, len(state.tenancy)
+        self._tenancy = np.full(num_rows, NOBODY, dtype=np.int64)
+        self._has_newest = np.zeros(num_rows, dtype=bool)
+        self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
+        self._is_beam = np.zeros(num_rows, dtype=bool)
+        self._reads_prompt = np.zeros(num_rows, dtype=bool)  # rows of embeddings, or with prompt logprobs
+        self._steady: StepOrder | None = None  # the last order, if all of its rows decode
+
+    def order(self, plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
+        """The order of a plan; with `awaits_masks` it is sampled when masks are there."""
+        flags = AWAITS_MASKS if awaits_masks else 0
+        steady = self._steady
+        if steady is not None and plan.chunks.is_repeated:
+            tables, transfers = _diffs(plan.table_changes), _moves(plan)
+            return steady.repeat(plan.step, flags | REPEATS, plan.chunks.starts, tables, transfers)
+        order = self._order(plan, flags)
+        is_steady = len(plan.chunks) > 0 and not (order.flags & ON_HOST or (order.kinds != DECODE).any())
+        self._steady = None
+        if is_steady:
+            self._steady = order._replace(
+                known=EMPTY.known, lines=EMPTY.lines, facts=EMPTY.facts, extras=EMPTY.extras
+            )
+        return order
+
+    def forget(self, plan: StepPlan) -> None:
+        """Let the rows of a plan that did not run begin anew."""
+        self._tenancy[plan.chunks.rows] = NOBODY
+        self._steady = None
+
+    def _order(self, plan: StepPlan, flags: int) -> StepOrder:
+        chunks, rows, sequences = plan.chunks, plan.chunks.rows, plan.chunks.sequences
+        begins = self._tenancy[rows] != self._state.tenancy[rows]
+        for number in begins.nonzero()[0].tolist():
+            self._note(sequences[number])
+        kinds = np.where((chunks.stops - chunks.starts == 1) & (chunks.num_samples == 1), DECODE, PROMPT)
+        if self._state.num_drafts:
+            kinds[[bool(seq.drafts) for seq in sequences]] = VERIFY
+        is_drawn_on_host = (chunks.num_samples > 1) | (kinds == VERIFY) | self._is_beam[rows]
+        if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
+            flags |= ON_HOST
+            begins |= self._has_uses[rows]
+        reading = self._reading(chunks)
+        flags |= READS_PROMPTS if reading else 0
+        arrived = [sequences[number] for number in begins.nonzero()[0].tolist()]
+        known = self._unknown_tokens(chunks, kinds)
+        self._advance(chunks, is_on_host=bool(flags & ON_HOST))
+        tokens, slots = self._lay_out(chunks, kinds)
+        lines, facts, extras = self._entries(arrived)
+        draws = chunks.num_samples.astype(np.int16)
+        return StepOrder(
+            step=plan.step,
+            flags=flags,
+            rows=rows.astype(np.int32),
+            starts=chunks.starts.astype(np.int32),
+            counts=(chunks.stops - chunks.starts).astype(np.int32),
+            num_sampled=np.where(kinds == VERIFY, chunks.stops - chunks.starts, draws > 0).astype(np.int16),
+            num_draws=draws,
+            adapters=np.zeros(len(rows), dtype=np.int16),
+            kinds=kinds.astype(np.int8),
+            tokens=tokens,
+            slots=slots,
+            next_tokens=_followers(chunks, reading),
+            known=known,
+            tables=_diffs(plan.table_changes, [self._table(seq) for seq in arrived]),
+            transfers=_moves(plan),
+            lines=lines,
+            facts=facts,
+            extras=extras,
+        )
+
+    def _note(self, seq: Sequence) -> None:
+        """Take a sequence's row for it."""
+        row, params = seq.row, seq.group.request.params
+        self._tenancy[row] = self._state.tenancy[row]
+        self._has_newest[row] = False
+        self._is_beam[row] = seq.is_beam
+        self._reads_prompt[row] = params.prompt_logprobs is not None or seq.group.request.pooling is not None
+        self._has_uses[row] = params.has_penalties or bool(_banned(seq))
+
+    def _reading(self, chunks: Chunks) -> list[int]:
+        """The numbers of the chunks whose hidden states are all read.
+
+        They are for an embedding, and for logprobs of a prompt, whose last token predicts the output.
+        """
+        found = []
+        for number in self._reads_prompt[chunks.rows].nonzero()[0].tolist():
+            seq = chunks.sequences[number]
+            if seq.group.request.pooling is not None or chunks.starts[number] < seq.num_prompt - 1:
+                found.append(number)
+        return found
+
+    def _unknown_tokens(self, chunks: Chunks, kinds: np.ndarray) -> np.ndarray:
+        """Rows that decode, their tokens and their positions, where the device has not drawn them itself."""
+        (unknown,) = ((kinds == DECODE) & ~self._has_newest[chunks.rows]).nonzero()
+        if not len(unknown):
+            return EMPTY.known
+        starts: list[int] = chunks.starts[unknown].tolist()
+        sequences = [chunks.sequences[number] for number in unknown.tolist()]
+        tokens = [seq.tokens[start] for seq, start in zip(sequences, starts, strict=True)]
+        return np.array([chunks.rows[unknown], tokens, starts], dtype=np.int64)
+
+    def _advance(self, chunks: Chunks, *, is_on_host: bool) -> None:
+        """Note which newest tokens a device knows after this order."""
+        rows = chunks.rows
+        self._has_newest[rows] = False if is_on_host else chunks.draws
+        if is_on_host:  # what came of it is the host's to say
+            self._tenancy[rows[self._has_uses[rows]]] = NOBODY
+
+    def _lay_out(self, chunks: Chunks, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all rows that do not decode, end to end, and their slots in each table."""
+        (given,) = (kinds != DECODE).nonzero()
+        tables, size = self._state.tables, self._state.block_size
+        if not len(given):
+            return EMPTY.tokens, np.empty((len(tables), 0), dtype=np.int32)
+        ids = array("I")
+        starts, stops = chunks.starts[given], chunks.stops[given]
+        for number, start, stop in zip(given.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            seq = chunks.sequences[number]
+            ids += seq.tokens[start:stop]
+            if seq.drafts:
+                ids.extend(seq.drafts)
+        counts = stops - starts
+        positions = np.arange(len(ids)) + (stops - counts.cumsum()).repeat(counts)
+        blocks, offsets = np.divmod(positions, size)
+        slots = tables[:, chunks.rows[given].repeat(counts), blocks] * size + offsets
+        return np.frombuffer(ids, dtype=np.uint32), slots.astype(np.int32)
+
+    def _table(self, seq: Sequence) -> np.ndarray:
+        """The whole tables of a sequence: a line of (row, index, block) for each block."""
+        row, num_blocks = seq.row, seq.num_reserved // self._state.block_size
+        num_tables, num_rows, _ = self._state.tables.shape
+        lines_KB3 = np.empty((num_tables, num_blocks, 3), dtype=np.int32)
+        lines_KB3[:, :, 0] = row + num_rows * np.arange(num_tables)[:, None]
+        lines_KB3[:, :, 1] = np.arange(num_blocks)
+        lines_KB3[:, :, 2] = self._state.tables[:, row, :num_blocks]
+        return lines_KB3.reshape(-1, 3)
+
+    def _entries(self, arrived: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How rows that begin are sampled, their facts, and their lists end to end."""
+        if not arrived:
+            return EMPTY.lines, EMPTY.facts, EMPTY.extras
+        lines, facts, extras = bytearray(), list[RowFacts](), array("I")
+        for seq in arrived:
+            line, fact = _line(seq), _facts(seq, bool(self._has_uses[seq.row]))
+            lines += line.pack()
+            facts.append(fact)
+            if fact.num_tokens:
+                extras += seq.tokens
+            extras.extend(_banned(seq))
+            biases = seq.group.request.params.logit_bias
+            extras.extend(biases)
+            extras.frombytes(np.array(list(biases.values()), dtype=np.float32).tobytes())
+        return (
+            np.frombuffer(lines, dtype=np.int64).reshape(-1, NUM_FIELDS),
+            np.array(facts, dtype=np.int32),
+            np.frombuffer(extras, dtype=np.uint32) if extras else EMPTY.extras,
+        )
+
+
+def _banned(seq: Sequence) -> tuple[int, ...]:
+    """The ids that a sequence may not draw before its `min_tokens`."""
+    return seq.group.stop_ids if seq.group.request.params.min_tokens else ()
+
+
+def _line(seq: Sequence) -> SampleLine:
+    """How a sequence is sampled."""
+    params = seq.group.request.params
+    return SampleLine(
+        seq.row,
+        has_uses=int(params.has_penalties or bool(_banned(seq))),
+        top_k=params.top_k,
+        seed=sequence_seed(seq.group.seed, seq.index),
+        ban_end=seq.num_prompt + params.min_tokens,
+        num_biased=len(params.logit_bias),
+        temperature=0.0 if params.is_greedy else params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )
+
+
+def _facts(seq: Sequence, has_uses: bool) -> RowFacts:
+    request, count = seq.group.request, num_logprobs(seq.group)
+    asked = request.params.prompt_logprobs
+    return RowFacts(
+        num_prompt=seq.num_prompt,
+        num_logprobs=NONE if count is None else count,
+        prompt_logprobs=NONE if asked is None else asked,
+        pooling=POOLINGS.index(request.pooling),
+        num_tokens=len(seq.tokens) if has_uses else 0,
+        num_banned=len(_banned(seq)),
+    )
+
+
+def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
+    """The token after each chunk's last, if a prompt has it, where any chunk is read for logprobs."""
+    sequences, stops = chunks.sequences, chunks.stops.tolist()
+    if all(sequences[number].group.request.params.prompt_logprobs is None for number in reading):
+        return EMPTY.next_tokens
+    return np.array(
+        [
+            seq.tokens[stop] if stop < seq.num_prompt else 0
+            for seq, stop in zip(sequences, stops, strict=True)
+        ],
+        dtype=np.uint32,
+    )
+
+
+def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
+    """A line of (row, index, block) for each block that tables have got, padded to a power of two.
+
+    A device that runs a program for each line then sees few numbers of them.
+    """
+    num_lines = len(changes) // 3 + sum(map(len, tables))
+    if not num_lines:
+        return EMPTY.tables
+    padding = [PADDING] * 3 * ((1 << (num_lines - 1).bit_length()) - num_lines)
+    diffs_D3 = np.array(changes + padding, dtype=np.int32).reshape(-1, 3)
+    return np.concatenate([diffs_D3, *tables]) if tables else diffs_D3
+
+
+def _moves(plan: StepPlan) -> np.ndarray:
+    if not plan.transfers:
+        return EMPTY.transfers
+    moves = [(TRANSFERS.index(kind), source, to) for kind, source, to in plan.transfers]
+    return np.array(moves, dtype=np.int32)

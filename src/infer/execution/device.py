@@ -1,0 +1,143 @@
+"""What the engine asks of a device: to execute orders, now or a little later.
+
+    run      move blocks, update the rows' state, run the model, sample; returns at once where a device works
+             by itself, and without having sampled where the order awaits masks
+    masks    memory that the host fills, a mask for each position that has one
+    sample   sample under these masks
+    wait     the `StepResult`
+
+All but the first are calls of the `PendingStep` that `run` returns, whatever the device and with masks or
+without:
+
+    order ──► run ──┬──────────────────────► wait ──► StepResult
+                    └──► masks ──► sample ──► wait
+
+Where sequences are constrained, what may come next is known only when the ids of the last step are, and takes
+the host some time to find out. The model runs meanwhile.
+
+A device half owns tensors and makes no decisions: the same orders give the same ids in any process. The one
+of a CPU, and of plain PyTorch on any device, is in torch_device.py; the one of a GPU in gpu/device.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from infer.execution.order import AWAITS_MASKS, NO_MASKS, StepMasks, StepOrder
+from infer.sampling.params import RowLogprobs
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class StateShape(NamedTuple):
+    """The size of the state that orders speak of."""
+
+    num_rows: int  # rows of state: sequences that may run, and those that begin before others end
+    max_blocks: int  # blocks of a row's longest table
+    block_size: int  # tokens of a block
+    num_tables: int = 1  # block tables of each row
+
+
+class StepResult(NamedTuple):
+    """What a step produced, row by row of its order."""
+
+    ids: list[tuple[int, ...]]  # the sampled ids; empty where the row samples nothing
+    logprobs: list[tuple[RowLogprobs | None, ...]]
+    prompt_logprobs: dict[int, list[RowLogprobs]]  # by number: of the prompt tokens after the row's own
+    is_whole: bool = False  # True: the device has made sure that none of the ids is NO_TOKEN
+    pooled: Mapping[int, np.ndarray] = {}  # by number: pooled hidden states of this part of an embedding
+
+
+class Pending(Protocol[T_co]):
+    """Something that a device makes and that arrives later."""
+
+    def wait(self) -> T_co:
+        """The thing itself, once it is there."""
+        ...
+
+
+class Ready(NamedTuple):
+    """A result that is there already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        """The result."""
+        return self.result
+
+
+class PendingStep:
+    """A step under way. `sample` comes before `wait` where the order awaits masks, and is not called else.
+
+    `launch` samples the step under the masks that it is given: at once, where the order awaits none. `memory`
+    has room for masks.
+    """
+
+    __slots__ = ("_launch", "_lines_KW", "_memory", "_result")
+
+    def __init__(
+        self,
+        flags: int,
+        launch: Callable[[StepMasks], Pending[StepResult]],
+        memory: Callable[[int], np.ndarray],
+    ) -> None:
+        self._launch, self._memory = launch, memory
+        self._result = None if flags & AWAITS_MASKS else launch(NO_MASKS)
+
+    def masks(self, count: int) -> np.ndarray:
+        """Memory for `count` masks, all of it to be overwritten: int32 [count, ceil(vocabulary / 32)]."""
+        self._lines_KW = self._memory(count)
+        return self._lines_KW
+
+    def sample(self, numbers: Sequence[int], positions: Sequence[int]) -> StepMasks:
+        """Sample the step: mask k is for the row `numbers[k]` of the order, at `positions[k]`.
+
+        It comes after `masks`, and before the next order. Other rows and positions have no mask. Returns the
+        masks, whose memory belongs to the next step as soon as it begins.
+        """
+        masks = StepMasks(numbers, positions, self._lines_KW)
+        self._result = self._launch(masks)
+        return masks
+
+    def wait(self) -> StepResult:
+        """The result, once it is there; raises `DeviceLost` where the device failed."""
+        assert self._result is not None, "a step that awaits masks is sampled before it is waited for"
+        return self._result.wait()
+
+
+class DeviceHalf(Protocol):
+    """Executes orders: a model on a device, or a stand-in for tests and simulations.
+
+    The memory of an order may be used again when its step has been waited for.
+    """
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether steps pool the hidden states of embeddings."""
+        ...
+
+    def run(self, order: StepOrder) -> PendingStep:
+        """Begin a step; `DeviceLost`: every further one would fail as well."""
+        ...
+
+
+class SyncDevice(ABC):
+    """A device half that is done when it returns."""
+
+    can_embed = False
+    vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
+
+    @abstractmethod
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
+        """Execute an order, sampled under these masks."""
+
+    def run(self, order: StepOrder) -> PendingStep:
+        """Execute an order at once; one that awaits masks, when these are there."""
+        return PendingStep(order.flags, lambda masks: Ready(self.compute(order, masks)), self._memory)
+
+    def _memory(self, count: int) -> np.ndarray:
+        return np.empty((count, -(-self.vocab_size // 32)), dtype=np.int32)

@@ -1,0 +1,466 @@
+"""The device half of a GPU: state stays there, steps are launched and waited for later.
+
+    run      transfers, differences of state, then one of
+               sized     rows that decode and few given tokens, padded: a CUDA graph          (graphs.py)
+               ragged    anything else: the same kernels, launched one by one
+             and a copy of the sampled ids to pinned memory, followed by an event;
+             an order that awaits masks is sampled when these are there                       (masks.py)
+             a step for which there is no memory is run in halves                             (halves.py)
+    wait     for that event; ids become a `StepResult`                                        (readback.py)
+
+No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
+tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams,
+drafts) a step is sampled on the host; the engine does not overlap steps while there is such a request.
+
+What has to be there before the first step is made by warm_up.py: compiled kernels, captured graphs.
+
+On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
+
+Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.errors import DeviceLost
+from infer.execution.device import Pending, PendingStep, Ready, StateShape, StepResult
+from infer.execution.embedding import Pooled, pool_hidden
+from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
+from infer.execution.gpu.readback import Asked, Readback
+from infer.execution.gpu.rows import DeviceRows
+from infer.execution.gpu.sending import send
+from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
+from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
+from infer.execution.halves import SmallerSteps
+from infer.execution.host_sampling import HostSampler, PromptTable
+from infer.execution.layout import needed_tokens
+from infer.execution.order import (
+    AWAITS_MASKS,
+    DECODE,
+    EMPTY,
+    NONE,
+    ON_HOST,
+    READS_PROMPTS,
+    REPEATS,
+    StepMasks,
+    StepOrder,
+)
+from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.dense import Batch, DenseAttention
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.elementwise.step_state import advance_rows, gather_step
+from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
+from infer.models.model import Model
+
+Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part of a step, after its forward
+
+
+class DecodedRows(NamedTuple):
+    """The rows of a step that decodes and nothing else."""
+
+    rows: np.ndarray
+    size: StepSize
+    ids_S: torch.Tensor  # where their ids are sampled
+    has_logprobs: bool  # whether any of them asks for logprobs
+
+
+class GpuDevice:
+    """A model whose decode state lives on its device."""
+
+    can_embed = True
+
+    def __init__(
+        self,
+        model: Model,
+        store: KVStore,
+        shape: StateShape,
+        *,
+        max_batch_size: int,
+        max_tokens: int,
+        max_seq_len: int,
+        use_cuda_graphs: bool,
+        attention_backend: str = "triton",
+        decode_attention_backend: str = "triton",
+        steps_ahead: int = 1,
+        graph_bytes: int = 0,
+        busy_tokens: int = 0,
+    ) -> None:
+        config, device, block_size = model.config, store.device, shape.block_size
+        self.model, self.store, self.device, self._block_size = model, store, device, block_size
+        self.max_tokens, self.backend = max_tokens, attention_backend
+        max_blocks = -(-max_seq_len // block_size)
+        self.rows = DeviceRows(shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables)
+        self._sampler = HostSampler(model, self.rows.book, send)
+        self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
+        backends = attention_backend, decode_attention_backend
+        chosen = choose_backend(backends, config, store, block_size)
+        # compilers begin here, and go on during what follows (`wait_for_compilers`)
+        pool = ThreadPoolExecutor(1, "compile-attention")
+        self._decode_backend = pool.submit(compile_backend, chosen, config, store, block_size, max_batch_size)
+        pool.shutdown(wait=False)
+        self._wait_for_sampler = compile_sample_rows(self.rows.sampling, self._scratch, store.dtype)
+        self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
+        self.work = DecodeWork(
+            max_rows=max_batch_size,
+            max_len=max_seq_len,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=device,
+            backend=chosen,
+        )
+        tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
+        max_graph_tokens = captured_tokens(config, max_tokens, busy_tokens) if use_cuda_graphs else 0
+        self.inputs = DeviceInputs(
+            max_batch_size, max_tokens, max_graph_tokens, tile_len, device, shape.num_tables
+        )
+        self._readback = Readback(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
+        self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
+        self.dense: DenseAttention | None = None
+        if attention_backend == "auto" and self._windows == (None,):
+            self.dense = DenseAttention(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.scale,
+                dtype=store.dtype,
+                device=device,
+                max_tokens=max_tokens,
+                max_len=max_seq_len,
+            )
+        self._smaller = SmallerSteps(self._run_half)
+        self.arena: object = None  # what holds the memory of its steps, if anything does
+        self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
+        self.graphs = StepGraphs(
+            partial(self.compute_logits, model),
+            self.sample_logits,
+            self.inputs.blank,
+            max_rows=max_batch_size,
+            max_tokens=most_tokens(config, max_tokens) if use_cuda_graphs else 0,
+            short_step=short_step(config, max_tokens, busy_tokens) if use_cuda_graphs else 0,
+            pool_bytes=graph_bytes,
+            captures=use_cuda_graphs and is_gpu(device),
+        )
+
+    def wait_for_compilers(self) -> None:
+        """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
+        self.work.backend = self._decode_backend.result()
+        self._wait_for_sampler()
+
+    @property
+    def attention(self) -> tuple[str, str]:
+        """What computes attention of prompts, and of rows that decode."""
+        prompts = "cudnn+triton" if self.dense is not None else self.backend.replace("auto", "triton")
+        return prompts, self.work.backend.replace("auto", "cuda+triton")
+
+    # -- one step -----------------------------------------------------------------------------------
+
+    def run(self, order: StepOrder) -> PendingStep:
+        """Begin a step; see the module's docstring for the order of things."""
+        try:
+            if len(order.transfers):
+                self.store.transfer(order.moves())
+            try:
+                sample = self._start(order)
+            except torch.OutOfMemoryError as error:  # it is run in halves when all is there that these need
+                sample = _raising(error.with_traceback(None))
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {order.step}") from error
+        return PendingStep(order.flags, partial(self._launch_sampler, order, sample), self._mask_memory)
+
+    def _launch_sampler(self, order: StepOrder, sample: Sampler, masks: StepMasks) -> Pending[StepResult]:
+        """Launch the second part of a step; where there is no memory, run the step in halves instead."""
+        try:
+            try:
+                if order.flags & AWAITS_MASKS:
+                    self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
+                return sample(masks)
+            except torch.OutOfMemoryError as error:  # nothing of it has been sampled
+                self._readback.settle()  # the halves take the buffers of steps that have not been read
+                kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
+                result = self._smaller.run(order._replace(transfers=EMPTY.transfers), kept, error)
+                self._decoded = None  # rows of a half, and the next order may repeat the whole
+                return Ready(result)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {order.step}") from error
+
+    def _run_half(self, order: StepOrder, masks: StepMasks) -> StepResult:
+        """Run a part of a step and wait for it."""
+        step = self.run(order)
+        if order.flags & AWAITS_MASKS:
+            step.masks(len(masks.numbers))[:] = masks.lines_KW
+            step.sample(masks.numbers, masks.positions)
+        return step.wait()
+
+    def _mask_memory(self, count: int) -> np.ndarray:
+        """Pinned memory for masks. The steps before are waited for, whose sampler fetches the same lines."""
+        try:
+            self._readback.arrive()
+        except torch.AcceleratorError as error:
+            raise DeviceLost("the device failed before masks were filled") from error
+        return self.rows.masks.take(count)
+
+    def _start(self, order: StepOrder) -> Sampler:
+        """Launch a step up to its logits; returns what launches the rest."""
+        decoded, self._decoded = self._decoded, None
+        if decoded is not None and order.flags & REPEATS:
+            self.rows.apply_tables(order)
+            self._clear_masks(order)
+            return self._start_decode(order, decoded)
+        with torch.inference_mode():
+            self.rows.apply(order)
+            if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
+                return _nothing
+            self._clear_masks(order)
+            size = self._size_of(order)
+            if size is None or order.flags & (ON_HOST | READS_PROMPTS):
+                return self._start_ragged(order)
+            if size.num_tokens:
+                return self._start_mixed(order, size)
+            has_logprobs = int(self.rows.num_logprobs[order.rows].max()) != NONE
+            rows = order.rows.copy()  # the next order may take the place of this one
+            decoded = DecodedRows(rows, size, self._scratch.ids_S[: order.num_rows], has_logprobs)
+            return self._start_decode(order, decoded)
+
+    def _clear_masks(self, order: StepOrder) -> None:
+        """Let no row of a step without masks be sampled under one of an earlier step."""
+        if not order.flags & AWAITS_MASKS and self.rows.masks.has_any:
+            self.rows.masks.clear()
+
+    def _size_of(self, order: StepOrder) -> StepSize | None:
+        """The size with room for a step; None: there is none, or it is better launched without."""
+        num_decoding = int(np.count_nonzero(order.kinds == DECODE))
+        if order.num_rows - num_decoding > MAX_CHUNKS:
+            return None
+        return self.graphs.size_for(num_decoding, len(order.tokens))
+
+    def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
+        """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
+        counts = self.rows.num_logprobs[rows]
+        if not len(rows) or counts.max() == NONE:
+            return None
+        (asking,) = (counts != NONE).nonzero()
+        places = asking if where is None else where[asking]
+        return Asked(places.tolist(), counts[asking].tolist(), logits_SV)
+
+    # -- steps of a size that is, or could be, a graph ------------------------------------------------
+
+    def _start_decode(self, order: StepOrder, decoded: DecodedRows) -> Sampler:
+        """Launch rows that decode and nothing else, which is what most steps are."""
+        rows, size, ids_S, has_logprobs = decoded
+        self.graphs.ensure(size)
+        if not (order.flags & REPEATS and self.inputs.num_rows_sent == size.num_rows):
+            self.inputs.send_rows(rows, size.num_rows)
+        self.graphs.forward(size)
+
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            logits_SV = self.graphs.sample(size)
+            self._decoded = decoded
+            asked = self._asked(logits_SV, rows, None) if has_logprobs else None
+            return self._readback.take(order.step, ids_S, len(rows), asked)
+
+        return sample
+
+    def _start_mixed(self, order: StepOrder, size: StepSize) -> Sampler:
+        """Launch few given tokens together with the rows that decode."""
+        inputs = self.inputs
+        self.graphs.ensure(size)
+        prompts = Prompts(order, first=size.num_rows)
+        inputs.send_rows(order.rows[prompts.decoding], size.num_rows)
+        inputs.send_prompts(prompts, size.num_tokens)
+        # rows that decode are sampled where they stand, others after them
+        drawn = prompts.numbers[order.num_sampled[prompts.numbers] > 0]
+        sampling = np.concatenate([prompts.decoding, drawn])
+        where = np.concatenate([np.arange(len(prompts.decoding)), size.num_rows + np.arange(len(drawn))])
+        rows = order.rows[sampling]
+        inputs.send_samples(
+            where, prompts.last_places[sampling], rows, order.stops[sampling], size.num_rows + MAX_CHUNKS
+        )
+        if not is_gpu(self.device):
+            self._host_chunks = tuple(prompts.chunks)
+        self.graphs.forward(size)
+
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            logits_SV = self.graphs.sample(size)
+            ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
+            asked = self._asked(logits_SV, rows, where)
+            pending = self._readback.take(order.step, ids_S, order.num_rows, asked)
+            return pending.scatter([*zip(sampling.tolist(), where.tolist(), strict=True)])
+
+        return sample
+
+    @torch.inference_mode()
+    def compute_logits(self, model: Model, size: StepSize) -> torch.Tensor:
+        """The kernels of a step of this size up to its logits: everything is read from the device."""
+        inputs, num_rows = self.inputs, size.num_rows
+        rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
+        self.gather(rows_S)
+        if not size.num_tokens:
+            return model.logits(self.forward(model, num_tokens, rows_S, None))
+        num_tiles = inputs.num_tiles(size.num_tokens)
+        tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
+        places_C = inputs.samples_3C[0, : num_rows + MAX_CHUNKS]
+        return model.logits(self.forward(model, num_tokens, rows_S, tiles, (), places_C))
+
+    @torch.inference_mode()
+    def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
+        """The kernels after them: the rows of the step are sampled, and advanced on the device."""
+        inputs, num_rows = self.inputs, size.num_rows
+        if not size.num_tokens:  # the sampled token's place is the one after its input's
+            rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
+        else:
+            _, rows_S, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
+        self.sample_rows(logits_SV, rows_S, positions_S)
+
+    def gather(self, rows_S: torch.Tensor) -> None:
+        """Tokens, positions, slots and lengths of rows that decode, from their state."""
+        state, decode = self.rows, self.inputs.decode(len(rows_S))
+        if len(rows_S):
+            for tables_RB, out in zip(state.tables_KRB, decode, strict=True):
+                gather_step(
+                    rows_S,
+                    state.last_token_R,
+                    state.position_R,
+                    tables_RB,
+                    block_size=self._block_size,
+                    out=out,
+                )
+
+    def sample_rows(
+        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor
+    ) -> torch.Tensor:
+        """Sample a token for each row at its position; the rows' state goes on from there."""
+        state, rows_S, positions_S = self.rows, rows_S.int(), positions_S.contiguous()
+        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
+        return ids_S
+
+    def forward(
+        self,
+        model: Model,
+        num_tokens: int,
+        rows_S: torch.Tensor,
+        tiles: PrefillChunks | None,
+        batches: Sequence[Batch] = (),
+        places_C: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of all tokens, or of those at `places_C`."""
+        table_XT = self.inputs.table_XT
+        step = DeviceStep(
+            self.store,
+            self.rows.tables_KRB,
+            self.work,
+            block_size=self._block_size,
+            positions_T=table_XT[1, :num_tokens],
+            slots_KT=table_XT[2:, :num_tokens],
+            rows_S=rows_S,
+            lens_S=self.inputs.lens_S[: len(rows_S)],
+            chunks=tiles,
+            windows=self._windows,
+            dense=(self.dense, batches) if self.dense and batches else None,
+            backend=self.backend,
+        )
+        step.logit_indices = places_C
+        hidden_CD: torch.Tensor = model(table_XT[0, :num_tokens], step)
+        return hidden_CD
+
+    # -- any other step -----------------------------------------------------------------------------
+
+    def _start_ragged(self, order: StepOrder) -> Sampler:
+        """Launch a step kernel by kernel, whatever its rows are."""
+        num_decoding = int(np.count_nonzero(order.kinds == DECODE))
+        prompts = Prompts(order, first=self.graphs.padded_rows(num_decoding))
+        places, last_rows = needed_tokens(order, prompts.last_places.tolist())
+        hidden_CD = self._hidden_of(prompts, order.rows, places)
+        pooled: Pooled | None = None
+        if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
+            pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
+            pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
+        if order.flags & ON_HOST:
+            return lambda masks: self._sample_on_host(order, last_rows, hidden_CD, pooled, masks)
+        asked = [
+            each._replace(table=self._readback.fetch(each.table))
+            for each in self._sampler.prompt_tables(order, last_rows, hidden_CD)
+        ]
+        drawn = order.num_sampled.nonzero()[0]
+        if not len(drawn):
+            return lambda masks: self._sample_none(order, asked, pooled)
+        rows = order.rows[drawn]
+        packed = np.stack([np.array(last_rows, dtype=np.int64)[drawn], rows, order.stops[drawn]])
+        last_S, rows_S, positions_S = send(torch.from_numpy(packed), self.device).unbind()
+        logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
+
+        @torch.inference_mode()
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            ids_S = self.sample_rows(logits_SV, rows_S, positions_S)
+            of_outputs = self._asked(logits_SV, rows, None)
+            pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
+            places = [(number, place) for place, number in enumerate(drawn.tolist())]
+            return pending.scatter(places, asked, pooled)
+
+        return sample
+
+    def _sample_none(
+        self, order: StepOrder, asked: list[PromptTable], pooled: Pooled | None
+    ) -> Pending[StepResult]:
+        """The end of a ragged step without an id to sample: there may be something to wait for."""
+        if not (asked or pooled):  # the middle of a prompt
+            return Ready(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
+        pending = self._readback.take(order.step, self._scratch.ids_S[:0], order.num_rows)
+        return pending.scatter([], asked, pooled)
+
+    @torch.inference_mode()
+    def _sample_on_host(
+        self,
+        order: StepOrder,
+        last_rows: list[int],
+        hidden_CD: torch.Tensor,
+        pooled: Pooled | None,
+        masks: StepMasks,
+    ) -> Pending[StepResult]:
+        result = self._sampler.sample(order, last_rows, hidden_CD, masks)
+        if pooled is not None:
+            arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter([], pooled=pooled)
+            result = result._replace(pooled=arrival.wait().pooled)
+        return Ready(result)
+
+    def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
+        """Hidden states of a ragged step: of all tokens, or of those at `places`."""
+        inputs = self.inputs
+        inputs.send_rows(rows[prompts.decoding], prompts.first)
+        rows_S = inputs.rows_S[: prompts.first]
+        self.gather(rows_S)
+        batches, chunks = self.dense.split(prompts.chunks) if self.dense else ([], prompts.chunks)
+        tiles: PrefillChunks | None = None
+        if len(prompts.numbers):
+            inputs.table_XT[:, prompts.first : prompts.end].copy_(
+                send(torch.from_numpy(prompts.table_XP), self.device)
+            )
+        if chunks:
+            tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
+            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self.device), chunks)
+        places_C = None if places is None else send(torch.tensor(places), self.device)
+        return self.forward(self.model, prompts.end, rows_S, tiles, batches, places_C)
+
+
+def _nothing(masks: StepMasks) -> Pending[StepResult]:
+    """The result of an order without rows."""
+    return Ready(StepResult([], [], {}))
+
+
+def _raising(error: torch.OutOfMemoryError) -> Sampler:
+    """The second part of a step whose first part found no memory."""
+
+    def sample(masks: StepMasks) -> Pending[StepResult]:
+        raise error
+
+    return sample

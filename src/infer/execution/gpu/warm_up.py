@@ -1,0 +1,243 @@
+"""What has to be there before the first step: compiled kernels, loaded libraries, captured graphs.
+
+    compile   every kernel that a step of any size needs, unless it is in Triton's cache
+    try       steps of padding that are never captured: libraries choose and load kernels by their size
+    capture   the sizes that are graphs (graphs.py), while cuDNN makes its plans
+
+A step of padding reads nothing from the cache and writes nothing to it. It runs on a *view* of the model that
+has two layers of each kind, the first and the last: these need the kernels and the memory that all do, and
+take a fraction of the time. The model itself is not touched, so nothing here gets in the way of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.graphs import StepSize
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks
+from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
+from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.sampling.logprob_table import logprob_table
+from infer.models.model import Model
+
+logger = logging.getLogger(__name__)
+
+_FEW_TOKENS = 512  # tokens of a ragged step: with fewer, steps are captured
+
+
+class WarmUp:
+    """Prepares a GPU's device half for its steps, a piece at a time."""
+
+    def __init__(self, device: GpuDevice) -> None:
+        self.device = device
+        self._pads = is_gpu(device.device) and device.backend != "flash"  # which cannot attend to padding
+        self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
+        self._preparations = self._prepare()
+        device.graphs.warm_up = self._warm_up
+
+    @cached_property
+    def _ends(self) -> Model:
+        """A view of the model with the first and the last layer of each kind."""
+        kinds = _kinds(self.device.model)
+        ends = {
+            place for kind in kinds for place in (kinds.index(kind), len(kinds) - 1 - kinds[::-1].index(kind))
+        }
+        return self.device.model.with_layers(sorted(ends))
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Do one piece of what steps need before they can run without waiting; False: all is done.
+
+        A server calls it until all is done before it says that it is ready. In a program that generates once,
+        each step makes what it needs itself.
+        """
+        start = time.perf_counter()
+        phase = next(self._preparations, None)
+        if phase is not None:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
+        return phase is not None
+
+    def _prepare(self) -> Iterator[str]:
+        """Make everything that a step can need; yields the name of the phase after each piece."""
+        device = self.device
+        if self._pads:
+            self.compile()
+            yield "compile"
+            device.rows.send_padding()
+            device.store.transfer([("copy", 0, 0)])
+            for num_tokens, num_rows in self._ragged_sizes():
+                self._try(partial(self._run_ragged, self._ends, num_tokens, num_rows))
+                yield "try"
+            self._try(partial(self.sample_padding, self._output_sizes()))
+            yield "try"
+        self._capture_during_plans()
+        yield "capture"
+        seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
+        logger.info("steps prepared %s", seconds)
+
+    def _capture_during_plans(self) -> None:
+        """Capture all sizes in a thread, while this one makes cuDNN's plans: PyTorch keeps them by thread.
+
+        A plan is made without Python's lock; a capture holds it nearly all the time.
+        """
+        dense = self.device.dense
+        with ThreadPoolExecutor(1, "capture-steps") as pool:
+            captured = pool.submit(self._capture_all)
+            while dense is not None and dense.prepare():
+                pass
+            captured.result()
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        if is_gpu(self.device.device):
+            torch.cuda.set_device(self.device.device)  # the device of this thread
+        while self.device.graphs.prepare():
+            pass
+
+    @torch.inference_mode()
+    def step_seconds(self, num_tokens: int) -> float:
+        """How long a step with this many prompt tokens and a few decoding rows takes, the best of three."""
+        device, graphs = self.device, self.device.graphs
+        num_rows = graphs.decode_rows[min(7, len(graphs.decode_rows) - 1)]
+        size, seconds = graphs.size_for(num_rows, num_tokens), []
+        for _ in range(3):
+            device.inputs.blank()
+            self._synchronize()
+            start = time.perf_counter()
+            if size is None:
+                self._run_ragged(device.model, num_tokens, num_rows)
+            else:
+                graphs.forward(size)
+                graphs.sample(size)
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    def _synchronize(self) -> None:
+        if self._pads:
+            torch.cuda.synchronize(self.device.device)
+
+    def _ragged_sizes(self) -> list[tuple[int, int]]:
+        """Steps that are not captured, of all sizes: tokens of prompts, and rows that decode with them.
+
+        Libraries choose and load kernels by that number. Every other of each kind is not a multiple of 16.
+        """
+        most, num_rows = self.device.max_tokens, self.device.graphs.decode_rows[-1]
+        sizes = [*range(_FEW_TOKENS, 4096, 256), *range(4096, most, 512), most - 8]
+        sizes = [size + 8 * (place // 2 % 2) for place, size in enumerate(sizes) if num_rows < size < most]
+        return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
+
+    def _output_sizes(self) -> list[int]:
+        """Numbers of rows that a ragged step samples: all that are few, and some of each kind of many."""
+        most = len(self.device.inputs.rows_S) + 1
+        return sorted({*range(1, min(18, most)), *range(24, most, 8), *range(31, most, 16)})
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile what steps of all sizes need, unless Triton's cache has it; no kernel runs."""
+        if self._pads:
+            device = self.device
+            kinds = sorted({str(kind) for kind in _kinds(device.model)})
+            facts = device.model.config, kinds, device.backend, device.work.backend, device.graphs.sizes
+            compile_once(self._compile_ahead, *facts, device.store.keys[0])
+
+    def _compile_ahead(self) -> bool:
+        """Go through all steps that are captured without running them: their kernels are compiled at once.
+
+        False: a step could not be gone through, because it takes indices from what no kernel has computed.
+        It is compiled when it first runs.
+        """
+        device = self.device
+        try:
+            with compiling_ahead(device.device):
+                device.rows.send_padding()
+                for size in device.graphs.sizes:
+                    self._warm_up(size)
+                for num_rows in device.graphs.decode_rows:
+                    self._run_ragged(self._ends, _FEW_TOKENS, num_rows)
+                self.sample_padding(self._output_sizes())
+        except torch.AcceleratorError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            logger.debug("not all steps are compiled ahead of time: %s", error)
+            return False
+        return True
+
+    def _warm_up(self, size: StepSize) -> None:
+        """Run a step of padding of this size: what it needs is loaded when it is captured."""
+        self.device.inputs.blank()
+        self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
+
+    def _try(self, run: Callable[[], None]) -> None:
+        """Run something of padding; that it cannot be run is not an error."""
+        try:
+            run()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # out of memory, say: a prompt may still find room
+            reason = str(error).partition("\n")[0]
+            logger.warning("cannot run a step of padding ahead of time step=%s error=%s", run, reason)
+
+    def _run_ragged(self, model: Model, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
+        """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""
+        if num_tokens <= 0:
+            return
+        device = self.device
+        device.inputs.blank()
+        rows_S = device.inputs.rows_S[:num_rows]
+        device.gather(rows_S)
+        chunk = PrefillChunk(num_rows + num_tokens - num_dense, num_dense, 0, 0)
+        batches = device.dense.split([chunk])[0] if device.dense and num_dense else []
+        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=device.device)
+        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
+        device.forward(model, num_rows + num_tokens, rows_S, tiles, batches)
+
+    @torch.inference_mode()
+    def compute_padding(self) -> None:
+        """Compute the layers of the largest step there can be, all of it padding."""
+        device = self.device
+        num_rows = min(device.graphs.decode_rows[-1], device.max_tokens - 1)
+        self._run_ragged(self._ends, device.max_tokens - num_rows, num_rows)
+        longest = device.dense.prepare_longest() if device.dense is not None else 0
+        if longest:  # less one: what is not a whole shape is copied, which takes the most
+            self._run_ragged(self._ends, device.max_tokens, 0, longest - 1)
+
+    @torch.inference_mode()
+    def sample_padding(self, counts: Sequence[int] = ()) -> None:
+        """Sample as many rows of padding as a step can have, or each of these numbers of them."""
+        device = self.device
+        device.inputs.blank()
+        rows_S, width = device.inputs.rows_S, device.model.config.hidden_size
+        hidden_SD = torch.zeros((len(rows_S), width), dtype=device.store.dtype, device=device.device)
+        places_S = torch.zeros_like(rows_S, dtype=torch.int64)
+        for count in counts or (len(rows_S),):
+            logits_SV = device.model.logits(hidden_SD[:count])
+            device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
+            logprob_table(logits_SV, places_S[:count], 0)
+
+
+def _kinds(model: Model) -> list[tuple[object, ...]]:
+    """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
+
+    def kept(stored: Any) -> tuple[object, ...]:
+        if stored is None:
+            return ()
+        compiled = getattr(stored, "compiled", None)
+        return type(stored), stored.spec.form, stored.bias is not None, compiled and compiled.num_ready
+
+    return [
+        (
+            model.config.window(number),
+            model.config.mlp_size(number),
+            *((type(part), *kept(getattr(part, "stored", None))) for part in layer.modules()),
+        )
+        for number, layer in enumerate(model.layers)
+    ]

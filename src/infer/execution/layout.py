@@ -1,0 +1,202 @@
+"""A step's inputs as tensors: the tokens of an order's rows, laid end to end.
+
+    rows        A[5:6]   B[17:18]   C[0:4]
+    tokens_T    a5       b17        c0 c1 c2 c3
+    positions   5        17         0  1  2  3
+    slots       where the block tables of each row put these positions: a line for each table
+
+A device half that computes on the host keeps the rows' block tables and last tokens itself (`HostRows`), as
+a GPU keeps them on the device: orders bring the differences.
+
+`PagedStep` is the `StepContext` the model sees. Rows that decode attend together, grouped by length so that
+padding never more than doubles the work; each other row attends alone.
+
+Shapes:  T tokens, S rows that decode together, L positions (padded), K tables, R rows of them, B blocks of a
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.execution.device import StateShape
+from infer.execution.order import DECODE, PADDING, READS_PROMPTS, StepOrder
+from infer.kernels.attention.paged import attend_paged, attend_paged_reference
+from infer.kernels.attention.reference import attend_naive, attend_sdpa
+from infer.kernels.elementwise.heads import write_slots_reference
+from infer.kernels.elementwise.kv_codes import read_both
+from infer.layers.attention import AttentionLayer, StepContext
+
+MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
+
+
+class HostRows:
+    """The block tables and the last token of each row, in memory of the host."""
+
+    def __init__(self, shape: StateShape) -> None:
+        self.block_size = shape.block_size
+        self.tables = np.zeros((shape.num_tables, shape.num_rows, shape.max_blocks), dtype=np.int64)
+        self.last_token = np.zeros(shape.num_rows, dtype=np.int64)
+        self._lines = self.tables.reshape(-1, shape.max_blocks)  # rows of all tables, counted through
+
+    def apply(self, order: StepOrder) -> None:
+        """Take over what an order says has changed."""
+        if len(order.tables):
+            rows, indices, blocks = order.tables[order.tables[:, 0] != PADDING].T
+            self._lines[rows, indices] = blocks
+        if order.known.size:
+            rows, tokens, _ = order.known
+            self.last_token[rows] = tokens
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The slots of single positions of some rows, for each table: [K, S]."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots: np.ndarray = self.tables[:, rows, blocks] * self.block_size + offsets
+        return slots
+
+
+class NeededTokens(NamedTuple):
+    """The tokens of a step whose hidden states are read."""
+
+    places: list[int] | None  # their places among the T tokens; None: all of them
+    last_rows: list[int]  # of each row of the order: which of these is its last token
+
+
+def needed_tokens(order: StepOrder, last_places: list[int]) -> NeededTokens:
+    """The sampled positions of each row, which end at its last place; all tokens where prompts are read.
+
+    There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
+    """
+    sampled: list[int] = order.num_sampled.tolist()
+    if order.flags & READS_PROMPTS or sum(sampled) == order.num_tokens:
+        return NeededTokens(None, last_places)
+    places = [
+        place
+        for last, count in zip(last_places, sampled, strict=True)
+        for place in range(last - count + 1, last + 1)
+    ]
+    rows = [end - 1 if count else end for end, count in zip(accumulate(sampled), sampled, strict=True)]
+    return NeededTokens(places or last_places[:1], rows)
+
+
+class TokenLayout(NamedTuple):
+    """The tokens of a step, end to end."""
+
+    tokens: np.ndarray  # ids
+    positions: np.ndarray  # places in their sequences
+    slots: np.ndarray  # places of their keys and values in each table: [K, T]
+    ends: np.ndarray  # of each row of the order: the place after its last token
+
+
+def positions_of(order: StepOrder, ends: np.ndarray) -> np.ndarray:
+    """The positions of all tokens, given the place after each row's last one."""
+    positions: np.ndarray = np.arange(ends[-1] if len(ends) else 0) + (order.stops - ends).repeat(
+        order.counts
+    )
+    return positions
+
+
+def lay_out(order: StepOrder, rows: HostRows) -> TokenLayout:
+    """Lay the tokens of all rows end to end."""
+    is_decode = order.kinds == DECODE
+    ends = order.counts.cumsum()
+    if is_decode.all():
+        tokens, positions = rows.last_token[order.rows], order.starts
+        return TokenLayout(tokens, positions, rows.slots(order.rows, positions), ends)
+    positions, is_given = positions_of(order, ends), (~is_decode).repeat(order.counts)
+    tokens, decoding = np.empty(len(positions), dtype=np.int64), order.rows[is_decode]
+    slots = np.empty((len(rows.tables), len(positions)), dtype=np.int64)
+    tokens[is_given], slots[:, is_given] = order.tokens, order.slots
+    tokens[~is_given] = rows.last_token[decoding]
+    slots[:, ~is_given] = rows.slots(decoding, order.starts[is_decode])
+    return TokenLayout(tokens, positions, slots, ends)
+
+
+class _TokenGroup(NamedTuple):
+    """Tokens that attend together: all of one row, or one each of rows of about one length that decode."""
+
+    tokens: slice | torch.Tensor  # places among the T tokens
+    num_new: int  # tokens of each row
+    table_rows_S: np.ndarray  # rows of the block tables
+    stops_S: np.ndarray  # positions of each in the cache after this step
+    decodes: bool
+
+
+def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
+    """Each row by itself, but those that decode together: the longest at most about twice the shortest."""
+    firsts, stops, is_decode = layout.ends - order.counts, order.stops, order.kinds == DECODE
+    made = []
+    for number in (~is_decode).nonzero()[0].tolist():
+        first, count = int(firsts[number]), int(order.counts[number])
+        rows, ends = order.rows[[number]], stops[[number]]
+        made.append(_TokenGroup(slice(first, first + count), count, rows, ends, decodes=False))
+    groups, longest = list[list[int]](), 0
+    for number in sorted(is_decode.nonzero()[0].tolist(), key=stops.__getitem__):
+        if stops[number] > longest:
+            groups.append([])
+            longest = 2 * max(int(stops[number]), MIN_GROUP_LEN)
+        groups[-1].append(number)
+    for group in groups:
+        tokens = torch.from_numpy(firsts[group]).to(device)
+        made.append(_TokenGroup(tokens, 1, order.rows[group], stops[group], decodes=True))
+    return made
+
+
+class PagedStep(StepContext):
+    """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
+
+    def __init__(self, order: StepOrder, rows: HostRows, store: KVStore, *, use_reference: bool) -> None:
+        layout, device = lay_out(order, rows), store.device
+        self._rows, self._store = rows, store
+        self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
+        self._attend_rows = attend_paged_reference if use_reference else attend_paged
+        self.tokens_T = torch.from_numpy(layout.tokens).to(device)
+        self.positions = torch.from_numpy(layout.positions.astype(np.int64)).to(device)
+        self.slots_KT = torch.from_numpy(layout.slots).to(device)
+        self.last_places: list[int] = (layout.ends - 1).tolist()  # place of each row's last token
+        self.groups = _group(layout, order, device)
+        self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def attend(
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
+    ) -> torch.Tensor:
+        """Cache the keys and values of this step, then attend; see layers/attention.py."""
+        number, scale, window = layer
+        cache, table = self._store.slots(number, self.slots_KT), self._store.tables[number]
+        keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
+        write_slots_reference(k_TGH, v_TGH, cache)
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for place, group in enumerate(self.groups):
+            slots_SL, is_seen_SL = self._slots_of(place, group, window, table)
+            q = q_TNH[group.tokens]
+            if group.decodes:
+                out = self._attend_rows(q, keys, values, slots_SL, is_seen_SL, scale=scale, scales=scales)
+            else:
+                seen = read_both(keys, values, scales, slots_SL[0], q.dtype)
+                out = self._attend_one(q, *seen, scale=scale, window=window)
+            out_TNH[group.tokens] = out
+        return out_TNH
+
+    def _slots_of(
+        self, place: int, group: _TokenGroup, window: int | None, table: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [S, L] of what any token of each row may see, and which count; once for a table."""
+        key = (place, window, table)
+        if key not in self._slots:
+            stops_S, block_size, device = group.stops_S, self._rows.block_size, self._store.device
+            first_S = stops_S * 0 if window is None else np.maximum(stops_S - group.num_new - window + 1, 0)
+            offsets = np.arange((stops_S - first_S).max())
+            # Padding repeats the last position: it has been written, so nothing uninitialised is read.
+            positions = np.minimum(first_S[:, None] + offsets, stops_S[:, None] - 1)
+            blocks = self._rows.tables[table, group.table_rows_S[:, None], positions // block_size]
+            is_seen = offsets < (stops_S - first_S)[:, None]
+            slots = torch.from_numpy(blocks * block_size + positions % block_size).to(device)
+            mask = None if is_seen.all() else torch.from_numpy(is_seen).to(device)
+            self._slots[key] = (slots, mask)
+        return self._slots[key]

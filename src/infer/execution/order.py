@@ -1,0 +1,256 @@
+"""What a device is told in one step: arrays of numbers, and nothing else.
+
+The host half (engine/host_half.py) turns a plan and its sequences into one `StepOrder`; a device half
+(device.py) executes it. A device knows rows, blocks and ids. It has never heard of requests or sequences.
+
+    rows of the step     A           B           C                   D
+    row                  3           0           1                   5       its line of the device's state
+    kind                 DECODE      DECODE      PROMPT              VERIFY
+    start, count         20, 1       5, 1        0, 4                9, 3    positions it computes
+    num_sampled          1           1           0                   3       positions sampled, the last ones
+    num_draws            1           1           0                   1       ids drawn at each, n for a fork
+    adapter              0           0           0                   0       0: the model as it is
+    tokens               -           -           c0 c1 c2 c3         d9 x y  x and y are drafts
+
+A row that *decodes* computes its last token, which the device knows: it drew it itself, or `known` says it.
+The tokens of all other rows are in the order, and so are the slots that their keys and values go to.
+A row that *verifies* draws an id at each of its positions, and keeps them up to the first that differs from
+the draft it was drawn next to: 1 to `count` ids come back.
+
+Everything else in an order is a *difference* of the state that the device keeps from step to step:
+
+    lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
+    tables                  blocks that tables have got: row (of all tables, counted through), index, block
+    known                   last tokens that the device has not drawn: row, id, position
+    transfers               blocks to move before anything else: kind, source, destination
+
+So an order that goes on as before is small: 256 rows that decode are 5 KB, of which a GPU reads nothing at
+all (`REPEATS`). `write` puts an order into one buffer, `read` looks at it there: that is how an order travels
+to another process, and how a run is recorded.
+
+Shapes:  N rows of the step, T tokens of rows that do not decode, K block tables, U known tokens, D blocks,
+X transfers, A arrivals, E extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final, NamedTuple
+
+import numpy as np
+
+DECODE, PROMPT, VERIFY = 0, 1, 2  # kinds of rows
+# flags of an order
+AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
+REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
+ON_HOST: Final = 4  # ids are drawn on the host, which then says the rows' next tokens: forks, beams, drafts
+READS_PROMPTS: Final = 8  # of some rows every hidden state is read: logprobs of prompts, embeddings
+
+TRANSFERS: Final = ("copy", "swap_out", "swap_in")  # kinds of transfers, by number
+POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
+NONE: Final = -1  # no logprobs are asked for
+PADDING: Final = -1  # in place of a row: a line of `tables` that says nothing
+
+
+class StepOrder(NamedTuple):
+    """The order of one step; see the module's docstring."""
+
+    step: int
+    flags: int
+    starts: np.ndarray
+    tables: np.ndarray
+    transfers: np.ndarray
+    rows: np.ndarray  # this and all below stay as they are while rows go on decoding
+    counts: np.ndarray
+    num_sampled: np.ndarray
+    num_draws: np.ndarray
+    adapters: np.ndarray
+    kinds: np.ndarray
+    tokens: np.ndarray
+    slots: np.ndarray
+    next_tokens: np.ndarray  # of each row the token after its last, where READS_PROMPTS; else empty
+    known: np.ndarray
+    lines: np.ndarray  # packed `SampleLine`s (kernels/sampling/sample_state.py)
+    facts: np.ndarray  # `RowFacts`
+    extras: np.ndarray  # of each arrival, end to end: its tokens, banned ids, biased ids, biases as float32
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows compute something."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model sees."""
+        return int(self.counts.sum())
+
+    @property
+    def stops(self) -> np.ndarray:
+        """The position after each row's last token, which is where its last drawn id will stand."""
+        stops: np.ndarray = self.starts + self.counts
+        return stops
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a row begins with this order."""
+        return len(self.facts) > 0
+
+    def repeat(
+        self, step: int, flags: int, starts: np.ndarray, tables: np.ndarray, transfers: np.ndarray
+    ) -> StepOrder:
+        """The order of the same rows, further on."""
+        return StepOrder(step, flags, starts, tables, transfers, *self[5:])
+
+    def moves(self) -> list[tuple[str, int, int]]:
+        """The transfers, as the KV store takes them."""
+        return [(TRANSFERS[kind], source, to) for kind, source, to in self.transfers.tolist()]
+
+    def select(self, numbers: np.ndarray) -> StepOrder:
+        """The part of some rows, given in rising order: what they compute, without differences of state."""
+        is_part = np.zeros(self.num_rows, dtype=bool)
+        is_part[numbers] = True
+        is_given = self.kinds != DECODE
+        taken = is_part[is_given].repeat(self.counts[is_given])
+        columns = {name: getattr(self, name)[numbers] for name in _COLUMNS}
+        following = self.next_tokens[numbers] if len(self.next_tokens) else self.next_tokens
+        return EMPTY._replace(
+            step=self.step,
+            flags=self.flags & ~REPEATS,
+            **columns,
+            tokens=self.tokens[taken],
+            slots=self.slots[:, taken],
+            next_tokens=following,
+        )
+
+    def cut(self, number: int, num_first: int) -> tuple[StepOrder, StepOrder]:
+        """Two orders that compute the same: a row's first tokens go with the rows before it, the rest after.
+
+        The first has the differences of state; transfers, which may not be repeated, are in neither.
+        """
+        first = self.select(np.arange(number + (num_first > 0)))
+        rest = self.select(np.arange(number, self.num_rows))
+        state = {name: getattr(self, name) for name in ("known", "tables", "lines", "facts", "extras")}
+        first = first._replace(**state)
+        if not num_first:
+            return first, rest
+        assert self.kinds[number] == PROMPT, "only a prompt can be cut"
+        num_rest = int(self.counts[number]) - num_first
+        for part, place, count in ((first, -1, num_first), (rest, 0, num_rest)):
+            part.counts[place] = count
+        rest.starts[0] += num_first
+        first.num_sampled[-1] = first.num_draws[-1] = 0
+        if len(first.next_tokens):
+            first.next_tokens[-1] = rest.tokens[num_first]
+        return (
+            first._replace(tokens=first.tokens[:-num_rest], slots=first.slots[:, :-num_rest]),
+            rest._replace(tokens=rest.tokens[num_first:], slots=rest.slots[:, num_first:]),
+        )
+
+
+class RowFacts(NamedTuple):
+    """What a device knows about a row besides its `SampleLine`, in the order of `StepOrder.facts`."""
+
+    num_prompt: int
+    num_logprobs: int = NONE  # alternatives reported with each drawn id
+    prompt_logprobs: int = NONE  # the same for the prompt's tokens
+    pooling: int = 0  # a number of POOLINGS
+    num_tokens: int = 0  # tokens among the extras: prompt and output, where penalties count them
+    num_banned: int = 0  # ids among the extras that may not come before the line's `ban_end`
+
+
+# -- an order in a buffer ---------------------------------------------------------------------------------
+
+# every array with its type and shape, numbers and lengths; those of 8 bytes come first, so all are aligned
+_ARRAYS: Final = (
+    ("known", "<i8", "3U"), ("lines", "<i8", "AL"), ("rows", "<i4", "N"), ("starts", "<i4", "N"),
+    ("counts", "<i4", "N"), ("tokens", "<u4", "T"), ("slots", "<i4", "KT"), ("next_tokens", "<u4", "M"),
+    ("tables", "<i4", "D3"), ("transfers", "<i4", "X3"), ("facts", "<i4", "AF"), ("extras", "<u4", "E"),
+    ("num_sampled", "<i2", "N"), ("num_draws", "<i2", "N"), ("adapters", "<i2", "N"), ("kinds", "<i1", "N"),
+)  # fmt: skip
+_COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
+_LENGTHS: Final = "NTKMUDXALFE"  # the header has these, in this order
+_SIZES: Final = {dtype: np.dtype(dtype).itemsize for _, dtype, _ in _ARRAYS}
+_HEADER: Final = Struct(f"<4sIqI{len(_LENGTHS)}I")
+_MAGIC: Final = b"STEP"
+VERSION: Final = 1
+
+
+def _empty(dtype: str, shape: str) -> np.ndarray:
+    return np.zeros([int(length) if length.isdigit() else 0 for length in shape], dtype=dtype)
+
+
+EMPTY: Final = StepOrder(step=0, flags=0, **{name: _empty(dtype, shape) for name, dtype, shape in _ARRAYS})
+
+
+def num_bytes(order: StepOrder) -> int:
+    """The bytes that an order takes in a buffer."""
+    sizes: list[int] = [_SIZES[dtype] * getattr(order, name).size for name, dtype, _ in _ARRAYS]
+    return _HEADER.size + sum(sizes)
+
+
+def write(order: StepOrder, buffer: memoryview) -> int:
+    """Write an order to the start of a buffer, each array once; returns the bytes written."""
+    lengths: dict[str, int] = {}
+    end = _HEADER.size
+    for name, dtype, shape in _ARRAYS:
+        array: np.ndarray = getattr(order, name)
+        lengths.update(zip(shape, array.shape, strict=True))
+        start, end = end, end + _SIZES[dtype] * array.size
+        if array.size:
+            np.frombuffer(buffer[start:end], dtype=dtype).reshape(array.shape)[...] = array
+    numbers = [lengths[length] for length in _LENGTHS]
+    _HEADER.pack_into(buffer, 0, _MAGIC, VERSION, order.step, order.flags, *numbers)
+    return end
+
+
+def read(buffer: memoryview) -> StepOrder:
+    """Look at the order at the start of a buffer, without a copy; `ValueError`: none is whole there."""
+    if len(buffer) < _HEADER.size:
+        raise ValueError(f"{len(buffer)} bytes are fewer than an order's header")
+    magic, version, step, flags, *numbers = _HEADER.unpack_from(buffer)
+    if magic != _MAGIC or version != VERSION:
+        raise ValueError(f"no order of version {VERSION}: it begins with {magic!r}, version {version}")
+    lengths = dict(zip(_LENGTHS, numbers, strict=True))
+    arrays: dict[str, np.ndarray] = {}
+    end = _HEADER.size
+    for name, dtype, letters in _ARRAYS:
+        shape = [int(length) if length.isdigit() else lengths[length] for length in letters]
+        size = _SIZES[dtype] * int(np.prod(shape, dtype=object))
+        start, end = end, end + size
+        if end > len(buffer):
+            raise ValueError(f"the order has at least {end} bytes, and {len(buffer)} are there")
+        arrays[name] = np.frombuffer(buffer[start:end], dtype=dtype).reshape(shape)
+    return StepOrder(step=step, flags=flags, **arrays)
+
+
+def to_bytes(order: StepOrder) -> bytearray:
+    """The order in a buffer of its own."""
+    buffer = bytearray(num_bytes(order))
+    write(order, memoryview(buffer))
+    return buffer
+
+
+class StepMasks(NamedTuple):
+    """Masks under which some positions of a step are sampled: a bit for every id, 1: it may come.
+
+    Mask k is for the id drawn at `positions[k]` by the row with the number `numbers[k]` in the order. A row
+    that draws several ids at a position draws each under the same mask; positions without one are free.
+    """
+
+    numbers: Sequence[int]
+    positions: Sequence[int]
+    lines_KW: np.ndarray  # int32 [K, ceil(vocabulary / 32)], the lowest id in the lowest bit
+
+    def by_place(self) -> dict[tuple[int, int], np.ndarray]:
+        """The masks by (number of the row in the order, position)."""
+        return dict(zip(zip(self.numbers, self.positions, strict=True), self.lines_KW, strict=True))
+
+    def select(self, first: int, num_rows: int) -> StepMasks:
+        """The masks of `num_rows` rows from the number `first` on, numbered from 0."""
+        kept = [place for place, number in enumerate(self.numbers) if first <= number < first + num_rows]
+        numbers = [self.numbers[k] - first for k in kept]
+        return StepMasks(numbers, [self.positions[k] for k in kept], self.lines_KW[kept])
+
+
+NO_MASKS: Final = StepMasks((), (), np.empty((0, 0), dtype=np.int32))

@@ -1,0 +1,123 @@
+"""Execute orders in plain PyTorch, or with the C kernels of a CPU: copy blocks, run the model, sample.
+
+transfers ── the store moves blocks the books have already moved
+state     ── block tables, last tokens and facts of rows are brought up to date   (layout.py, row_book.py)
+layout    ── the order's numbers become tensors                                   (layout.py)
+model     ── hidden states of the tokens that are read: after the last attention there are no others
+logits    ── only of the positions that are sampled, or whose logprobs were asked for
+sample    ── one id per position, several for a row about to fork                 (host_sampling.py)
+pool      ── hidden states of embeddings                                          (embedding.py)
+
+Where rows that decode and prompts have different backends, the step is split into one for each
+(split_step.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.config.backends import REFERENCE
+from infer.errors import DeviceLost
+from infer.execution.cpu_step import CpuSteps, attention_library
+from infer.execution.device import StateShape, StepResult, SyncDevice
+from infer.execution.embedding import pool_hidden
+from infer.execution.halves import SmallerSteps
+from infer.execution.host_sampling import HostSampler
+from infer.execution.layout import HostRows, PagedStep, needed_tokens
+from infer.execution.order import EMPTY, READS_PROMPTS, StepMasks, StepOrder
+from infer.execution.row_book import RowBook
+from infer.execution.split_step import split_step
+from infer.layers.attention import StepContext
+from infer.models.model import Model
+
+
+class TorchDevice(SyncDevice):
+    """A model, a store, the state of the rows, and one device that is waited for."""
+
+    can_embed = True
+
+    def __init__(
+        self,
+        model: Model,
+        store: KVStore,
+        shape: StateShape,
+        *,
+        max_batch_size: int,
+        attention_backend: str,
+        decode_attention_backend: str | None = None,
+        record_cpu_step: bool = True,
+    ) -> None:
+        self.model, self.store, self._book = model, store, RowBook()
+        self._rows = rows = HostRows(shape)
+        self.vocab_size = model.config.vocab_size
+        self._smaller = SmallerSteps(self.compute)
+        self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
+        self._is_split = self._backend != self._decode_backend
+        self._cpu: CpuSteps | None = None
+        if "c" in (self._backend, self._decode_backend):
+            c = attention_library(store.device, store.dtype, model.config.head_dim)
+            assert c is not None, "resolve.py has asked whether the C kernel can"
+            records = record_cpu_step and not self._is_split
+            self._cpu = CpuSteps(c, model, store, rows, max_batch_size, record=records)
+        logits = None if self._cpu is None else self._cpu.logits
+        self._sampler = HostSampler(model, self._book, logits=logits)
+
+    @property
+    def attention(self) -> tuple[str, str]:
+        """What computes attention of prompts, and of rows that decode."""
+        return self._backend, self._decode_backend
+
+    def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
+        """Execute an order; see the module's docstring for the order of things."""
+        try:
+            with torch.inference_mode():
+                self.store.transfer(order.moves())
+                self._rows.apply(order)
+                self._book.enter(order)
+                if not order.num_rows:  # beams coming back compute their next tokens once all are here
+                    return StepResult([], [], {})
+                try:
+                    return self._compute(order, masks)
+                except torch.OutOfMemoryError as error:
+                    return self._smaller.run(order._replace(transfers=EMPTY.transfers), masks, error)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {order.step}") from error
+
+    def _compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
+        hidden_TD, last_rows = self._hidden(order)
+        pooled = None
+        if order.flags & READS_PROMPTS:  # while nothing is drawn: without memory, the step is run again
+            pooled = pool_hidden(order, self._book, last_rows, hidden_TD).by_number()
+        result = self._sampler.sample(order, last_rows, hidden_TD, masks)
+        for row, ids in zip(order.rows.tolist(), result.ids, strict=True):
+            if ids:
+                self._rows.last_token[row] = ids[-1]
+                entry = self._book[row]
+                if entry.facts.num_tokens:
+                    entry.tokens.extend(id_ for id_ in ids if id_ >= 0)
+        return result if pooled is None else result._replace(pooled=pooled)
+
+    def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states of the needed tokens, and where the last one of each row is among them."""
+        if self._cpu is not None and not self._is_split:
+            return self._cpu.run(order)
+        paged = self._paged(order, self._backend)
+        step: StepContext = paged
+        if self._is_split:
+            backends = self._decode_backend, self._backend
+            step = split_step(order, paged.positions, self._context, backends)
+        places, last_rows = needed_tokens(order, paged.last_places)
+        step.logit_indices = None if places is None else torch.tensor(places, device=self.store.device)
+        return self.model(paged.tokens_T, step), last_rows
+
+    def _paged(self, order: StepOrder, backend: str) -> PagedStep:
+        """The step of some rows in plain PyTorch."""
+        return PagedStep(order, self._rows, self.store, use_reference=backend == REFERENCE)
+
+    def _context(self, order: StepOrder, backend: str) -> StepContext:
+        """The step of some of an order's rows, with one backend for all of them."""
+        if backend == "c":
+            assert self._cpu is not None
+            return self._cpu.context(order)
+        return self._paged(order, backend)

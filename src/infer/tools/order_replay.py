@@ -1,0 +1,206 @@
+"""Run the orders of a record again on a device half, without a scheduler, requests or a tokenizer.
+
+    record   order 1   masks 1   step 1   order 2   ...
+               │         │         │
+    device     run       sample    wait, and compare the ids
+
+This is what a device in another process does: it is told orders and nothing else (execution/order.py). The
+ids must come out again, up to those that the engine did not want (a guided sequence that went another way).
+
+Orders in a file may come from a stranger, and a kernel does not ask whether a row or a slot exists. So every
+order is checked against the size of the device's state before it runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from infer.engine.build import shape_of
+from infer.engine.engine import Engine
+from infer.errors import ConfigError
+from infer.execution.device import DeviceHalf, PendingStep, StateShape
+from infer.execution.order import (
+    AWAITS_MASKS,
+    DECODE,
+    PADDING,
+    POOLINGS,
+    PROMPT,
+    TRANSFERS,
+    VERIFY,
+    RowFacts,
+    StepOrder,
+)
+from infer.kernels.sampling.sample_state import MAX_BIASED, NUM_FIELDS, SampleLine
+from infer.tools.record import Masked, Ordered, Ran, Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """What the numbers of an order may be at most."""
+
+    shape: StateShape
+    num_blocks: int  # blocks on the device
+    num_host_blocks: int  # blocks in host memory
+    vocab_size: int
+    max_tokens: int  # tokens of a step
+
+
+def limits_of(engine: Engine) -> DeviceLimits:
+    """Return what the device of an engine can be told."""
+    pool, config = engine.scheduler.pool, engine.scheduler.config
+    return DeviceLimits(
+        shape=shape_of(engine.scheduler.state),
+        num_blocks=pool.num_blocks,
+        num_host_blocks=pool.num_host_blocks,
+        vocab_size=engine.vocab_size,
+        max_tokens=config.max_num_batched_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderReport:
+    """The end of a replay from orders."""
+
+    num_steps: int
+    num_tokens: int
+    difference: str | None  # "step 12: ..." or None
+
+
+def replay_orders(
+    record: Record, device: DeviceHalf, limits: DeviceLimits, *, until: int | None = None, check: bool = True
+) -> OrderReport:
+    """Run every order of a record, or those up to step `until`; without `check` no ids are compared."""
+    if not record.has_orders:
+        raise ConfigError(
+            f"{record.path} has no orders: record the run with 'infer generate --record FILE --orders'"
+        )
+    pending = deque[tuple[StepOrder, PendingStep]]()
+    num_steps = num_tokens = 0
+    for event in record.events():
+        if until is not None and event.step > until:
+            break
+        if isinstance(event, Ordered):
+            order = event.order
+            if wrong := wrong_number(order, limits):
+                raise ConfigError(f"{record.path}, order of step {order.step}: {wrong}")
+            pending.append((order, device.run(order)))
+        elif isinstance(event, Masked):
+            _sample(event, *pending[-1], limits) if pending else None
+        elif isinstance(event, Ran):
+            if not pending or pending[0][0].step != event.step:
+                raise ConfigError(f"{record.path} has no order of step {event.step}")
+            ids = pending.popleft()[1].wait().ids
+            num_steps, num_tokens = num_steps + 1, num_tokens + sum(map(len, ids))
+            if check and len(ids) != len(event.ids):
+                return _report(
+                    num_steps, num_tokens, f"step {event.step}: {len(ids)} rows, not {len(event.ids)}"
+                )
+            for number, (now, before) in enumerate(zip(ids, event.ids, strict=False)):
+                if check and before and now != before:
+                    place = f"step {event.step}: row {number}"
+                    return _report(num_steps, num_tokens, f"{place}: in the record {before}, now {now}")
+    return _report(num_steps, num_tokens, None)
+
+
+def _report(num_steps: int, num_tokens: int, difference: str | None) -> OrderReport:
+    return OrderReport(num_steps=num_steps, num_tokens=num_tokens, difference=difference)
+
+
+def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLimits) -> None:
+    """Sample a step under the masks of a record."""
+    try:
+        lines = event.lines(-(-limits.vocab_size // 32))
+    except ValueError as error:
+        raise ConfigError(f"masks of step {event.step}: {error}") from None
+    is_its = order.step == event.step and order.flags & AWAITS_MASKS
+    if not is_its or any(not 0 <= number < order.num_rows for number in event.numbers):
+        raise ConfigError(f"masks of step {event.step} do not belong to its order")
+    step.masks(len(lines))[:] = lines
+    step.sample(event.numbers, event.positions)
+
+
+def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
+    """What of an order a device of this size cannot execute; None: it can."""
+    shape, stops = limits.shape, order.stops
+    max_len = shape.max_blocks * shape.block_size
+    num_slots = limits.num_blocks * shape.block_size
+    given = order.kinds != DECODE
+    if order.num_tokens > limits.max_tokens or not _within(order.rows, shape.num_rows):
+        return f"it has {order.num_tokens} tokens, or rows beyond {shape.num_rows}"
+    if (
+        len(np.unique(order.rows)) != order.num_rows
+        or not np.isin(order.kinds, (DECODE, PROMPT, VERIFY)).all()
+    ):
+        return "a row is named twice, or is of no known kind"
+    if (order.counts < 1).any() or (order.starts < 0).any() or (stops > max_len).any():
+        return f"positions are not within {max_len}"
+    if (order.counts[~given] != 1).any() or order.counts[given].sum() != len(order.tokens):
+        return "its tokens are not those of its rows"
+    if (
+        (order.num_sampled > order.counts).any()
+        or (order.num_sampled < 0).any()
+        or (order.num_draws < 0).any()
+    ):
+        return "more positions are sampled than computed"
+    if order.slots.shape != (shape.num_tables, len(order.tokens)) or not _within(order.slots, num_slots):
+        return f"slots are not within {num_slots}"
+    if len(order.next_tokens) not in (0, order.num_rows):
+        return "following tokens are not those of its rows"
+    ids = (order.tokens, order.next_tokens, order.known[1])
+    if not all(_within(part, limits.vocab_size) for part in ids):
+        return f"tokens are not within {limits.vocab_size}"
+    if not (_within(order.known[0], shape.num_rows) and _within(order.known[2], max_len)):
+        return "known tokens are not of its rows"
+    rows, indices, blocks = order.tables[order.tables[:, 0] != PADDING].T
+    sizes = (
+        (rows, shape.num_rows * shape.num_tables),
+        (indices, shape.max_blocks),
+        (blocks, limits.num_blocks),
+    )
+    if not all(_within(*each) for each in sizes):
+        return "blocks of tables are not within the cache"
+    return _wrong_transfer(order, limits) or _wrong_arrival(order, limits)
+
+
+def _within(numbers: np.ndarray, end: int) -> bool:
+    return not len(numbers) or not numbers.size or bool(numbers.min() >= 0 and numbers.max() < end)
+
+
+def _wrong_transfer(order: StepOrder, limits: DeviceLimits) -> str | None:
+    here, there = limits.num_blocks, limits.num_host_blocks
+    ends = {"copy": (here, here), "swap_out": (here, there), "swap_in": (there, here)}
+    for kind, source, to in order.transfers.tolist():
+        if not 0 <= kind < len(TRANSFERS):
+            return f"a transfer is of kind {kind}"
+        first, second = ends[TRANSFERS[kind]]
+        if not (0 <= source < first and 0 <= to < second):
+            return f"a transfer goes from block {source} to {to}"
+    return None
+
+
+def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
+    arrived = len(order.facts)
+    if order.lines.shape != ((arrived, NUM_FIELDS) if arrived else order.lines.shape) or (
+        arrived and order.facts.shape[1] != len(RowFacts._fields)
+    ):
+        return "rows that begin lack facts"
+    ends = [0]
+    for line_F, numbers in zip(order.lines, order.facts.tolist(), strict=False):
+        line, facts = SampleLine.unpack(line_F.tobytes()), RowFacts(*numbers)
+        counts = facts.num_tokens, facts.num_banned, line.num_biased
+        if not 0 <= line.row < limits.shape.num_rows or min(counts) < 0 or line.num_biased > MAX_BIASED:
+            return "a row that begins is not within the state"
+        if not 0 <= facts.pooling < len(POOLINGS) or not facts.num_prompt > 0:
+            return "a row that begins has impossible facts"
+        ids = order.extras[ends[-1] : ends[-1] + sum(counts)]
+        if len(ids) != sum(counts) or not _within(ids, limits.vocab_size):
+            return f"ids of a row that begins are not within {limits.vocab_size}"
+        ends.append(ends[-1] + sum(counts) + line.num_biased)
+    if ends[-1] != len(order.extras) or any(stop < start for start, stop in pairwise(ends)):
+        return "lists of rows that begin are too long or too short"
+    begun = {SampleLine.unpack(line_F.tobytes()).row for line_F in order.lines} if arrived else set()
+    return None if len(begun) == arrived else "a row begins twice"
