@@ -1,4 +1,4 @@
-"""infer: an LLM inference engine one person can read in a weekend.
+"""infer: an LLM inference engine and OpenAI-compatible server in PyTorch, Triton, CUDA C++ and C.
 
     from infer import LLM, SamplingParams
     print(LLM().generate("Why is the sky blue?", SamplingParams(max_tokens=64))[0].text)

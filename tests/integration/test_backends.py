@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.config.backends import BACKENDS, OPERATIONS, available, choices, choose
-from infer.config.resolve import Machine, ModelFacts
+from infer.config.backends import BACKENDS, OPERATIONS, available, choices
+from infer.config.resolve import Machine, ModelFacts, choose_backends, resolve
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.execution.torch_device import TorchDevice
@@ -109,7 +109,7 @@ def test_a_scheme_that_cannot_unpack_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_what_computes_an_operation(
     machine: Machine, knobs: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
-    assert choose(EngineConfig.from_knobs(**knobs), machine) == expected
+    assert choose_backends(EngineConfig.from_knobs(**knobs), machine) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_what_computes_an_operation(
 )
 def test_what_cannot_be_had_is_refused_by_name(machine: Machine, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_knobs(**knobs).resolve(machine, ModelFacts(max_seq_len=64, num_layer_weights=9))
+        resolve(EngineConfig.from_knobs(**knobs), machine, ModelFacts(max_seq_len=64, num_layer_weights=9))
 
 
 def test_graphs_are_off_where_the_reference_reads_lengths() -> None:
     facts = ModelFacts(max_seq_len=64, num_layer_weights=9)
     settings = EngineConfig.from_knobs(decode_attention_backend="torch_ref")
-    assert not settings.resolve(GPU, facts).use_cuda_graphs
-    assert settings.resolve(GPU, facts).uses_gpu_runner
+    assert not resolve(settings, GPU, facts).use_cuda_graphs
+    assert resolve(settings, GPU, facts).uses_gpu_runner
 
 
 def test_every_operation_has_a_reference_and_a_fast_one_on_every_device() -> None:

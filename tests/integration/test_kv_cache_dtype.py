@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.resolve import Machine, ModelFacts
+from infer.config.resolve import Machine, ModelFacts, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.errors import ConfigError
@@ -140,4 +140,4 @@ def test_a_gpu_that_cannot_is_told_what_can(
 ) -> None:
     gpu = Machine(device="cuda", has_gpu_kernels=True, gpu_memory=24 << 30, **found)
     with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_knobs(**knobs).resolve(gpu, ModelFacts(max_seq_len=64, num_layer_weights=1))
+        resolve(EngineConfig.from_knobs(**knobs), gpu, ModelFacts(max_seq_len=64, num_layer_weights=1))

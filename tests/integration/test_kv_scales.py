@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.config.resolve import Machine, ModelFacts
+from infer.config.resolve import Machine, ModelFacts, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
@@ -193,7 +193,7 @@ def test_where_fp8_cannot_be_auto_is_the_dtype() -> None:
     gpu: dict[str, Any] = {"device": "cuda", "has_gpu_kernels": True, "gpu_memory": 24 << 30}
 
     def chosen(machine: Machine, **knobs: Any) -> str:
-        return EngineConfig.from_knobs(**knobs).resolve(machine, facts).settings.cache.kv_cache_dtype
+        return resolve(EngineConfig.from_knobs(**knobs), machine, facts).settings.cache.kv_cache_dtype
 
     assert chosen(Machine(**gpu)) == "fp8"
     assert chosen(Machine(**gpu, has_fp8=False)) == "auto"

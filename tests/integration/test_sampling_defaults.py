@@ -21,11 +21,14 @@ from infer.frontend.prompts import open_model
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 from infer.loader.load import read_headers
+from infer.server.routes import messages as messages_route
+from infer.server.routes import responses as responses_route
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.fetched import fetched_model
 from tests.support.wire import Wire, make_state
 
 ADVICE = {"temperature": 1.5, "top_k": 1}
+GREEDY = {"temperature": 0.0, "top_p": 0.9}  # sampling defaults of the packaged default model
 WILD = {"temperature": 2.0, "top_k": 0, "seed": 7}
 PROMPT = "once upon"
 
@@ -88,12 +91,12 @@ def test_a_server_samples_as_the_model_advises_and_says_so(wire: Wire, greedy: s
     assert card["default_sampling_params"] == ADVICE
 
 
-def test_the_default_model_has_the_advice_of_its_authors_wherever_it_lies(
+def test_the_default_model_is_greedy_wherever_its_file_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "FILE_SIZE", 4)
     for name, content, expected in [
-        (default_model.FILE, b"GGUF", {"temperature": 0.2, "top_p": 0.9}),
+        (default_model.FILE, b"GGUF", GREEDY),
         (default_model.FILE, b"GGUF and more", {}),
         ("other.gguf", b"GGUF", {}),
     ]:
@@ -101,7 +104,39 @@ def test_the_default_model_has_the_advice_of_its_authors_wherever_it_lies(
         assert default_model.sampling_of(tmp_path / name) == expected
 
 
-def test_the_default_model_is_read_with_that_advice() -> None:
+def test_the_default_model_is_read_with_these_defaults() -> None:
     path = fetched_model()
     for model in (None, str(path)):
-        assert read_headers(resolve_model(model)).defaults.sampling == {"temperature": 0.2, "top_p": 0.9}
+        assert read_headers(resolve_model(model)).defaults.sampling == GREEDY
+
+
+def test_the_default_model_answers_greedily_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    fetched_model()
+    llm = LLM(device="cpu", num_threads=1, num_blocks=64)
+    question, most = "What is the capital of France?", 12
+    messages = [{"role": "user", "content": question}]
+    greedy = llm.chat(messages, SamplingParams(temperature=0, max_tokens=most))[0].text
+    assert llm.sampling_params(max_tokens=most) == SamplingParams(max_tokens=most, **GREEDY)  # type: ignore[arg-type]
+    assert llm.chat(messages, llm.sampling_params(max_tokens=most))[0].text == greedy
+    assert llm.chat(messages)[0].text.startswith(greedy)
+    assert main(["generate", question, "--device", "cpu", "--max-tokens", str(most)]) == 0
+    assert capsys.readouterr().out == f"{greedy}\n"
+
+    client = InProcessClient(llm.engine)
+    wire = Wire(make_state(llm.encoder, client))
+    for module in (messages_route, responses_route):
+        wire.app.include_router(module.router)
+    (card,) = wire.get("/v1/models").json()["data"]
+    assert card["default_sampling_params"] == GREEDY
+    asked = {"messages": messages, "max_tokens": most}
+    chat = wire.ok("/v1/chat/completions", asked)
+    assert chat["choices"][0]["message"]["content"] == greedy
+    assert wire.ok("/v1/messages", asked)["content"][0]["text"] == greedy
+    response = wire.ok("/v1/responses", {"input": question, "max_output_tokens": most})
+    assert response["output"][0]["content"][0]["text"] == greedy
+    assert response["temperature"] == 0
+    hot = wire.ok("/v1/chat/completions", asked | {"temperature": 2, "top_p": 1, "seed": 7})
+    assert hot["choices"][0]["message"]["content"] != greedy
+    response = wire.ok("/v1/responses", {"input": question, "max_output_tokens": 1, "temperature": 0.7})
+    assert (response["temperature"], response["top_p"]) == (0.7, 0.9)
+    asyncio.run(client.close())

@@ -1,8 +1,11 @@
 """Every setting: its default, help, flag and YAML key come from one field.
 
+resolve.py     EngineConfig + machine + model -> ResolvedConfig: nothing is left open
 settings.py    the sections: load, cache, scheduler, run, server
 knobs.py       what a field becomes: flag, YAML key, keyword, row of the docs; other spellings; --config files
+foreign.py     names of other engines' settings: what they mean here, or why they are refused
 backends.py    what can compute attention and MLP, by device
 defaults.py    the defaults that depend on the device and on the model's size
-resolve.py     EngineConfig + machine + model -> ResolvedConfig: nothing is left open
+
+Each file imports only files below it in this list (`tests/unit/test_layering.py` finds circles).
 """

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
+from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, available
 from infer.config.defaults import (
     CPU_STEPS,
     GPU_STEPS,
@@ -32,10 +32,8 @@ from infer.config.defaults import (
     TIGHT_GPU_STEPS,
     StepDefaults,
 )
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from infer.config.settings import EngineConfig
 
 MAX_DRAFTS: Final = 8  # that one sequence computes in a step; tables with a window have room for them
 
@@ -138,7 +136,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     _check_products(config, machine, model)
     _check_deterministic(config, machine, model)
     _check_cache_dtype(config, machine)
-    run, cache, backends = config.run, config.cache, choose(config, machine)
+    run, cache, backends = config.run, config.cache, choose_backends(config, machine)
     on_gpu = uses_gpu_runner(config, machine)
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
@@ -253,6 +251,55 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
         raise ConfigError(
             f"record_cpu_step is for a model on a CPU, and this one is on {machine.device}; leave it out"
         )
+
+
+def check_backends(config: EngineConfig, machine: Machine) -> None:
+    """Refuses by name a backend that this kind of device does not have, whatever the model."""
+    kind, other = ("gpu", "a CPU") if machine.has_gpu_kernels else ("cpu", "a GPU")
+    for operation, value in _asked(config)._asdict().items():
+        names = available(operation, kind)
+        if value not in (AUTO, *names):
+            raise ConfigError(
+                f"{operation}_backend={value} needs {other}, and the model is on {machine.device}; "
+                f"use {_or([AUTO, *names])}"
+            )
+    attention, decode, _ = _asked(config)
+    if kind == "gpu" and decode not in (AUTO, REFERENCE) and (decode in PLAIN) != (attention in PLAIN):
+        others = available("decode_attention", kind)
+        with_it = [name for name in others if name == REFERENCE or (name in PLAIN) == (attention in PLAIN)]
+        raise ConfigError(
+            f"decode_attention_backend={decode} cannot be had with attention_backend={attention} on a GPU; "
+            f"use {_or([AUTO, *with_it])}"
+        )
+
+
+def choose_backends(config: EngineConfig, machine: Machine) -> Chosen:
+    """Returns what computes each operation on this machine; refuses a backend that cannot be had."""
+    check_backends(config, machine)
+    attention, decode, mlp = _asked(config)
+    mlp = "kernels" if mlp == AUTO else mlp
+    if machine.has_gpu_kernels:
+        halves = {"cuda": ("triton", "cuda"), "flash": ("flash", "triton")}
+        attention, usual = halves.get(attention, (attention, attention))
+        return Chosen(attention, usual if decode == AUTO else decode, mlp)
+    if "c" in (attention, decode) and not machine.has_c_attention:
+        raise ConfigError(
+            f"{'attention' if attention == 'c' else 'decode_attention'}_backend=c needs the attention kernel "
+            "in C, which is not built here or cannot read this model's dtype or heads (`infer doctor` says "
+            f"what is missing); use {_or([AUTO, *PLAIN])}"
+        )
+    if attention == AUTO:
+        attention = "c" if machine.has_c_attention else "sdpa"
+    return Chosen(attention, attention if decode == AUTO else decode, mlp)
+
+
+def _asked(config: EngineConfig) -> Chosen:
+    cache = config.cache
+    return Chosen(cache.attention_backend, cache.decode_attention_backend, config.run.mlp_backend)
+
+
+def _or(names: list[str] | tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _check_products(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:

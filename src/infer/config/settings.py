@@ -49,7 +49,6 @@ from infer.config.knobs import (
     parse_memory,
     spell_as_given,
 )
-from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
 
 KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
@@ -380,10 +379,6 @@ class EngineConfig:
             return cls(**sections)
         except ConfigError as error:
             raise ConfigError(spell_as_given(str(error), given_names(knobs, table))) from None
-
-    def resolve(self, machine: Machine, model: ModelFacts) -> ResolvedConfig:
-        """Return what these settings mean on this machine for this model."""
-        return resolve(self, machine, model)
 
     def knobs(self) -> dict[str, Any]:
         """Return every knob with its value, flat: the inverse of `from_knobs`."""

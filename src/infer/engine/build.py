@@ -24,7 +24,7 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.config.resolve import ResolvedConfig
+from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
@@ -218,7 +218,7 @@ def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:
     """Return the decisions for this model on its device; settings that cannot work there are refused."""
-    return settings.resolve(machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
+    return resolve(settings, machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
 
 
 def make_pool(

@@ -74,7 +74,7 @@ class TextModel:
         self.model_config = loaded.config
         self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
         self.name, self.tokenizer = self.encoder.name, self.encoder.tokenizer
-        self.sampling_defaults = self.encoder.sampling_defaults  # what its authors recommend; may be empty
+        self.sampling_defaults = self.encoder.sampling_defaults  # values of fields left open; may be empty
         self.has_chat_template = self.encoder.has_chat_template  # whether `chat` works with this model
         self._start(engine)
 

@@ -90,7 +90,7 @@ class PromptEncoder:
         self.name = headers.source.name
         self.context_len = context_len
         self.model_len = model_len
-        self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
+        self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
         self.pooling = headers.pooling  # how they make embeddings
         self.tokenizer = tokenizer
         self._template = _find_template(config, family, tokenizer)
@@ -254,7 +254,7 @@ class PromptEncoder:
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 
-        Without params it is sampled as the model's authors recommend; a short context then ends the output,
+        Without params it is sampled with the model's defaults; a short context then ends the output,
         and is no error.
         """
         given = read_prompt(prompt)
@@ -269,7 +269,7 @@ class PromptEncoder:
         return Request(prompt=tuple(ids), params=params, **options)
 
     def default_params(self, num_prompt: int) -> SamplingParams:
-        """What the model's authors recommend; a short context ends an output, and is no error."""
+        """The model's defaults; a short context ends an output, and is not an error."""
         advice: dict[str, Any] = dict(self.sampling_defaults)
         params = SamplingParams(**advice)
         if params.max_tokens is not None and num_prompt + params.max_tokens > self.context_len:

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient
 from infer.config.settings import SchedulerConfig, ServerConfig
@@ -31,10 +30,6 @@ from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
 from infer.server.processes.board import Board
-
-if TYPE_CHECKING:
-    from infer.server.protocol.errors import ApiError
-
 
 UNLOAD_POLL_S = 0.02
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
@@ -64,6 +59,16 @@ class ServedModel:
             await asyncio.sleep(UNLOAD_POLL_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The facts of an error that a client is told; `ApiError` (protocol/errors.py) writes them as JSON."""
+
+    status: int
+    message: str
+    param: str | None = None  # name of the field to blame
+    code: str | None = None  # word that programs branch on, where OpenAI has one; None: the status
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """The facts about one HTTP request while it is served; no prompt, no answer and no key is among them."""
@@ -77,7 +82,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
-    error: ApiError | None = None  # sent in place of an answer, or at the end of half of one
+    error: Failure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
 
     def mark(self, stage: str, at: float | None = None) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.memory import format_bytes, free_host_bytes
-from infer.config.backends import OPERATIONS, available, choose
-from infer.config.resolve import Machine
+from infer.config.backends import OPERATIONS, available
+from infer.config.resolve import Machine, choose_backends
 from infer.config.settings import FAST_PRODUCTS_COST, FAST_PRODUCTS_GAIN, EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
@@ -138,7 +138,7 @@ def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:
     machine = Machine(
         device="cuda" if num_gpus else "cpu", has_gpu_kernels=num_gpus > 0, has_c_attention=has_kernels
     )
-    chosen = choose(EngineConfig(), machine)
+    chosen = choose_backends(EngineConfig(), machine)
     names = dict(zip(OPERATIONS, ("attention", "decoding", "MLP"), strict=True))
     rows = []
     for operation, value in chosen._asdict().items():

@@ -37,7 +37,7 @@ from infer.cache.memory import (
 from infer.cache.memory import format_bytes as format_bytes
 from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
-from infer.config.resolve import ResolvedConfig
+from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, fit_to_device, fit_to_memory, kept_as, kept_cache, scratch_of
@@ -103,7 +103,7 @@ class MachineMemory:
         """Return what an engine would decide at its start there, whatever of the memory others use."""
         total = (self.unloaded.limit or self.unloaded.total) if is_gpu(self.device) else None
         machine = replace(machine_of(choice), gpu_memory=total)
-        return config.resolve(machine, facts_of(choice))
+        return resolve(config, machine, facts_of(choice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from infer.cache.memory import CacheSize
-from infer.config.resolve import Machine, ModelFacts, ResolvedConfig
+from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
@@ -23,7 +23,7 @@ LARGE = ModelFacts(max_seq_len=4096, num_layer_weights=10**10, dtype="bfloat16")
 
 
 def resolved(machine: Machine, model: ModelFacts = SMALL, **knobs: Any) -> ResolvedConfig:
-    return EngineConfig.from_knobs(**knobs).resolve(machine, model)
+    return resolve(EngineConfig.from_knobs(**knobs), machine, model)
 
 
 def packed(**knobs: Any) -> ResolvedConfig:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infer.client import process
-from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine
+from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import cache_fit
 from infer.engine.build import resolve_for
@@ -142,7 +142,7 @@ def resolved_scheduler(
 ) -> ResolvedScheduler:
     machine = Machine(device=device, gpu_memory=memory, has_gpu_kernels=device == "cuda")
     facts = ModelFacts(max_seq_len=4096, num_layer_weights=model.all_layer_weights)
-    return EngineConfig.from_knobs(**knobs).resolve(machine, facts).scheduler
+    return resolve(EngineConfig.from_knobs(**knobs), machine, facts).scheduler
 
 
 @pytest.mark.parametrize("model", [MODEL_1B, MODEL_8B])

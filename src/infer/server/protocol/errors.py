@@ -53,7 +53,7 @@ from infer.errors import (
     shorten,
     show_value,
 )
-from infer.server.state import current_id, current_record
+from infer.server.state import Failure, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +125,9 @@ FOREIGN_ROUTES = {  # of another API: what does the same here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiError:
-    """An error as the client sees it."""
+class ApiError(Failure):
+    """A failure in the forms that clients read."""
 
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None  # what programs branch on, where OpenAI has a word for it; None: the status
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
     body ──► SamplingParams ──┐
          └─► prompts ──► ids ─┴──► one Request per prompt ──► Job
 
-Fields the client did not give come from the model's authors (generation_config.json), then from
+Fields the client did not give come from the model's defaults (generation_config.json), then from
 `SamplingParams`. Tokenizing and rendering a long prompt takes milliseconds, so both happen in a thread.
 """
 
