@@ -21,6 +21,7 @@ from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cp
 from infer.kernels.cpu.library import library, why_not
 from infer.kernels.linear.cuda import is_for
 from infer.kernels.runtime.dispatch import nvidia_capability
+from infer.kernels.runtime.profiles import explained_profile
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 
@@ -64,6 +65,7 @@ def examine_machine() -> MachineReport:
         *_backends(c is not None, num_gpus),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         *([("GPU memory", _gpu_memory())] if num_gpus else []),
+        ("profile", _profile(num_gpus)),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
         ("PyTorch", f"{torch.__version__}, Python {platform.python_version()}"),
@@ -97,6 +99,12 @@ def _advice(
             "keeps its 4 bits; --quantization int4 rounds any other file to them, which costs accuracy"
         )
     return advice
+
+
+def _profile(num_gpus: int) -> str:
+    """The device profile that engines here use, and why (config/profiles)."""
+    profile, why = explained_profile(torch.device("cuda" if num_gpus else "cpu"))
+    return f"{profile.name}: {why}"
 
 
 def _gpu_memory() -> str:

@@ -165,6 +165,11 @@ def gpu_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def gpu_model(device: torch.device) -> str:
+    """Name of the GPU as its driver gives it; "" for any other device."""
+    return torch.cuda.get_device_name(device) if is_gpu(device) else ""
+
+
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU; (0, 0) for any other device."""
     return gpu_capability(device) if is_gpu(device) and not is_amd() else (0, 0)
