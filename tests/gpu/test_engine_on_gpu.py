@@ -17,7 +17,6 @@ import torch
 from infer import LLM, SamplingParams
 from infer.errors import InferError
 from infer.execution.gpu.graphs import StepGraphs, StepSize
-from infer.kernels.attention import decode
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import pdl
 from infer.kernels.runtime import cuda_build as build
@@ -148,16 +147,16 @@ def qwen3(checkpoints: Callable[[str], str]) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])  # the last has windows
-def test_attention_in_cuda_makes_the_tokens_of_triton(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_cuda_makes_the_tokens_of_triton(family: str, tmp_path: Path) -> None:
     """Heads of 64 in float16; two tokens may change places where their logits are a rounding apart."""
     make_checkpoint(family, tmp_path / family, sizes=Sizes(hidden_size=256))
-    monkeypatch.setattr(decode, "PROJECTED_HEADS", 4)  # two rows are few, more are many
+    own = device_profile(torch.device("cuda"))
+    tuned = dataclasses.replace(own.attention, projected_heads=4)  # two rows are few, more are many
 
     def generate(backend: str, params: SamplingParams, **knobs: Any) -> list[Any]:
         how: dict[str, Any] = FEW_SIZES | {"max_batch_size": 4, "attention_backend": backend} | knobs
-        llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
+        with using_profile(dataclasses.replace(own, attention=tuned)):
+            llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
         runner: Any = llm.engine._runner
         assert runner._work.backend == backend
         return llm.generate(PROMPTS, params)

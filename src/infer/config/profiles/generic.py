@@ -10,4 +10,10 @@ from dataclasses import replace
 
 from infer.config.profiles.hopper_h200 import H200
 
-GENERIC = replace(H200, name="generic", measured_on="", generation=0)
+GENERIC = replace(
+    H200,
+    name="generic",
+    measured_on="",
+    generation=0,
+    attention=replace(H200.attention, cudnn_min_lens={}),  # cuDNN has other kernels for other generations
+)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from infer.config.profiles.profile import (
+    AttentionProfile,
+    DecodeConfig,
     DeviceProfile,
     GraphProfile,
+    PrefillConfig,
     SchedulingProfile,
     StepDefaults,
     StepProfile,
@@ -13,6 +18,14 @@ from infer.config.profiles.profile import (
 _USUAL = StepDefaults(
     batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128, busy_tokens=1024
 )
+# Queries and `num_stages` tiles of keys and values share 227 KiB, and the scores and sums of a tile share the
+# registers of 256 threads: tiles so short that two programs share an SM, one multiplying while the other
+# computes exponentials.
+_PREFILL = {
+    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3, programs_per_sm=2),
+    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=2),
+    512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
+}
 
 H200 = DeviceProfile(
     name="hopper_h200",
@@ -54,5 +67,48 @@ H200 = DeviceProfile(
         launched_layer=1e11,
         max_chunks=16,
         ragged_tokens=512,
+    ),
+    attention=AttentionProfile(
+        branch_from=128,
+        rotate_ahead=256,
+        projected_heads=256,
+        cuda_projected_heads={64: 256, 128: 64},
+        projected_registers=192,
+        # With tiles of 16 KiB and three stages, two of which are being loaded, a program holds 64 KiB and
+        # three share an SM: while one is between items, two keep memory busy. More wait for their turn: the
+        # SM that is done first takes them.
+        decode={
+            128: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
+            256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
+            512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
+            1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
+        },
+        # With many rows a program is one warp, which never waits for another one, and more of them share an
+        # SM: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
+        decode_one_warp=DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=16),
+        few_heads=512,
+        programs_for_few=(2, 3),
+        handful=32,
+        prefetched=128,
+        # Only short splits let few rows fill the machine, but each item waits for its table and first keys.
+        # So splits get twice, four times ... as long while there are more items than wanted.
+        split_lens=((32, 64), (64, 128), (128, 512), (math.inf, 1024)),
+        most_items=256,
+        least_items=128,
+        prefill=_PREFILL,
+        # Where four or more query heads share a kv head, finding a row's query takes the registers that the
+        # second program would need; alone, a program is better off with long tiles.
+        prefill_grouped=_PREFILL | {256: PrefillConfig(block_n=128, num_warps=8, num_stages=2)},
+        prefill_split_len=512,  # putting splits together takes as long as 250 keys
+        merge_programs=4,
+        merge_rows=8,
+        merge_at_once=4,
+        cudnn_min_lens={64: 4096, 128: 2048},
+        # A call for each prompt and layer takes the host a tenth of a millisecond, in which few heads are
+        # computed: with 16, one launch for four prompts of 2,000 tokens is faster on the GPU too.
+        cudnn_few_heads=16,
+        cudnn_few_heads_min_lens={128: 3072},
+        cudnn_pad_len=256,
+        cudnn_batches=(4, 2, 1),
     ),
 )

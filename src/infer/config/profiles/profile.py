@@ -19,6 +19,7 @@ docs/features/device-profile.md says how to measure one for another GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +96,63 @@ class GraphProfile:
     ragged_tokens: int  # tokens of the smallest step that is launched kernel by kernel when compiling ahead
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Tile sizes and resources that the decode kernel is compiled and launched with."""
+
+    block_n: int  # positions per tile
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Tile sizes and resources that the prefill kernel is compiled for."""
+
+    block_n: int  # keys per tile
+    num_warps: int
+    num_stages: int
+    block_m: int = 128  # rows of a tile
+    num_parts: int = 1  # programs that share the rows of a tile
+    programs_per_sm: int = 1  # programs that run at the same time
+    max_registers: int | None = None  # registers of a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProfile:
+    """Which attention kernel is faster for which step, and how its work is cut (kernels/attention).
+
+    "Heads" are rows that decode times kv heads, the items of work before any row is split.
+    """
+
+    branch_from: int  # tokens of a step; with fewer, kernels that start early gain more than two branches
+    rotate_ahead: int  # tokens; with more, registers that hold what was read early cost more than a launch
+    projected_heads: int  # heads up to which one kernel from the projection on is faster: one item each
+    cuda_projected_heads: Mapping[int, int]  # by head size: heads up to which CUDA C++'s form of it is faster
+    projected_registers: int  # registers per thread of it; leaves room for the next kernel on the SM
+    decode: Mapping[int, DecodeConfig]  # tiles by the bytes of one head's key
+    decode_one_warp: DecodeConfig  # tiles of more than `few_heads`
+    few_heads: int  # heads up to which each program gets an item or two: no turns
+    programs_for_few: tuple[int, int]  # programs per SM of fewer heads than a handful, and of more
+    handful: int  # heads from which there may be items for a third program of each SM
+    prefetched: int  # positions of a program's first item; few heads only: all of them must fit L2
+    split_lens: tuple[tuple[float, int], ...]  # (heads up to, positions of the shortest split)
+    most_items: int  # items wanted for all kv heads: two for nearly each SM
+    least_items: int  # items wanted for all kv heads of a row alone: one for nearly each SM
+    prefill: Mapping[int, PrefillConfig]  # tiles by the bytes of one head's key
+    prefill_grouped: Mapping[int, PrefillConfig]  # the same where four query heads or more share a kv head
+    prefill_split_len: int  # keys; a tile with no more is not split
+    merge_programs: int  # programs per SM that put splits together
+    merge_rows: int  # rows that such a program merges at once
+    merge_at_once: int  # parts that it waits for together
+    cudnn_min_lens: Mapping[int, int]  # by head size: tokens from which cuDNN is faster; empty: never
+    cudnn_few_heads: int  # query heads up to which a call for each prompt and layer takes the host longer,
+    cudnn_few_heads_min_lens: Mapping[int, int]  # and these lengths hold
+    cudnn_pad_len: int  # tokens between the lengths of shapes; twice that above 16 times as many, and so on
+    cudnn_batches: tuple[int, ...]  # prompts of a batch, the most first
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """Every measured number of one kind of device."""
@@ -105,3 +163,4 @@ class DeviceProfile:
     steps: StepProfile
     scheduling: SchedulingProfile
     graphs: GraphProfile
+    attention: AttentionProfile

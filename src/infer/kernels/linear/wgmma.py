@@ -57,7 +57,6 @@ from typing import Any
 
 import torch
 
-from infer.kernels.attention.decode import PROJECTED_HEADS
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import quantize_rows
@@ -76,6 +75,7 @@ from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
+from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
 
 MAX_TOKENS = 128
@@ -85,7 +85,7 @@ _CHUNK = 64  # columns of a stage
 _RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
 _MOST_SMS = 112  # and enough are left for the next kernel
 _CROWDED = 96  # blocks: on most SMs
-_PROJECTED = PROJECTED_HEADS // 8  # tokens; up to so many attention, of 8 kv heads, takes the projection
+_KV_HEADS = 8  # kv heads of the models that were measured: `_reads_l1`
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
@@ -373,8 +373,8 @@ def launch(
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
-    is_for_attention = M > _PROJECTED and not gated and epilogue.add is None
-    lets_in = not (is_for_attention and config.leaves_little(num_blocks))
+    is_for_attention = not gated and epilogue.add is None
+    lets_in = not (is_for_attention and config.leaves_little(num_blocks) and _reads_l1(M, x_MK.device))
     kernel(
         num_blocks,
         *weights,
@@ -385,6 +385,11 @@ def launch(
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
         int(lets_in),
     )  # fmt: skip
+
+
+def _reads_l1(num_rows: int, device: torch.device) -> bool:
+    """Whether the attention of these rows, which comes next, is the kernel that reads through L1."""
+    return num_rows * _KV_HEADS > device_profile(device).attention.projected_heads
 
 
 @functools.cache
