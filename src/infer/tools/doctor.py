@@ -21,7 +21,7 @@ from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cp
 from infer.kernels.cpu.library import library, why_not
 from infer.kernels.linear.cuda import is_for
 from infer.kernels.runtime.dispatch import nvidia_capability
-from infer.kernels.runtime.profiles import explained_profile
+from infer.kernels.runtime.profiles import device_profile, explained_profile
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 
@@ -132,9 +132,11 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 def _quantized_products() -> str:
     """What multiplies with codes on the first GPU (kernels/linear/coded.py)."""
     device = torch.device("cuda", 0)
-    few = "up to 64 tokens Triton, tile by tile"
+    tuned = device_profile(device).linear
+    few = f"up to {tuned.few_coded_tokens} tokens Triton, tile by tile"
     if is_for(device):
-        few = "up to 512 tokens (fp8: 1,024, in blocks 384) CUDA C++, norm and gate fused; experts in Triton"
+        fp8 = f"fp8: {tuned.fp8_tokens:,}, in blocks {tuned.fp8_group_tokens}"
+        few = f"up to {tuned.coded_tokens} tokens ({fp8}) CUDA C++, norm and gate fused; experts in Triton"
     many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
     if nvidia_capability(device) < (8, 9):
         many = "unpacked to the dtype: no matrix units for fp8"

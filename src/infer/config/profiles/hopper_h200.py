@@ -9,10 +9,12 @@ from infer.config.profiles.profile import (
     DecodeConfig,
     DeviceProfile,
     GraphProfile,
+    LinearProfile,
     PrefillConfig,
     SchedulingProfile,
     StepDefaults,
     StepProfile,
+    TileTable,
 )
 
 _USUAL = StepDefaults(
@@ -26,6 +28,45 @@ _PREFILL = {
     256: PrefillConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=2),
     512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
 }
+# Tiles of linears; rewritten by `python -m benchmarks.kernels.linear_small --sweep --apply`.
+# table: begin
+# fmt: off
+_GEMV: TileTable = {
+    (1024, 2048, False): {1: (1,1024,4,1), 2: None, 4: (4,1024,4,1)},
+    (1024, 3072, False): {1: (1,1024,4,1), 2: (1,1024,4,1), 4: None},
+    (2048, 2048, False): {1: (2,1024,4,2), 2: (4,1024,4,1), 4: None},
+    (2048, 8192, False): {1: (2,1024,4,2), 2: None, 4: None},
+    (3072, 1024, True): {1: (4,512,2,1), 2: None, 4: None},
+    (3072, 2048, False): {1: (4,512,2,1), 2: (4,512,2,1), 4: None},
+    (4096, 1024, False): {1: (4,512,2,1), 2: (4,512,2,1), 4: None},
+    (4096, 4096, False): {1: (1,1024,4,1), 2: (4,1024,4,1), 4: None},
+    (4096, 12288, False): {1: (1,1024,4,1), 2: (4,1024,4,1), 4: None},
+    (6144, 4096, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: (8,512,2,1)},
+    (8192, 2048, True): {1: (4,512,2,1), 2: None, 4: None},
+    (12288, 4096, True): {1: (4,1024,4,1), 2: (2,1024,4,1), 4: None},
+    (128256, 2048, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: None},
+    (151936, 1024, False): {1: (8,512,2,1), 2: (8,512,2,1), 4: None},
+    (151936, 4096, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: None},
+}
+_SKINNY: TileTable = {
+    (1024, 2048, False): {16: (64,256,4,4,3), 32: (16,256,1,2,4), 64: (16,256,1,4,4), 128: None},
+    (1024, 3072, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: (64,128,4,4,4), 128: None},
+    (2048, 2048, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: None, 128: None},
+    (2048, 8192, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: (64,256,4,4,3), 128: None},
+    (3072, 1024, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,128,1,4,4), 128: None},
+    (3072, 2048, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: (64,128,2,4,4), 128: None},
+    (4096, 1024, False): {16: (64,256,1,4,3), 32: (64,256,1,4,3), 64: (64,256,1,4,3), 128: None},
+    (4096, 4096, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: None, 128: None},
+    (4096, 12288, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: (64,256,2,4,3), 128: None},
+    (6144, 4096, False): {16: (64,256,1,4,3), 32: (64,256,1,4,3), 64: None, 128: None},
+    (8192, 2048, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,64,1,4,6), 128: (64,128,1,4,4)},
+    (12288, 4096, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,128,1,4,4), 128: None},
+    (128256, 2048, False): {16: (64,64,1,4,6), 32: (128,64,1,4,4), 64: (128,64,1,4,4), 128: None},
+    (151936, 1024, False): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (128,128,1,8,4), 128: None},
+    (151936, 4096, False): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (128,128,1,8,4), 128: None},
+}
+# fmt: on
+# table: end
 
 H200 = DeviceProfile(
     name="hopper_h200",
@@ -110,5 +151,32 @@ H200 = DeviceProfile(
         cudnn_few_heads_min_lens={128: 3072},
         cudnn_pad_len=256,
         cudnn_batches=(4, 2, 1),
+    ),
+    linear=LinearProfile(
+        gemv=_GEMV,
+        skinny=_SKINNY,
+        rule_tokens=64,
+        block_k=128,
+        gated_block_k=64,
+        num_stages=4,
+        stage_bytes=200 << 10,  # of the 227 KB that a block may have
+        enough_programs=264,
+        few_weights=1 << 22,
+        fold_norm_tokens=1,
+        few_coded_tokens=64,
+        num_sms=132,
+        resident={1: 132, 2: 132, 3: 126, 4: 120, 8: 120},
+        most_sms=112,
+        crowded=96,
+        pdl_tokens=8,
+        coded_pdl_tokens=16,
+        pdl_stream=2048,
+        pdl_narrow_stream=1024,
+        pdl_bytes=128 << 20,
+        wgmma_tokens=64,
+        wgmma_gate_tokens=128,
+        coded_tokens=512,
+        fp8_tokens=1024,
+        fp8_group_tokens=384,
     ),
 )

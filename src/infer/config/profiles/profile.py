@@ -23,6 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+TileTable = Mapping[tuple[int, int, bool], Mapping[int, tuple[int, ...] | None]]
+"""Tiles by matrix (N, K, gated) and bucket of tokens; None: another kernel was faster."""
+
 
 class StepDefaults(NamedTuple):
     """The size of a device's steps unless a knob says otherwise: long enough to be efficient.
@@ -154,6 +157,37 @@ class AttentionProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearProfile:
+    """Which kernel multiplies how many tokens, and how matrices are cut (kernels/linear)."""
+
+    gemv: TileTable  # measured tiles of dot products
+    skinny: TileTable  # measured tiles of Triton's kernel for tensor cores
+    rule_tokens: int  # tokens up to which matrices that were not measured have the tile of the rule
+    block_k: int  # columns of the rule's tile,
+    gated_block_k: int  # of a gated matrix,
+    num_stages: int  # and its stages
+    stage_bytes: int  # shared memory of a block that its stages may take
+    enough_programs: int  # programs that keep the memory busy: two for each SM
+    few_weights: int  # weights of a matrix that three or four tokens pass over without tensor cores
+    fold_norm_tokens: int  # tokens up to which the norm is part of the dot products
+    few_coded_tokens: int  # tokens up to which Triton unpacks codes tile by tile; with more, W once
+    num_sms: int  # SMs that the cuts of the kernels in CUDA C++ are made for
+    resident: Mapping[int, int]  # blocks that run at once, by the blocks of a cluster
+    most_sms: int  # blocks of a matrix of a layer; leaves SMs for the next kernel
+    crowded: int  # blocks from which most SMs have one
+    pdl_tokens: int  # tokens up to which matrices of small models are held in registers (pdl.py)
+    coded_pdl_tokens: int  # the same with coded weights
+    pdl_stream: int  # width of the residual stream up to which a model is small for that
+    pdl_narrow_stream: int  # the same with more than `pdl_tokens`
+    pdl_bytes: int  # bytes of the largest matrix for it
+    wgmma_tokens: int  # tokens up to which all matrices are multiplied through shared memory (wgmma.py)
+    wgmma_gate_tokens: int  # the same for gates and what writes into the residual stream
+    coded_tokens: int  # tokens multiplied with integer codes; with more, unpacking W once is faster
+    fp8_tokens: int  # the same of FP8 weights with a scale for each row
+    fp8_group_tokens: int  # the same of FP8 weights in groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """Every measured number of one kind of device."""
 
@@ -164,3 +198,4 @@ class DeviceProfile:
     scheduling: SchedulingProfile
     graphs: GraphProfile
     attention: AttentionProfile
+    linear: LinearProfile
