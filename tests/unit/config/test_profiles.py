@@ -40,6 +40,13 @@ def test_a_gpu_that_is_not_here_is_generic(monkeypatch: pytest.MonkeyPatch) -> N
     assert explained_profile(torch.device("cuda")).profile is GENERIC
 
 
+def test_a_gpu_is_asked_for_its_name_and_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert explained_profile(torch.device("cuda:0")) == find_profile("NVIDIA H200 NVL", (9, 0))
+
+
 @pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
 def test_sizes_of_steps_ascend_and_fit_the_scheduler(profile: DeviceProfile) -> None:
     graphs = profile.graphs

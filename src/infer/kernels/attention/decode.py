@@ -29,7 +29,7 @@ tile of keys and values is loaded before the wait. What is left behind it:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
-With many rows the registers this takes cost more than the launch (`PROJECTED_HEADS`).
+With many rows the registers this takes cost more than the launch (`projected_heads` of the device profile).
 
 Both are one Triton kernel, whose pieces stand in the order in which an item meets them:
 
