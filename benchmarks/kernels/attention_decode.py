@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.memory import kv_bytes_per_token
-from infer.kernels.attention.decode import DecodeConfig, attend_decode
+from infer.config.profiles.profile import DecodeConfig
+from infer.kernels.attention.decode import attend_decode
 from infer.kernels.attention.decode_cuda import attend_decode_cuda
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.paged import PagedKV

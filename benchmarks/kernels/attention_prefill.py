@@ -18,18 +18,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.kernels.attention_decode import captured, seconds_of_replay
+from infer.config.profiles.profile import PrefillConfig
 from infer.kernels.attention.dense import DenseAttention
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import (
     PrefillChunk,
     PrefillChunks,
-    PrefillConfig,
     attend_fresh,
     attend_prefill,
     build_prefill_chunks,
     prefill_config,
     tokens_per_tile,
 )
+from infer.kernels.runtime.profiles import device_profile
 
 # (start, num) of each chunk, N, G, H
 Shape = tuple[tuple[tuple[int, int], ...], int, int, int]
@@ -203,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         kinds = ", ".join(f"{spans.count(s)} x (start {s[0]}, num {s[1]})" for s in dict.fromkeys(spans))
         print(f"{kinds}  N {N} G {G} H {H}")
         report("paged", seconds_paged(prompts, None), prompts, ceiling)
-        config = prefill_config(prompts.q.dtype, N, G, H)
+        config = prefill_config(device_profile(prompts.q.device).attention, prompts.q.dtype, N, G, H)
         if config.programs_per_sm == 2:  # registers for a second program, where the compiler took too many
             limited = replace(config, max_registers=65536 // (2 * 32 * config.num_warps))
             report(

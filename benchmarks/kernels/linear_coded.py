@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedForm, CodedWeights
@@ -91,13 +92,16 @@ def random_weights(num_rows: int, size: int, form: CodedForm | None) -> Weights:
 
 def choose(num_tokens: int, matrix: Matrix) -> Plan:
     """The cut that an engine's product of so many tokens has."""
-    most = pdl.PDL_MAX_M if matrix.form is None else pdl.CODED_MAX_M
+    tuned = H200.linear
+    most = tuned.pdl_tokens if matrix.form is None else tuned.coded_pdl_tokens
     few = pdl.choose(num_tokens, matrix) if num_tokens <= most else None
     N, K, gated = matrix.N, matrix.K, bool(matrix.activation)
-    if few is not None or matrix.form is not None:
-        return few or wgmma.choose_coded(num_tokens, N, K, matrix.form, gated=gated)
-    is_cut = num_tokens in wgmma.TOKENS or (num_tokens in wgmma.MORE_TOKENS and (gated or matrix.writes))
-    return wgmma.choose_config(num_tokens, N, K, gated=gated) if is_cut else None
+    if few is not None:
+        return few
+    if matrix.form is not None:
+        return wgmma.choose_coded(num_tokens, N, K, matrix.form, gated=gated)
+    most = tuned.wgmma_gate_tokens if gated or matrix.writes else tuned.wgmma_tokens
+    return wgmma.choose_config(num_tokens, N, K, gated=gated) if 1 < num_tokens <= most else None
 
 
 def variants(shape: Shape, form: CodedForm | None, num_tokens: int) -> Iterator[Variant]:

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.linear_small import EPS, Matrix, Model, make_weights
 from benchmarks.kernels.timing import time_calls
+from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm
-from infer.kernels.linear import triton_configs as linear_configs
 from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.linear.small import MAX_SQUARES, block_of_parts, launch, launch_add, launch_of_sum
 from infer.kernels.linear.triton_configs import (
@@ -36,6 +36,7 @@ from infer.kernels.linear.triton_configs import (
     Key,
     SkinnyConfig,
     bucket,
+    by_bucket,
     default_gemv_config,
     default_skinny_config,
     fit_stages,
@@ -148,11 +149,12 @@ class PairSweep:
 
     def _dots(self, matrix: Matrix, num_tokens: int) -> GemvConfig | None:
         rule = default_gemv_config(matrix.num_outputs, matrix.num_inputs, matrix.gated)
-        return linear_configs.HOPPER_GEMV.get(key(matrix, num_tokens), rule)
+        return by_bucket(GemvConfig, H200.linear.gemv).get(key(matrix, num_tokens), rule)
 
     def _start(self, matrix: Matrix, block_m: int) -> SkinnyConfig:
         """What the table has, or else the rule; a tall tile where those would leave too many squares."""
-        tiles = (linear_configs.HOPPER_SKINNY.get(key(matrix, size)) for size in (block_m, *BUCKETS))
+        table = by_bucket(SkinnyConfig, H200.linear.skinny)
+        tiles = (table.get(key(matrix, size)) for size in (block_m, *BUCKETS))
         rule = default_skinny_config(matrix.num_outputs, matrix.num_inputs, matrix.gated)
         tall = SkinnyConfig(128, 128, 1, 8, 4)
         return next((tile for tile in (*tiles, rule) if tile and fits(tile, matrix, block_m)), tall)

@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chain", action="store_true", help="only all matrices of a model one after another")
     parser.add_argument("--sweep", action="store_true", help="try other tiles and print the best as JSON")
     parser.add_argument(
-        "--apply", action="store_true", help="with --sweep: write them into linear/triton_configs.py"
+        "--apply", action="store_true", help="with --sweep: write them into config/profiles/hopper_h200.py"
     )
     parser.add_argument(
         "--all", action="store_true", help="with --sweep: also what stands alone, the head and dot products"

@@ -28,14 +28,15 @@ import torch.nn.functional as F
 from benchmarks.kernels.linear_pairs import PairSweep, TimeIsUp, pairs_of
 from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
 from benchmarks.kernels.timing import time_calls
+from infer.config.profiles import hopper_h200
 from infer.kernels.elementwise.gated_activation import gated_activation
-from infer.kernels.linear import triton_configs as linear_configs
-from infer.kernels.linear.small import FOLD_NORM_MAX_M, _Norm, launch
-from infer.kernels.linear.triton_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
+from infer.kernels.linear.small import _Norm, launch
+from infer.kernels.linear.triton_configs import GemvConfig, Key, SkinnyConfig, bucket, by_bucket, fit_stages
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import triton
 
-TABLE_FILE = Path(linear_configs.__file__)
+TABLE_FILE = Path(hopper_h200.__file__)
+MEASURED = hopper_h200.H200.linear  # whose tables are rewritten
 _BEGIN, _END = "# table: begin\n", "# table: end\n"
 
 GEMV_TILES = (
@@ -106,7 +107,7 @@ class Sweep:
             print(f"  M={block_m:<4} dots {ours * 1e6:.1f} us, {rival} {theirs * 1e6:.1f} us", flush=True)
 
     def _dots_of(self, matrix: Matrix) -> list[GemvConfig | None]:
-        table = linear_configs.HOPPER_GEMV | self.gemv
+        table = by_bucket(GemvConfig, MEASURED.gemv) | self.gemv
         return [table.get(_key(matrix, num_tokens)) for num_tokens in (2, 4)]
 
     def _visit_skinny(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
@@ -156,7 +157,7 @@ def _time(
     if tile is None:
         return time_calls(_library(matrix), make_inputs(matrix, num_tokens, weights), weights[0].device)
     activation = "silu" if matrix.gated else ""
-    folds_norm = matrix.norm and num_tokens <= FOLD_NORM_MAX_M
+    folds_norm = matrix.norm and num_tokens <= MEASURED.fold_norm_tokens
     if isinstance(tile, SkinnyConfig):
         tile = fit_stages(tile, max(bucket(num_tokens), 16), matrix.gated)  # as the engine will
     tile_to_time = tile
@@ -209,9 +210,8 @@ def render_table(gemv: Gemv, skinny: Skinny) -> str:
     )
     return "\n".join(
         [
-            "# fmt: off", "HOPPER_GEMV: dict[Key, GemvConfig | None] = by_bucket(GemvConfig, {", *gemv_lines,
-            "})", "HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = by_bucket(SkinnyConfig, {", *skinny_lines,
-            "})", "# fmt: on", "",
+            "# fmt: off", "_GEMV: TileTable = {", *gemv_lines, "}",
+            "_SKINNY: TileTable = {", *skinny_lines, "}", "# fmt: on", "",
         ]
     )  # fmt: skip
 
@@ -229,7 +229,8 @@ def apply_table(gemv: Gemv, skinny: Skinny, file: Path = TABLE_FILE) -> None:
     text = file.read_text()
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
-    table = render_table(linear_configs.HOPPER_GEMV | gemv, linear_configs.HOPPER_SKINNY | skinny)
+    old_gemv, old_skinny = by_bucket(GemvConfig, MEASURED.gemv), by_bucket(SkinnyConfig, MEASURED.skinny)
+    table = render_table(old_gemv | gemv, old_skinny | skinny)
     file.write_text(before + _BEGIN + table + _END + after)
 
 

@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.config import resolve
 from infer.errors import InferError
-from infer.execution.gpu import graphs
 from infer.execution.gpu.graphs import StepGraphs, StepSize
-from infer.kernels.attention import decode
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import pdl
 from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime.profiles import device_profile, using_profile
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES
 
@@ -117,9 +115,7 @@ def test_sequences_far_longer_than_their_windows(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", EVERYTHING)
-def test_steps_ahead_change_no_token(
-    family: str, checkpoints: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_ahead_change_no_token(family: str, checkpoints: Callable[[str], str]) -> None:
     """Prompts that come while others decode, ends at ids that the host learns late, a cache too small."""
     ends = tuple(range(0, 256, 16))
     params = [
@@ -130,11 +126,13 @@ def test_steps_ahead_change_no_token(
     ]
     prompts = [PROMPTS[number % 5][: 3 + number] + [number] for number in range(12)]
     known: list[list[int]] = []
+    own = device_profile(torch.device("cuda"))
     for num_blocks in (None, 40):
         for steps_ahead in (0, 1, 3):
-            monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
             knobs: dict[str, Any] = {"block_size": 4, "num_blocks": num_blocks, **FEW_SIZES}
-            llm = LLM(checkpoints(family), device="cuda", dtype="float32", **knobs)
+            steps = dataclasses.replace(own.steps, steps_ahead=steps_ahead)
+            with using_profile(dataclasses.replace(own, steps=steps)):
+                llm = LLM(checkpoints(family), device="cuda", dtype="float32", **knobs)
             assert llm.engine._steps_ahead == steps_ahead
             for _ in range(3):  # the first captures its graphs on the way
                 answers = [answer.token_ids for answer in llm.generate(prompts, params)]
@@ -149,16 +147,16 @@ def qwen3(checkpoints: Callable[[str], str]) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])  # the last has windows
-def test_attention_in_cuda_makes_the_tokens_of_triton(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_cuda_makes_the_tokens_of_triton(family: str, tmp_path: Path) -> None:
     """Heads of 64 in float16; two tokens may change places where their logits are a rounding apart."""
     make_checkpoint(family, tmp_path / family, sizes=Sizes(hidden_size=256))
-    monkeypatch.setattr(decode, "PROJECTED_HEADS", 4)  # two rows are few, more are many
+    own = device_profile(torch.device("cuda"))
+    tuned = dataclasses.replace(own.attention, projected_heads=4)  # two rows are few, more are many
 
     def generate(backend: str, params: SamplingParams, **knobs: Any) -> list[Any]:
         how: dict[str, Any] = FEW_SIZES | {"max_batch_size": 4, "attention_backend": backend} | knobs
-        llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
+        with using_profile(dataclasses.replace(own, attention=tuned)):
+            llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
         device: Any = llm.engine._device
         assert device.work.backend == backend
         return llm.generate(PROMPTS, params)
@@ -264,10 +262,12 @@ def test_a_short_step_from_a_graph_has_the_tokens_of_one_that_is_launched(
 ) -> None:
     """A tiny model in the place of a large one: 960 tokens of prompts beside a row that decodes."""
     make_checkpoint("qwen3", tmp_path, sizes=Sizes(context_len=4096))
-    monkeypatch.setattr(graphs, "LAUNCHED_LAYER", 1)
-    monkeypatch.setattr(graphs, "_SHORT", 2)
-    monkeypatch.setattr(resolve, "SMALL_MODEL_MIXED_TOKENS", 960)
-    monkeypatch.setattr(resolve, "SMALL_MODEL_BUSY_TOKENS", 1024)
+    own = device_profile(torch.device("cuda"))
+    profile = dataclasses.replace(
+        own,
+        graphs=dataclasses.replace(own.graphs, launched_layer=1, short_parts=2),
+        steps=dataclasses.replace(own.steps, small_mixed_tokens=960, small_busy_tokens=1024),
+    )
     prompts = [[(7 * i + j) % 200 + 10 for j in range(length)] for i, length in enumerate((10, 2040, 1500))]
     taken: list[StepSize | None] = []
     size_for = StepGraphs.size_for
@@ -280,9 +280,10 @@ def test_a_short_step_from_a_graph_has_the_tokens_of_one_that_is_launched(
 
     def tokens(*, prepared: bool) -> list[list[int]]:
         knobs: dict[str, Any] = {"max_batch_size": 64, "max_num_batched_tokens": 2048}
-        llm = LLM(str(tmp_path), device="cuda", dtype="float32", **knobs)
-        while prepared and llm.engine.prepare():
-            pass
+        with using_profile(profile):
+            llm = LLM(str(tmp_path), device="cuda", dtype="float32", **knobs)
+            while prepared and llm.engine.prepare():
+                pass
         return [answer.token_ids for answer in llm.generate(prompts, GREEDY)]
 
     launched = tokens(prepared=False)

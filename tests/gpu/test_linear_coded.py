@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import coded_linear, plan_of
@@ -201,7 +202,7 @@ def make_step(name: str, num_tokens: int) -> tuple[torch.Tensor, partial[tuple[t
     gains = [random(512) for _ in layers]
 
     def rule(N: int, K: int, *, gated: bool = False) -> WgmmaConfig | PdlConfig:
-        is_few = num_tokens <= pdl.CODED_MAX_M
+        is_few = num_tokens <= H200.linear.coded_pdl_tokens
         config = pdl.choose_config(num_tokens, N, K, gated=gated, form=form) if is_few else None
         chosen = config or choose_coded(num_tokens, N, K, form, gated=gated)
         assert chosen is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.linear.triton_configs import SkinnyConfig, bucket, fit_stages
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.profiles import device_profile, using_profile
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.kernels.added_contract import AddedContract
 from tests.kernels.linear_contract import LinearContract, assert_near, gate
@@ -143,10 +145,8 @@ class TestRealShapes:
 
     @pytest.mark.parametrize("fold_max_m", [1, 4])
     @pytest.mark.parametrize("kind", ["linear", "norm_linear", "gated_linear"])
-    def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel(
-        self, fold_max_m: int, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", fold_max_m)
+    def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel(self, fold_max_m: int, kind: str) -> None:
+        own = device_profile(torch.device("cuda"))
         K, F_out = 1024, 3072
         w, gain = random(2 * F_out, K, scale=0.02), random(K)
         x = random(128, K)
@@ -156,11 +156,12 @@ class TestRealShapes:
             "gated_linear": lambda rows: linear(rows, w, activation="silu"),
         }[kind]
         whole: dict[tuple[type, bool], torch.Tensor] = {}
-        for size in (128, 100, 64, 33, 17, 16, 8, 5, 4, 3, 2, 1):
-            plan = linear_small._plan(x[:size], w, gated=kind == "gated_linear")
-            if plan is not None:  # folded or not is another way to compute a row
-                rows = whole.setdefault((type(plan), size <= fold_max_m), run(x[:size]))
-                assert torch.equal(run(x[:size]), rows[:size]), size
+        with using_profile(replace(own, linear=replace(own.linear, fold_norm_tokens=fold_max_m))):
+            for size in (128, 100, 64, 33, 17, 16, 8, 5, 4, 3, 2, 1):
+                plan = linear_small._plan(x[:size], w, gated=kind == "gated_linear")
+                if plan is not None:  # folded or not is another way to compute a row
+                    rows = whole.setdefault((type(plan), size <= fold_max_m), run(x[:size]))
+                    assert torch.equal(run(x[:size]), rows[:size]), size
         assert len({kernel for kernel, _ in whole}) == 2
 
     def test_a_kernel_that_starts_early_waits_for_its_input(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.config import resolve
 from infer.execution.gpu.graphs import borrow
+from infer.kernels.runtime.profiles import device_profile, using_profile
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES
@@ -101,12 +102,13 @@ def test_all_that_can_be_asked_of_the_sampler_is_the_same_on_both(
     assert llm.engine.scheduler.pool.audit_blocks() == []
 
 
-def test_steps_ahead_change_nothing(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_ahead_change_nothing(checkpoint: str) -> None:
     """A penalty counts tokens that are still on the device."""
     known: list[Any] = []
+    own = device_profile(torch.device("cuda"))
     for steps_ahead in (0, 1, 3):
-        monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
-        llm = LLM(checkpoint, device="cuda", dtype="bfloat16", **FEW)
+        with using_profile(replace(own, steps=replace(own.steps, steps_ahead=steps_ahead))):
+            llm = LLM(checkpoint, device="cuda", dtype="bfloat16", **FEW)
         assert llm.engine._steps_ahead == steps_ahead
         answers = answers_of(llm)
         known = known or answers

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infer.config.backends import BACKENDS, OPERATIONS, available, choices
+from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import Machine, ModelFacts, choose_backends, resolve
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
@@ -24,7 +25,7 @@ from infer.sampling.params import SamplingParams
 from tests.support.tiny import make_engine, random_prompts, run_engine, tiny_model
 
 CPU = Machine(device="cpu", has_c_attention=True)
-GPU = Machine(device="cuda:0", has_gpu_kernels=True)
+GPU = Machine(device="cuda:0", has_gpu_kernels=True, profile=GENERIC)
 ATTENTION = [name for name in available("attention", "cpu") if name != "c" or library() is not None]
 
 REQUESTS = [

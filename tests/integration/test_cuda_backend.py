@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from infer.config.profiles.cpu import CPU
 from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
@@ -20,6 +21,7 @@ from infer.execution.gpu import step as device_step
 from infer.kernels.attention import decode, decode_cuda
 from infer.kernels.attention.decode_cuda import CudaKernel
 from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.runtime.profiles import using_profile
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
@@ -80,10 +82,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has windows
 @pytest.mark.parametrize("most", [0, 256])
 def test_attention_by_the_cuda_kernels_changes_no_token(
-    family: str, most: int, emulated: list[EmulatedLaunch], monkeypatch: pytest.MonkeyPatch
+    family: str, most: int, emulated: list[EmulatedLaunch]
 ) -> None:
-    monkeypatch.setattr(decode, "PROJECTED_HEADS", most)
-    engine = make_engine(family, attention_backend="cuda")
+    with using_profile(replace(CPU, attention=replace(CPU.attention, projected_heads=most))):
+        engine = make_engine(family, attention_backend="cuda")
     assert len(emulated) == 2, "the kernels are compiled when the engine is built, not in its first step"
     made = run_engine(engine, REQUESTS)
     launches = emulated[most > 0].grids
@@ -113,8 +115,7 @@ def test_auto_gives_rows_to_the_fastest_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two kv heads per row: where 2 heads are few, one row is few and two are many."""
-    monkeypatch.setattr(decode, "PROJECTED_HEADS", most)
-    monkeypatch.setattr(decode, "_CUDA_PROJECTED_HEADS", {64: faster})
+    tuned = replace(CPU.attention, projected_heads=most, cuda_projected_heads={64: faster})
     seen: dict[str, set[int]] = {name: set() for name in expected_rows}
 
     def attend(name: str, real: Any, given: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
@@ -125,7 +126,8 @@ def test_auto_gives_rows_to_the_fastest_kernel(
     for name in seen:
         spy = functools.partial(attend, name, getattr(decode, name))
         monkeypatch.setattr(decode, name, spy)
-    engine = make_engine("qwen3", attention_backend="auto")
+    with using_profile(replace(CPU, attention=tuned)):
+        engine = make_engine("qwen3", attention_backend="auto")
     device: Any = engine._device
     device.backend = device.work.backend = "auto"  # as on a GPU
     made = run_engine(engine, REQUESTS)

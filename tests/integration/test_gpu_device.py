@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,8 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from infer.config import resolve
-from infer.config.defaults import STEPS_AHEAD
+from infer.config.profiles.cpu import CPU
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
@@ -26,6 +26,7 @@ from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.readback import PendingIds, PendingTensor
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.order import StepOrder
+from infer.kernels.runtime.profiles import using_profile
 from infer.models.model import Model
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -159,16 +160,16 @@ def make_device_engine(family: str, **knobs: Any) -> Engine:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) -> None:
     engine = make_device_engine(family, use_overlap=use_overlap)
-    assert engine._steps_ahead == (STEPS_AHEAD if use_overlap else 0)
+    assert engine._steps_ahead == (CPU.steps.steps_ahead if use_overlap else 0)
     assert run_engine(engine, PLAIN) == expected(family, False)
 
 
 @pytest.mark.usefixtures("on_device")
-def test_only_a_small_model_has_several_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "SMALL_MODEL_WEIGHTS", 100)
-    assert make_device_engine("llama")._steps_ahead == 1
-    assert make_device_engine("llama", use_overlap=False)._steps_ahead == 0
-    assert make_device_engine("llama", kv_cache_backend="naive")._steps_ahead == 0
+def test_only_a_small_model_has_several_steps_ahead() -> None:
+    with using_profile(replace(CPU, steps=replace(CPU.steps, small_weights=100))):
+        assert make_device_engine("llama")._steps_ahead == 1
+        assert make_device_engine("llama", use_overlap=False)._steps_ahead == 0
+        assert make_device_engine("llama", kv_cache_backend="naive")._steps_ahead == 0
 
 
 STARTS = [prompt[:20] for prompt, _ in PLAIN]
@@ -211,11 +212,11 @@ def run_with_leavers(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize(
     "knobs", [{}, {"block_size": 2, "num_blocks": 36, "preemption": "recompute"}], ids=str
 )
-def test_steps_ahead_change_no_token(knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_ahead_change_no_token(knobs: dict[str, Any]) -> None:
     found = {}
     for steps_ahead in (0, 1, 3):
-        monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
-        engine = make_device_engine("qwen3", **knobs)
+        with using_profile(replace(CPU, steps=replace(CPU.steps, steps_ahead=steps_ahead))):
+            engine = make_device_engine("qwen3", **knobs)
         assert engine._steps_ahead == steps_ahead
         found[steps_ahead] = run_with_leavers(engine)
         assert bool(engine.scheduler.num_preemptions) is bool(knobs)
@@ -345,7 +346,7 @@ def test_steps_under_masks_are_sized_and_overlap() -> None:
     while engine.has_work:
         engine.step()
         depths.append(len(engine._flights))
-    assert max(depths) == STEPS_AHEAD and ragged.call_count == 0
+    assert max(depths) == CPU.steps.steps_ahead and ragged.call_count == 0
 
 
 @pytest.mark.usefixtures("on_device")
@@ -371,7 +372,7 @@ def test_steps_overlap_whatever_a_request_asks_of_the_sampler(number: int) -> No
     while engine.is_serving("asks") and len(depths) < 7:
         engine.step()
         depths.append(len(engine._flights))
-    assert max(depths) == STEPS_AHEAD
+    assert max(depths) == CPU.steps.steps_ahead
     assert 0 not in depths
     assert ragged.call_count == int(params.prompt_logprobs is not None)
 
@@ -502,10 +503,10 @@ def test_padding_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("on_device")
 def test_steps_of_prompts_alone_are_padded_to_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MIXED_TOKENS", (4, 8))
-    monkeypatch.setattr(graphs, "_PROMPT_TOKENS", (12, 20, 40, 80))
+    sizes_of_few = replace(CPU.graphs, mixed_tokens=(4, 8), prompt_tokens=(12, 20, 40, 80))
     long = [(prompt, params) for prompt, params in PLAIN if len(prompt) > 8]
-    engine = make_device_engine("qwen3", max_batch_size=2)
+    with using_profile(replace(CPU, graphs=sizes_of_few)):
+        engine = make_device_engine("qwen3", max_batch_size=2)
     device: Any = engine._device
     sizes: set[graphs.StepSize] = set()
     forward = device.graphs._forward

@@ -6,6 +6,9 @@ are compared with float64, so that a float32 kernel has to be right to the last 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +32,7 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
 from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.runtime.profiles import device_profile, using_profile
 from tests.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 
 # Of the result, relative to its largest element: one rounding for y, and for bfloat16 another of r * weight.
@@ -62,14 +66,16 @@ class LinearContract:
         torch.manual_seed(0)
 
     @pytest.fixture(autouse=True)
-    def configs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def configs(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Tiles so small that N and K take several of them and that K is split."""
         gemv = GemvConfig(64, 64, num_warps=4)  # one warp would spill registers, and compile for a minute
         skinny = SkinnyConfig(64, 64, split_k=3, num_warps=4, num_stages=2)
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: gemv)
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: skinny)
-        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", 4)
         monkeypatch.setattr(linear_invariant, "invariant_config", lambda *_: skinny)
+        own = device_profile(torch.device(self.device))
+        with using_profile(replace(own, linear=replace(own.linear, fold_norm_tokens=4))):
+            yield
 
     def framed(self, *shape: int, dtype: torch.dtype) -> FramedTensor:
         return FramedTensor(shape, dtype, self.device)

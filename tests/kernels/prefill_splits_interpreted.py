@@ -6,9 +6,13 @@ By hand:  TRITON_INTERPRET=1 python -m pytest tests/kernels/prefill_splits_inter
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
-from infer.kernels.attention import prefill as attention_prefill
+from infer.config.profiles.cpu import CPU
+from infer.kernels.runtime.profiles import using_profile
 from tests.kernels.prefill_splits_contract import SplitsContract
 
 
@@ -16,6 +20,7 @@ class TestInterpretedSplits(SplitsContract):
     device = "cpu"
 
     @pytest.fixture(autouse=True)
-    def merge_many_rows_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def merge_many_rows_at_once(self) -> Iterator[None]:
         """An interpreted operation takes as long for few numbers as for many."""
-        monkeypatch.setattr(attention_prefill, "_MERGE_ROWS", 64)
+        with using_profile(replace(CPU, attention=replace(CPU.attention, merge_rows=64))):
+            yield

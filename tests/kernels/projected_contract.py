@@ -7,6 +7,7 @@ shows it; and the projection stands in a frame of NaN.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +17,6 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
-from infer.kernels.attention import decode as attention_decode
 from infer.kernels.attention.decode import (
     attend_decode_reference,
     attend_projected,
@@ -27,6 +27,7 @@ from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
 from infer.kernels.elementwise.kv_codes import KVScales, read_slots
+from infer.kernels.runtime.profiles import device_profile, using_profile
 from infer.layers.attention import AttentionLayer
 from tests.kernels.attention_contract import (
     TOLERANCE,
@@ -216,12 +217,11 @@ class ProjectedContract(OnDevice):
     def test_projected_with_the_splits_it_would_choose(self) -> None:
         self.check([130, 64, 65], Heads(2, 2, 16), split_len=None)
 
-    def test_projected_of_so_many_heads_that_no_tile_is_read_ahead(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(attention_decode, "PROJECTED_HEADS", 0)
-        self.check([1, 33, 0, 70], Heads(4, 2, 32), num_layers=2)
-        self.check([1, 41, 100], Heads(4, 1, 32), window=40)
+    def test_projected_of_so_many_heads_that_no_tile_is_read_ahead(self) -> None:
+        own = device_profile(torch.device(self.device))
+        with using_profile(replace(own, attention=replace(own.attention, projected_heads=0, few_heads=0))):
+            self.check([1, 33, 0, 70], Heads(4, 2, 32), num_layers=2)
+            self.check([1, 41, 100], Heads(4, 1, 32), window=40)
 
     def test_with_splits_of_one_length_a_projected_row_does_not_depend_on_its_neighbours(self) -> None:
         heads, lens, device = Heads(4, 2, 32), [37, 100, 80, 0], self.device

@@ -22,6 +22,8 @@ import numpy as np
 
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
+from infer.config.profiles.generic import GENERIC
+from infer.config.profiles.profile import SchedulingProfile
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.build import shape_of
@@ -287,6 +289,7 @@ class OracleWorld:
         cost: PreemptionCost | None = None,
         steps_ahead: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        profile: SchedulingProfile = GENERIC.scheduling,
         **scheduler_knobs: Any,
     ) -> None:
         settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
@@ -294,6 +297,7 @@ class OracleWorld:
             EngineConfig(scheduler=settings, cache=CacheConfig(swap_blocks=num_host_blocks)),
             1,
             SIMULATED_STEPS,
+            profile,
         )
         self.pool: PagedKVCachePool
         if kv_cache_backend == "contiguous":

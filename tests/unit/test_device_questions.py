@@ -1,6 +1,6 @@
 """Every place in the package that asks which device this is; the list can only get shorter.
 
-`kernels/runtime/dispatch.py` asks and gives the answers names (`device_kind`, `is_gpu`, `is_hopper`,
+`kernels/runtime/dispatch.py` asks and gives the answers names (`device_kind`, `is_gpu`,
 `has_pdl`, `use_triton`, `gpu_memory`, ...). Other files take an answer from there, or are told once, when the
 engine is built. A file that asks more often than it is listed with, or one that is not listed, fails here.
 """

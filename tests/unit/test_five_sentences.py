@@ -21,6 +21,8 @@ STATE = {
     "kernels/cpu/library.py:_state": "the C library is compiled and loaded once per process",
     "kernels/cpu/program.py:_recorder": "torch calls are recorded by the thread that runs them",
     "kernels/cpu/program.py:_recording_thread": "the same: which thread that is",
+    "kernels/runtime/profiles.py:_set": "a test's profile takes the place of the device's",
+    "kernels/runtime/profiles.py:_caches": "the same: what was derived from a profile is forgotten with it",
     "kernels/runtime/launch.py:_known": "compiled kernels by their arguments, as Triton's own cache",
 }
 

@@ -31,6 +31,8 @@ from infer.bench.traces import draw_trace, to_workload
 from infer.bench.workloads import Workload
 from infer.cache.memory import size_cache
 from infer.config.defaults import SIMULATED_STEPS
+from infer.config.profiles.generic import GENERIC
+from infer.config.profiles.profile import SchedulingProfile
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.build import make_pool
@@ -68,11 +70,16 @@ class SimulatedDevice(SyncDevice):
         self.now = max(self.now, when)
 
 
-def run_simulated(workload: Workload, config: EngineConfig, cost: StepCost) -> OfflineResult:
+def run_simulated(
+    workload: Workload,
+    config: EngineConfig,
+    cost: StepCost,
+    profile: SchedulingProfile = GENERIC.scheduling,
+) -> OfflineResult:
     """Run a workload through the engine's decisions to its end; the config must give `num_blocks`."""
     assert config.cache.num_blocks is not None, "a simulation has no memory to size its cache from"
     max_seq_len = config.load.max_seq_len or workload.longest
-    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS)
+    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS, profile)
     size = size_cache(
         config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
     )

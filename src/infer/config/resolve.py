@@ -17,21 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, available
-from infer.config.defaults import (
-    CPU_STEPS,
-    GPU_STEPS,
-    LARGE_GPU_BYTES,
-    LARGE_GPU_STEPS,
-    LAUNCHED_LAYER,
-    PACKED_TOKENS,
-    SMALL_MODEL_BUSY_TOKENS,
-    SMALL_MODEL_MIXED_TOKENS,
-    SMALL_MODEL_WEIGHTS,
-    STEPS_AHEAD,
-    TIGHT_GPU_BYTES,
-    TIGHT_GPU_STEPS,
-    StepDefaults,
-)
+from infer.config.profiles.cpu import CPU
+from infer.config.profiles.generic import GENERIC
+from infer.config.profiles.profile import DeviceProfile, SchedulingProfile, StepDefaults
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 
@@ -47,6 +35,7 @@ class Machine:
     has_gpu_kernels: bool = False  # those that keep the state of the batch on the device
     has_fp8: bool = True  # of a GPU: whether it converts e4m3 numbers, from compute capability 8.9 on
     has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
+    profile: DeviceProfile = CPU  # what was measured on it
 
     @property
     def is_gpu(self) -> bool:
@@ -67,14 +56,13 @@ class ModelFacts:
     kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
 
-    @property
-    def is_small(self) -> bool:
+    def is_small(self, profile: DeviceProfile) -> bool:
         """Whether a decode step is so short on a GPU that everything around it counts."""
-        return self.num_layer_weights <= SMALL_MODEL_WEIGHTS
+        return self.num_layer_weights <= profile.steps.small_weights
 
-    def is_launched_slowly(self, num_tokens: int) -> bool:
-        """Whether the host takes longer to launch a layer than a large GPU does to compute so many tokens."""
-        return self.num_layer_weights / self.num_layers * num_tokens <= LAUNCHED_LAYER
+    def is_launched_slowly(self, num_tokens: int, profile: DeviceProfile) -> bool:
+        """Whether the host takes longer to launch a layer than the GPU does to compute this many tokens."""
+        return self.num_layer_weights / self.num_layers * num_tokens <= profile.graphs.launched_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +85,7 @@ class ResolvedScheduler:
     max_decode_gap: int
     max_queue: int | None  # None: no limit
     seed: int
+    profile: SchedulingProfile  # when prompts get longer steps
 
     @property
     def max_chunk(self) -> int | None:
@@ -110,6 +99,7 @@ class ResolvedConfig(ModelFacts):
 
     settings: EngineConfig  # what was asked; of `kv_cache_dtype`, what it means
     device: str
+    profile: DeviceProfile  # what was measured on it
     scheduler: ResolvedScheduler
     keeps_cache: bool
     use_prefix_caching: bool
@@ -140,16 +130,17 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     on_gpu = uses_gpu_runner(config, machine)
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
-        steps_ahead = STEPS_AHEAD if model.is_small else 1
+        steps_ahead = machine.profile.steps.steps_ahead if model.is_small(machine.profile) else 1
     captures = _captures(config, machine) and run.use_cuda_graphs is not False
     defaults = step_defaults(machine, model)
     if not captures:
         defaults = defaults._replace(packed_tokens=None)
-    scheduler = resolve_scheduler(config, model.max_seq_len, defaults)
+    scheduler = resolve_scheduler(config, model.max_seq_len, defaults, machine.profile.scheduling)
     return ResolvedConfig(
         **asdict(model),
         settings=config,
         device=machine.device,
+        profile=machine.profile,
         scheduler=scheduler,
         keeps_cache=cache.keeps_cache,
         use_prefix_caching=cache.caches_prefixes,
@@ -166,21 +157,26 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
 
 def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
     """Return how large steps are on this machine unless a knob says otherwise."""
+    profile, memory = machine.profile, machine.gpu_memory
+    tuned = profile.steps
     if not machine.is_gpu:
-        return CPU_STEPS
-    memory = machine.gpu_memory
-    steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
-    if not model.is_small:
-        return TIGHT_GPU_STEPS if memory is not None and memory <= TIGHT_GPU_BYTES else steps
+        return tuned.usual
+    steps = tuned.large if memory is not None and memory >= tuned.large_bytes else tuned.usual
+    if not model.is_small(profile):
+        return tuned.tight if memory is not None and memory <= tuned.tight_bytes else steps
+    packed = tuned.small_packed_tokens
     return steps._replace(
-        mixed_tokens=SMALL_MODEL_MIXED_TOKENS,
-        busy_tokens=SMALL_MODEL_BUSY_TOKENS,
-        packed_tokens=PACKED_TOKENS if model.is_launched_slowly(PACKED_TOKENS) else None,
+        mixed_tokens=tuned.small_mixed_tokens,
+        busy_tokens=tuned.small_busy_tokens,
+        packed_tokens=packed if model.is_launched_slowly(packed, profile) else None,
     )
 
 
 def resolve_scheduler(
-    config: EngineConfig, max_seq_len: int, defaults: StepDefaults = CPU_STEPS
+    config: EngineConfig,
+    max_seq_len: int,
+    defaults: StepDefaults = CPU.steps.usual,
+    profile: SchedulingProfile = GENERIC.scheduling,
 ) -> ResolvedScheduler:
     """Return the scheduler's limits; without chunking a step must hold the longest prompt whole."""
     settings = config.scheduler
@@ -208,6 +204,7 @@ def resolve_scheduler(
     left = {field.name for field in fields(ResolvedScheduler)} & {field.name for field in fields(settings)}
     known = {name: getattr(settings, name) for name in left}
     decided: dict[str, Any] = {
+        "profile": profile,
         "max_batch_size": settings.max_batch_size or min(defaults.batch_size, budget),
         "max_num_batched_tokens": budget,
         "prefill_chunk_size": settings.prefill_chunk_size or defaults.chunk_size or budget,
@@ -365,7 +362,7 @@ def _reasons(
     }
     mixed = scheduler.prefill_tokens_while_decoding
     if config.scheduler.prefill_tokens_while_decoding is None and mixed is not None:
-        size = "small" if model.is_small else "large"
+        size = "small" if model.is_small(machine.profile) else "large"
         reasons["prefill_tokens_while_decoding"] = f"{mixed} is the default for a {size} model on {where}"
     if config.cache.use_prefix_caching and not config.cache.caches_prefixes:
         reasons["use_prefix_caching"] = f"off, because kv_cache_backend is {config.cache.kv_cache_backend}"

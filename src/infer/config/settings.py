@@ -23,19 +23,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from infer.config.backends import OTHER_SPELLINGS, choices
-from infer.config.defaults import (
-    CPU_SHARE,
-    CPU_STEPS,
-    GPU_SHARE,
-    GPU_STEPS,
-    LARGE_GPU_BYTES,
-    LARGE_GPU_STEPS,
-    SERVER_MAX_QUEUE,
-    SMALL_MODEL_MIXED_TOKENS,
-    SMALL_MODEL_WEIGHTS,
-    TIGHT_GPU_BYTES,
-    TIGHT_GPU_STEPS,
-)
+from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
 from infer.config.knobs import (
     KnobRow,
     check_choice,
@@ -49,8 +37,11 @@ from infer.config.knobs import (
     parse_memory,
     spell_as_given,
 )
+from infer.config.profiles.cpu import CPU
+from infer.config.profiles.generic import GENERIC
 from infer.errors import ConfigError
 
+_CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # what the help texts quote
 KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
@@ -233,16 +224,18 @@ class SchedulerConfig:
     )
     max_batch_size: int | None = knob(
         None,
-        f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size} "
-        f"({TIGHT_GPU_STEPS.batch_size} for a large model with up to {TIGHT_GPU_BYTES >> 30} GiB)",
+        f"sequences that may run at once; default: {_CPU_STEPS.batch_size}, on a GPU "
+        f"{_GPU_STEPS.usual.batch_size} ({_GPU_STEPS.tight.batch_size} for a large model with up to "
+        f"{_GPU_STEPS.tight_bytes >> 30} GiB)",
         aliases=("max_num_seqs", "max_running_requests"),
     )
     max_num_batched_tokens: int | None = knob(
         None,
-        f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
-        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}, for "
-        f"a large model with up to {TIGHT_GPU_BYTES >> 30} GiB {TIGHT_GPU_STEPS.batched_tokens}), or more "
-        "if max_batch_size or prompts that are not chunked need it",
+        f"tokens one step may compute, all sequences together; default: {_CPU_STEPS.batched_tokens}, on a "
+        f"GPU {_GPU_STEPS.usual.batched_tokens} (with {_GPU_STEPS.large_bytes >> 30} GiB "
+        f"{_GPU_STEPS.large.batched_tokens}, for a large model with up to {_GPU_STEPS.tight_bytes >> 30} GiB "
+        f"{_GPU_STEPS.tight.batched_tokens}), or more if max_batch_size or prompts that are not chunked "
+        "need it",
     )
     use_chunked_prefill: bool = knob(
         True,
@@ -251,15 +244,16 @@ class SchedulerConfig:
     )
     prefill_chunk_size: int | None = knob(
         None,
-        f"tokens of one prompt that one step may compute; default: {CPU_STEPS.chunk_size}, on a GPU no limit",
+        f"tokens of one prompt a step may compute; default: {_CPU_STEPS.chunk_size}, on a GPU no limit",
         aliases=("chunked_prefill_size", "long_prefill_token_threshold"),
     )
     prefill_tokens_while_decoding: int | None = knob(
         None,
-        "tokens of prompts that a step may compute while others decode, unless more than 2048 wait behind "
-        "the prompt whose turn it is (continuous batching, policies that put decoding first); "
-        f"default: {GPU_STEPS.mixed_tokens}, on a GPU {SMALL_MODEL_MIXED_TOKENS} where a token meets at most "
-        f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step takes it few milliseconds",
+        "tokens of prompts that a step may compute while others decode, unless more than "
+        f"{GENERIC.scheduling.backlog_tokens} wait after the prompt whose turn it is (continuous batching, "
+        f"policies that put decoding first); default: {_GPU_STEPS.usual.mixed_tokens}, on a GPU "
+        f"{_GPU_STEPS.small_mixed_tokens} where a token meets at most "
+        f"{_GPU_STEPS.small_weights / 1e9:g} billion weights: such a step takes it few milliseconds",
         formerly=("mixed_prefill_tokens",),
     )
     itl_target_ms: float | None = knob(

@@ -163,8 +163,8 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
     """Return how many tokens of prompts the largest captured step has; None: none is captured."""
     if not config.use_cuda_graphs:
         return None
-    scheduler = config.scheduler
-    return captured_tokens(model, scheduler.max_num_batched_tokens, scheduler.busy_step_tokens)
+    most, busy = config.scheduler.max_num_batched_tokens, config.scheduler.busy_step_tokens
+    return captured_tokens(model, most, busy, config.profile.graphs)
 
 
 class KeptCache(NamedTuple):

@@ -8,6 +8,7 @@ from infer.config.resolve import Machine, ModelFacts
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_library
 from infer.kernels.runtime.dispatch import gpu_memory, is_gpu, nvidia_capability
+from infer.kernels.runtime.profiles import device_profile
 from infer.loader.load import LoadChoice, LoadedModel
 
 
@@ -22,6 +23,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         gpu_memory=memory,
         has_gpu_kernels=has_gpu_kernels(device),
         has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
+        profile=device_profile(device),
         has_c_attention=attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.coded_linear import FEW_TOKENS, INT8_TOKENS, coded_linear, expand, look_up, plan_of
+from infer.kernels.linear.coded_linear import INT8_TOKENS, coded_linear, expand, look_up, plan_of
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
@@ -18,6 +18,7 @@ from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch_add, launch_of_sum
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
 from infer.kernels.runtime.dispatch import moment, use_triton
+from infer.kernels.runtime.profiles import device_profile
 from infer.quant.coded import CodedRows
 from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
@@ -89,7 +90,8 @@ class GPUWeights(Projection):
     def scratch_bytes(self, num_tokens: int) -> int:
         """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits; experts never are."""
         spec = self.spec
-        if num_tokens <= FEW_TOKENS or spec.num_experts is not None:
+        few = device_profile(self.matrices[0].cells.device).linear.few_coded_tokens
+        if num_tokens <= few or spec.num_experts is not None:
             return 0
         sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0
         return max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)

@@ -34,15 +34,6 @@ from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
 
-BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
-HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
-RECENT_STEPS = 128  # over which prompts are counted to see how often such a step would be needed
-RARE, OFTEN = 20, 6  # one step in so many: between the two, short steps (`busy_step_tokens`) take the place
-SHORT_PROMPT = 2560  # tokens of the mean prompt, with which many are packed into steps (`packed_step_tokens`)
-ROW_PADDING = 32  # rows that decode are padded to a multiple of it, or less
-FIRST_SHARE = 2  # one part in so many of a step's prompt tokens is the first prompt's, if others are shorter
-MUCH_SHORTER = 4  # a prompt that waits goes beside a longer one that has so many times as much left
-
 
 class Scheduler:
     """The queues, and the rule that turns them into a `StepPlan`. One engine thread owns it."""
@@ -317,27 +308,28 @@ class Scheduler:
         """
         if not (prompts or self._waiting):
             return
-        num_prompts = len(prompts) + self.num_waiting
+        tuned, num_prompts = self.config.profile, len(prompts) + self.num_waiting
         num_tokens = self._waiting.num_tokens + sum([seq.num_pending for seq in prompts])
-        if num_prompts > 1 and num_tokens <= SHORT_PROMPT * num_prompts:
+        if num_prompts > 1 and num_tokens <= tuned.short_prompt * num_prompts:
             draft.budget = min(draft.budget, self.config.packed_step_tokens)
         limit, num_rows = self.config.prefill_tokens_while_decoding, draft.num_tokens
         if limit is None or not num_rows:
             return
         if self.config.hurries:
-            short = self.config.busy_step_tokens - -(-num_rows // ROW_PADDING) * ROW_PADDING
+            short = self.config.busy_step_tokens - -(-num_rows // tuned.row_padding) * tuned.row_padding
             if self._hurries_often() and num_prompts <= num_rows and num_tokens <= short * num_prompts:
                 limit = short
-            elif self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
-                limit = max(limit, HURRIED_TOKENS)
+            elif self._waiting.backlog(prompts, self.step) > tuned.backlog_tokens:
+                limit = max(limit, tuned.hurried_tokens)
         draft.budget = min(draft.budget, limit)
 
     def _hurries_often(self) -> bool:
         """Whether hurried steps would come often, but not so often that most of the time is theirs."""
-        self._recent_tokens *= (1.0 - 1.0 / RECENT_STEPS) ** (self.step - self._counted_at)
+        tuned = self.config.profile
+        self._recent_tokens *= (1.0 - 1.0 / tuned.recent_steps) ** (self.step - self._counted_at)
         self._counted_at = self.step
-        share = self._recent_tokens / (RECENT_STEPS * HURRIED_TOKENS)  # of hurried steps among all
-        return 1 / RARE < share < 1 / OFTEN
+        share = self._recent_tokens / (tuned.recent_steps * tuned.hurried_tokens)  # hurried steps among all
+        return 1 / tuned.rare < share < 1 / tuned.often
 
     def _plan_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Go on with prompts that are begun, then let others in; a long one leaves a share to short ones."""
@@ -354,7 +346,7 @@ class Scheduler:
         """Tokens of this step that are kept for the prompt whose turn it is, whatever else is shorter."""
         if min(draft.budget, draft.num_prompts) == 1:  # it cannot be shared: steps take turns
             return self._chunk_len(seq, draft.budget) * (self.step % 2)
-        return self._chunk_len(seq, -(-draft.budget // FIRST_SHARE))
+        return self._chunk_len(seq, -(-draft.budget // self.config.profile.first_share))
 
     def _serve_shorter(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Spend the budget on prompts with less to do than the first, the shortest first."""
@@ -379,7 +371,8 @@ class Scheduler:
         urgency, shortest = self._waiting.first(self.step).sort_key[0], self._waiting.shortest()
         if urgency != first.sort_key[0] or urgency != shortest.sort_key[0]:
             return urgency < first.sort_key[0]
-        return shortest.num_tokens < least and shortest.num_tokens * MUCH_SHORTER <= first.num_pending
+        much_shorter = self.config.profile.much_shorter
+        return shortest.num_tokens < least and shortest.num_tokens * much_shorter <= first.num_pending
 
     def _continue_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         for seq in prompts:

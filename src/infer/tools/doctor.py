@@ -21,6 +21,7 @@ from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cp
 from infer.kernels.cpu.library import library, why_not
 from infer.kernels.linear.cuda import is_for
 from infer.kernels.runtime.dispatch import nvidia_capability
+from infer.kernels.runtime.profiles import device_profile, explained_profile
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 
@@ -64,6 +65,7 @@ def examine_machine() -> MachineReport:
         *_backends(c is not None, num_gpus),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         *([("GPU memory", _gpu_memory())] if num_gpus else []),
+        ("profile", _profile(num_gpus)),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
         ("PyTorch", f"{torch.__version__}, Python {platform.python_version()}"),
@@ -99,6 +101,12 @@ def _advice(
     return advice
 
 
+def _profile(num_gpus: int) -> str:
+    """The device profile that engines here use, and why (config/profiles)."""
+    profile, why = explained_profile(torch.device("cuda" if num_gpus else "cpu"))
+    return f"{profile.name}: {why}"
+
+
 def _gpu_memory() -> str:
     """What an engine would find on the first GPU, as `infer plan` counts it."""
     found = look(torch.device("cuda", 0), None)
@@ -124,9 +132,11 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 def _quantized_products() -> str:
     """What multiplies with codes on the first GPU (kernels/linear/coded.py)."""
     device = torch.device("cuda", 0)
-    few = "up to 64 tokens Triton, tile by tile"
+    tuned = device_profile(device).linear
+    few = f"up to {tuned.few_coded_tokens} tokens Triton, tile by tile"
     if is_for(device):
-        few = "up to 512 tokens (fp8: 1,024, in blocks 384) CUDA C++, norm and gate fused; experts in Triton"
+        fp8 = f"fp8: {tuned.fp8_tokens:,}, in blocks {tuned.fp8_group_tokens}"
+        few = f"up to {tuned.coded_tokens} tokens ({fp8}) CUDA C++, norm and gate fused; experts in Triton"
     many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
     if nvidia_capability(device) < (8, 9):
         many = "unpacked to the dtype: no matrix units for fp8"

@@ -8,6 +8,7 @@ import torch
 
 from infer.cli.main import main
 from infer.kernels.cpu.library import library
+from infer.kernels.runtime.profiles import explained_profile
 from infer.loader.find import default_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
 from infer.tools import doctor as machine_report
@@ -34,11 +35,14 @@ def test_names_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
         "decoding",
         "MLP",
         "GPU",
+        "profile",
         "memory",
         "models",
     }
     assert set(machine) == found | {"PyTorch"}
     assert all(machine.values())
+    profile, why = explained_profile(torch.device("cuda" if torch.cuda.device_count() else "cpu"))
+    assert machine["profile"] == f"{profile.name}: {why}"
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")

@@ -14,7 +14,7 @@ from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
 from infer.cli.serve import read_models
-from infer.config.defaults import GPU_STEPS
+from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine import build, cache_fit
@@ -188,7 +188,7 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
     assert config.load.model == str(model)
     max_seq_len = config.load.max_seq_len or 256
     assert max_seq_len == plan["max_seq_len"]
-    scheduler = resolve_scheduler(config, max_seq_len, GPU_STEPS)
+    scheduler = resolve_scheduler(config, max_seq_len, GENERIC.steps.usual)
     made = size_cache(
         config.cache,
         scheduler,

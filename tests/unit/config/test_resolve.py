@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from infer.cache.memory import CacheSize
+from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
 from infer.engine.start_line import describe_engine
@@ -17,7 +18,7 @@ from infer.execution.gpu.graphs import most_tokens
 from infer.models.config import ModelConfig
 
 CPU = Machine(device="cpu", has_c_attention=True)
-GPU = Machine(device="cuda:0", gpu_memory=80 << 30, has_gpu_kernels=True)
+GPU = Machine(device="cuda:0", gpu_memory=80 << 30, has_gpu_kernels=True, profile=GENERIC)
 SMALL = ModelFacts(max_seq_len=4096, num_layer_weights=10**9)
 LARGE = ModelFacts(max_seq_len=4096, num_layer_weights=10**10, dtype="bfloat16")
 
@@ -116,7 +117,7 @@ def test_a_packed_step_is_a_graph(machine: Machine, layer_weights: float) -> Non
     scheduler = resolved(machine, model).scheduler
     if scheduler.packed_step_tokens < scheduler.max_num_batched_tokens:
         config = SimpleNamespace(all_layer_weights=model.num_layer_weights, num_layers=4)
-        most = most_tokens(cast(ModelConfig, config), scheduler.max_num_batched_tokens)
+        most = most_tokens(cast(ModelConfig, config), scheduler.max_num_batched_tokens, GENERIC.graphs)
         assert scheduler.packed_step_tokens <= most
     else:
         assert layer_weights > 24e6

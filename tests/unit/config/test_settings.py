@@ -12,10 +12,10 @@ from infer.cli.main import build_parser, main
 from infer.config import foreign, knobs
 from infer.config.foreign import FOREIGN
 from infer.config.knobs import parse_bytes, parse_knob, read_config_file
+from infer.config.profiles.generic import GENERIC
 from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.errors import ConfigError, RequestError
 from infer.sampling.params import SamplingParams
-from infer.scheduling.scheduler import BACKLOG_TOKENS
 
 
 def write(folder: Path, text: str) -> Path:
@@ -34,7 +34,8 @@ def test_every_field_of_every_section_is_a_knob_with_help() -> None:
 
 
 def test_the_help_of_prefill_tokens_while_decoding_has_the_scheduler_s_number() -> None:
-    assert f"more than {BACKLOG_TOKENS} wait" in knob_table()["prefill_tokens_while_decoding"].help
+    backlog = GENERIC.scheduling.backlog_tokens
+    assert f"more than {backlog} wait" in knob_table()["prefill_tokens_while_decoding"].help
 
 
 def test_no_alias_hides_a_knob() -> None:

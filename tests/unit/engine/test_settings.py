@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from infer.client import process
+from infer.config.profiles.cpu import CPU
+from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import cache_fit
@@ -140,7 +142,8 @@ BOUNDARY = model_of(1, 1000, 497952, (1, 1, 1536))  # 1.5 billion: 1000 * (4 * 1
 def resolved_scheduler(
     device: str, memory: int | None, model: ModelConfig, **knobs: Any
 ) -> ResolvedScheduler:
-    machine = Machine(device=device, gpu_memory=memory, has_gpu_kernels=device == "cuda")
+    profile = GENERIC if device == "cuda" else CPU
+    machine = Machine(device=device, gpu_memory=memory, has_gpu_kernels=device == "cuda", profile=profile)
     facts = ModelFacts(max_seq_len=4096, num_layer_weights=model.all_layer_weights)
     return resolve(EngineConfig.from_knobs(**knobs), machine, facts).scheduler
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.attention import dense as attention_dense
-from infer.kernels.attention.dense import Batch, DenseAttention, Shape, dense_shapes
+from infer.config.profiles.hopper_h200 import H200
+from infer.kernels.attention.dense import Batch, DenseAttention, Shape, dense_shapes, padded_len
 from infer.kernels.attention.prefill import PrefillChunk
 from infer.kernels.attention.reference import attend_naive
 
@@ -26,14 +27,15 @@ def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
+SHORT = replace(H200.attention, cudnn_pad_len=4, cudnn_min_lens={64: 8})
+
+
 @pytest.fixture
-def blank(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
+def blank() -> DenseAttention:
     """Prompts of 8 to 32 tokens, padded to multiples of 4; no plan is made yet."""
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
-    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     return DenseAttention(
         num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=32, max_len=32, attend=by_pytorch,
+        max_tokens=32, max_len=32, attend=by_pytorch, profile=SHORT,
     )  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def dense(blank: DenseAttention) -> DenseAttention:
 
 
 def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
-    shapes = list(dense_shapes(4, 64, 32, 32))
+    shapes = list(dense_shapes(SHORT, 4, 64, 32, 32))
     assert shapes[:7] == [Shape(1, length) for length in range(8, 33, 4)]
     assert set(shapes[7:]) == {Shape(4, 8), Shape(2, 8), Shape(2, 16)}
     assert dense.ready == set(shapes) and not dense.prepare()
@@ -54,7 +56,8 @@ def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAtt
 
 @pytest.mark.parametrize(("num_heads", "least"), [(8, 3072), (16, 3072), (32, 2048)])
 def test_few_heads_of_a_prompt_are_not_worth_a_call(num_heads: int, least: int) -> None:
-    assert min(shape.length for shape in dense_shapes(num_heads, 128, 8192, 8192)) == least
+    shapes = dense_shapes(H200.attention, num_heads, 128, 8192, 8192)
+    assert min(shape.length for shape in shapes) == least
 
 
 @pytest.mark.parametrize(
@@ -124,11 +127,8 @@ def test_prompts_do_not_see_what_is_not_finite_in_the_next_one(dense: DenseAtten
 
 
 @pytest.mark.parametrize(("num_tokens", "length"), [(9, 12), (64, 64), (65, 72), (129, 144), (200, 208)])
-def test_longer_prompts_are_padded_further(
-    num_tokens: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
-    assert attention_dense.padded_len(num_tokens) == length
+def test_longer_prompts_are_padded_further(num_tokens: int, length: int) -> None:
+    assert padded_len(num_tokens, pad_len=4) == length
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 96)])
@@ -142,6 +142,7 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
         device=torch.device("cpu"),
         max_tokens=8192,
         max_len=8192,
+        profile=H200.attention,
     )
     assert not made.prepare() and made.split(make_chunks([4096]))[0] == []
 
@@ -149,7 +150,7 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
 def test_a_library_that_is_missing_is_done_without() -> None:
     made = DenseAttention(  # cuDNN does not run on a CPU
         num_heads=4, num_kv_heads=2, head_dim=128, scale=0.1, dtype=torch.bfloat16,
-        device=torch.device("cpu"), max_tokens=2048, max_len=2048,
+        device=torch.device("cpu"), max_tokens=2048, max_len=2048, profile=H200.attention,
     )  # fmt: skip
     assert not made.prepare() and not made.ready
     assert made.split(make_chunks([2048])) == ([], make_chunks([2048]))

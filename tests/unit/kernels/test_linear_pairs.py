@@ -10,8 +10,8 @@ import torch
 from benchmarks.kernels import linear_pairs
 from benchmarks.kernels.linear_pairs import BUCKETS, PairSweep, Plan, TimeIsUp, key, pairs_of, tiles_of
 from benchmarks.kernels.linear_small import MODELS, Matrix, Model
-from infer.kernels.linear import triton_configs as linear_configs
-from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
+from infer.config.profiles.hopper_h200 import H200
+from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig, by_bucket
 
 SMALL, *_, LARGE = MODELS
 
@@ -50,7 +50,7 @@ def test_both_matrices_get_the_best_tiles_and_the_library_what_it_is_faster_at()
         assert second is not None and (second.block_n, second.split_k) == (128, 1)
     assert None in (sweep.skinny[key(pair.first, 64)], sweep.skinny[key(pair.second, 64)])
     for matrix in (pair.first, pair.second):
-        assert sweep.gemv[key(matrix, 2)] == linear_configs.HOPPER_GEMV[key(matrix, 2)]
+        assert sweep.gemv[key(matrix, 2)] == by_bucket(GemvConfig, H200.linear.gemv)[key(matrix, 2)]
         assert sweep.gemv[key(matrix, 4)] is None
 
 

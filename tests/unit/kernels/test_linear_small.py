@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.linear_sweep import TABLE_FILE, apply_table
+from infer.config.profiles import hopper_h200
+from infer.config.profiles.generic import GENERIC
+from infer.config.profiles.hopper_h200 import H200
+from infer.config.profiles.profile import DeviceProfile, TileTable
 from infer.errors import ConfigError
-from infer.kernels.linear import triton_configs as linear_configs
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.linear.small import linear, norm_linear
 from infer.kernels.linear.triton_configs import (
@@ -19,6 +24,7 @@ from infer.kernels.linear.triton_configs import (
     GemvConfig,
     SkinnyConfig,
     bucket,
+    by_bucket,
     default_gemv_config,
     default_skinny_config,
     fit_stages,
@@ -26,6 +32,7 @@ from infer.kernels.linear.triton_configs import (
     invariant_config,
     skinny_config,
 )
+from infer.kernels.runtime.profiles import using_profile
 
 SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
 
@@ -82,23 +89,21 @@ def test_stages_fit_the_shared_memory() -> None:
 
 
 def test_the_table_holds_tiles_that_the_kernels_know() -> None:
-    for gemv in filter(None, linear_configs.HOPPER_GEMV.values()):
+    for gemv in filter(None, by_bucket(GemvConfig, H200.linear.gemv).values()):
         assert gemv.block_k >= 256 * gemv.num_warps  # all warps along K, whatever block_n is
-    for (N, _, gated, block_m), skinny in linear_configs.HOPPER_SKINNY.items():
+    for (N, _, gated, block_m), skinny in by_bucket(SkinnyConfig, H200.linear.skinny).items():
         if skinny is not None:
             assert skinny.is_wide or skinny.block_n in (16, 32)
             assert fit_stages(skinny, block_m, gated).num_stages >= 2
             assert skinny.split_k == 1 or -(-N // skinny.block_n) < 1024  # counters suffice
 
 
-def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = GemvConfig(8, 512, 2)
-    monkeypatch.setattr(linear_configs, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(linear_configs, "HOPPER_GEMV", {(7, 9, False, 2): measured, (7, 9, True, 2): None})
-    monkeypatch.setattr(linear_configs, "HOPPER_SKINNY", {(7, 9, False, 16): None})
-    device = torch.device("meta")  # no other test asks for it: answers are remembered
-    try:
-        assert gemv_config(7, 9, False, 2, device) == measured
+def test_a_measured_shape_uses_the_table_and_another_the_rule() -> None:
+    gemv: TileTable = {(7, 9, False): {2: (8, 512, 2)}, (7, 9, True): {2: None}}
+    tuned = replace(H200.linear, gemv=gemv, skinny={(7, 9, False): {16: None}})
+    device = torch.device("cpu")
+    with using_profile(replace(H200, linear=tuned)):
+        assert gemv_config(7, 9, False, 2, device) == GemvConfig(8, 512, 2)
         assert gemv_config(7, 9, True, 2, device) is None
         assert gemv_config(7, 9, False, 4, device) == default_gemv_config(7, 9, False)
         assert gemv_config(8192, 1024, False, 2, device) == default_gemv_config(8192, 1024, False)
@@ -106,13 +111,10 @@ def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytes
         assert skinny_config(7, 9, False, 16, device) is None
         assert skinny_config(7, 9, False, 64, device) is not None
         assert skinny_config(7, 9, False, 128, device) is None  # the library
-    finally:
-        gemv_config.cache_clear()
-        skinny_config.cache_clear()
 
 
 def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "triton_configs.py"
+    file = tmp_path / "hopper_h200.py"
     before = TABLE_FILE.read_text()
     file.write_text(before)
     gemv, skinny = GemvConfig(8, 512, 2, 2), SkinnyConfig(64, 128, 4, 4, 3)
@@ -120,11 +122,12 @@ def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
         apply_table({(7, 9, False, 1): gemv}, {(7, 9, True, 16): skinny, (7, 9, True, 32): None}, file)
     after = file.read_text()
     assert after.partition("# table: begin")[0] == before.partition("# table: begin")[0]
-    names: dict[str, object] = dict(vars(linear_configs))
+    names: dict[str, Any] = dict(vars(hopper_h200))
     exec(after.partition("# table: begin")[2], names)
-    assert names["HOPPER_GEMV"] == linear_configs.HOPPER_GEMV | {(7, 9, False, 1): gemv}
-    expected = linear_configs.HOPPER_SKINNY | {(7, 9, True, 16): skinny, (7, 9, True, 32): None}
-    assert names["HOPPER_SKINNY"] == expected
+    made, old = names["H200"].linear, H200.linear
+    assert by_bucket(GemvConfig, made.gemv) == by_bucket(GemvConfig, old.gemv) | {(7, 9, False, 1): gemv}
+    expected = by_bucket(SkinnyConfig, old.skinny) | {(7, 9, True, 16): skinny, (7, 9, True, 32): None}
+    assert by_bucket(SkinnyConfig, made.skinny) == expected
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(70, 150), (960, 576), (1, 1), (49, 1536)])
@@ -143,29 +146,19 @@ def test_on_the_cpu_an_invariant_row_has_the_same_bits_wherever_it_stands(
     assert linear_invariant(x[:0], w, bias).shape == (0, num_outputs)
 
 
-def test_a_narrow_tile_is_widened_where_rows_must_be_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = SkinnyConfig(16, 256, split_k=2, num_warps=2, num_stages=4)
-    monkeypatch.setattr(linear_configs, "skinny_config", lambda *_: narrow)
-    linear_configs.invariant_config.cache_clear()
-    try:
-        config = invariant_config(7, 9, 16, torch.device("meta"))
-    finally:
-        linear_configs.invariant_config.cache_clear()
-    assert not narrow.is_wide
+def test_a_narrow_tile_is_widened_where_rows_must_be_invariant() -> None:
+    tuned = replace(H200.linear, skinny={(7, 9, False): {16: (16, 256, 2, 2, 4)}})
+    with using_profile(replace(H200, linear=tuned)):
+        narrow = skinny_config(7, 9, False, 16, torch.device("cpu"))
+        config = invariant_config(7, 9, 16, torch.device("cpu"))
+    assert narrow is not None and not narrow.is_wide
     assert config.order == (256, 2, True) and config.block_n == 64
 
 
-@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize("profile", [H200, GENERIC], ids=lambda profile: profile.name)
 @pytest.mark.parametrize(("N", "K"), SHAPES)
-def test_an_invariant_configuration_adds_in_one_order(
-    N: int, K: int, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear_configs, "_is_hopper", lambda _: is_hopper)
-    linear_configs.skinny_config.cache_clear()
-    linear_configs.invariant_config.cache_clear()
-    device = torch.device("cuda")
-    configs = [invariant_config(N, K, size, device) for size in (16, 32, 64, 128)]
+def test_an_invariant_configuration_adds_in_one_order(N: int, K: int, profile: DeviceProfile) -> None:
+    with using_profile(profile):
+        configs = [invariant_config(N, K, size, torch.device("cuda")) for size in (16, 32, 64, 128)]
     assert len({config.order for config in configs}) == 1
     assert all(config.is_wide for config in configs)
-    linear_configs.skinny_config.cache_clear()
-    linear_configs.invariant_config.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from infer.bench.metrics import percentile
 from infer.bench.simulated import SLOW_MACHINE, run_simulated
 from infer.bench.traces import draw_trace, to_workload
+from infer.config.profiles.generic import GENERIC
+from infer.config.profiles.profile import SchedulingProfile
 from infer.config.settings import EngineConfig
 from infer.scheduling.policies import POLICIES
 from tests.support.oracle import OracleWorld, prompt_of
@@ -148,12 +151,12 @@ def test_two_chunks_a_step_are_the_first_ones_and_the_shortest_ones() -> None:
     assert step(world) == {"b": 2, "long": 14}
 
 
-def test_a_simulation_shows_what_newcomers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_shows_what_newcomers_gain() -> None:
     workload = to_workload("newcomers", draw_trace("newcomers", num_requests=50, seed=0))
     config = EngineConfig.from_knobs(num_blocks=256, max_num_batched_tokens=512)
 
-    def ttft(is_long: bool) -> float:
-        traces = run_simulated(workload, config, SLOW_MACHINE).traces
+    def ttft(is_long: bool, profile: SchedulingProfile) -> float:
+        traces = run_simulated(workload, config, SLOW_MACHINE, profile).traces
         kept = [
             trace.ttft
             for trace, session in zip(traces, workload.sessions, strict=True)
@@ -161,8 +164,8 @@ def test_a_simulation_shows_what_newcomers_gain(monkeypatch: pytest.MonkeyPatch)
         ]
         return percentile(kept, 95)
 
-    shared, shared_long = ttft(False), ttft(True)
-    monkeypatch.setattr("infer.scheduling.scheduler.FIRST_SHARE", 1)  # the first takes whole steps
-    alone, alone_long = ttft(False), ttft(True)
+    shared, shared_long = (ttft(is_long, GENERIC.scheduling) for is_long in (False, True))
+    whole = replace(GENERIC.scheduling, first_share=1)  # the first prompt takes whole steps
+    alone, alone_long = (ttft(is_long, whole) for is_long in (False, True))
     assert shared < 0.5 * alone
     assert shared_long < 1.05 * alone_long

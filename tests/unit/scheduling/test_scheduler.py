@@ -6,11 +6,13 @@ token oracle, because a plan only means something together with what follows fro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from infer.config.profiles.generic import GENERIC
 from infer.scheduling.policies import POLICIES
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.waiting_queue import RETRY_STEPS
@@ -19,9 +21,9 @@ from tests.support.oracle import OracleWorld, prompt_of
 Ranges = dict[str, tuple[int, int]]
 
 
-def make_world(**knobs: Any) -> OracleWorld:
+def make_world(tuned: Mapping[str, int] | None = None, **knobs: Any) -> OracleWorld:
     defaults: dict[str, Any] = {"num_blocks": 100, "preemption": "recompute"}
-    return OracleWorld(**(defaults | knobs))
+    return OracleWorld(profile=replace(GENERIC.scheduling, **(tuned or {})), **(defaults | knobs))
 
 
 def step(world: OracleWorld) -> Ranges:
@@ -58,9 +60,10 @@ def test_prompts_come_in_small_pieces_while_others_decode() -> None:
     assert step(world) == {"a": (21, 22), "b": (4, 8)}
 
 
-def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 30)
-    world = make_world(prefill_tokens_while_decoding=2, max_batch_size=8, max_num_batched_tokens=64)
+def test_one_long_prompt_is_no_backlog() -> None:
+    world = make_world(
+        {"backlog_tokens": 30}, prefill_tokens_while_decoding=2, max_batch_size=8, max_num_batched_tokens=64
+    )
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     world.add("b", prompt_of(50, start=50))
@@ -70,9 +73,10 @@ def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step(world) == {"a": (4, 5), "b": (4, 6)}
 
 
-def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 64)
-    world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
+def test_a_long_backlog_is_computed_at_full_speed() -> None:
+    world = make_world(
+        {"backlog_tokens": 64}, prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64
+    )
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":
@@ -80,10 +84,13 @@ def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatc
     assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens are a backlog"
 
 
-def test_a_latency_target_is_kept_however_many_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
+def test_a_latency_target_is_kept_however_many_prompts_wait() -> None:
     world = make_world(
-        prefill_tokens_while_decoding=4, itl_target_ms=5.0, max_batch_size=8, max_num_batched_tokens=64
+        {"backlog_tokens": 16},
+        prefill_tokens_while_decoding=4,
+        itl_target_ms=5.0,
+        max_batch_size=8,
+        max_num_batched_tokens=64,
     )
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
@@ -92,20 +99,26 @@ def test_a_latency_target_is_kept_however_many_prompts_wait(monkeypatch: pytest.
     assert step(world) == {"a": (2, 3), "b": (0, 4)}
 
 
-def test_a_hurried_step_is_shorter_than_one_that_none_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
-    monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 30)
-    world = make_world(prefill_tokens_while_decoding=1, max_batch_size=8, max_num_batched_tokens=64)
+def test_a_hurried_step_is_shorter_than_one_that_none_waits_for() -> None:
+    world = make_world(
+        {"backlog_tokens": 16, "hurried_tokens": 30},
+        prefill_tokens_while_decoding=1,
+        max_batch_size=8,
+        max_num_batched_tokens=64,
+    )
     for name in "bcde":
         world.add(name, prompt_of(40, start=ord(name)))
     assert step(world) == {"b": (0, 40), "c": (0, 24)}
     assert step(world) == {"b": (40, 41), "c": (24, 40), "d": (0, 14)}, "30 tokens, and one that b waits for"
 
 
-def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
-    monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 2)
-    world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
+def test_a_backlog_never_makes_a_step_shorter() -> None:
+    world = make_world(
+        {"backlog_tokens": 16, "hurried_tokens": 2},
+        prefill_tokens_while_decoding=4,
+        max_batch_size=8,
+        max_num_batched_tokens=64,
+    )
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":
@@ -113,9 +126,8 @@ def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -
     assert step(world) == {"a": (2, 3), "b": (0, 4)}
 
 
-def test_many_short_prompts_are_packed_into_steps_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.scheduling.scheduler.SHORT_PROMPT", 12)
-    world = make_world(max_batch_size=8, max_num_batched_tokens=64)
+def test_many_short_prompts_are_packed_into_steps_of_one_launch() -> None:
+    world = make_world({"short_prompt": 12}, max_batch_size=8, max_num_batched_tokens=64)
     world.scheduler.config = replace(world.scheduler.config, packed_step_tokens=20)
     world.add("a", prompt_of(30), max_tokens=1)
     assert step(world) == {"a": (0, 30)}, "one alone is computed as fast as it can be"
@@ -130,20 +142,20 @@ def test_many_short_prompts_are_packed_into_steps_of_one_launch(monkeypatch: pyt
 
 
 BUSY = {
-    "BACKLOG_TOKENS": 16,
-    "HURRIED_TOKENS": 40,
-    "RECENT_STEPS": 4,
-    "RARE": 8,
-    "OFTEN": 1,
-    "ROW_PADDING": 1,
+    "backlog_tokens": 16,
+    "hurried_tokens": 40,
+    "recent_steps": 4,
+    "rare": 8,
+    "often": 1,
+    "row_padding": 1,
 }
 
 
-def make_busy_world(monkeypatch: pytest.MonkeyPatch, **constants: int) -> OracleWorld:
-    """Three sequences decode, and 40 tokens of prompts have just been computed beside them."""
-    for name, value in (BUSY | constants).items():
-        monkeypatch.setattr(f"infer.scheduling.scheduler.{name}", value)
-    world = make_world(prefill_tokens_while_decoding=2, max_batch_size=16, max_num_batched_tokens=64)
+def make_busy_world(**tuned: int) -> OracleWorld:
+    """Three sequences decode, and 40 tokens of prompts have just been computed next to them."""
+    world = make_world(
+        BUSY | tuned, prefill_tokens_while_decoding=2, max_batch_size=16, max_num_batched_tokens=64
+    )
     world.scheduler.config = replace(world.scheduler.config, busy_step_tokens=16)
     for name in "abc":
         world.add(name, prompt_of(2, start=ord(name)), max_tokens=30)
@@ -159,36 +171,34 @@ def prompts_of(ranges: Ranges, names: str) -> Ranges:
     return {name: ranges[name] for name in names if name in ranges}
 
 
-def test_where_hurried_steps_would_be_frequent_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = make_busy_world(monkeypatch)
+def test_where_hurried_steps_would_be_frequent_steps_are_short() -> None:
+    world = make_busy_world()
     for name in "fghi":
         world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
     assert prompts_of(step(world), "fghi") == {"f": (0, 10), "g": (0, 1)}, "16 tokens, of which five decode"
     assert prompts_of(step(world), "ghi") == {"g": (1, 10), "h": (0, 1)}, "and now six"
 
 
-def test_short_steps_are_not_for_prompts_that_are_long_many_or_all_there_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = make_busy_world(monkeypatch)
+def test_short_steps_are_not_for_prompts_that_are_long_many_or_all_there_is() -> None:
+    world = make_busy_world()
     for name in "fghijk":
         world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
     assert prompts_of(step(world), "fghijk") == dict.fromkeys("fghi", (0, 10)), "six wait for five"
 
-    world = make_busy_world(monkeypatch)
+    world = make_busy_world()
     for name in "fgh":
         world.add(name, prompt_of(14, start=ord(name)), max_tokens=30)
     hurried = {"f": (0, 14), "g": (0, 14), "h": (0, 12)}
     assert prompts_of(step(world), "fgh") == hurried, "each is longer than a short step"
 
-    world = make_busy_world(monkeypatch, OFTEN=6)
+    world = make_busy_world(often=6)
     for name in "fghi":
         world.add(name, prompt_of(10, start=ord(name)), max_tokens=30)
     assert prompts_of(step(world), "fghi") == dict.fromkeys("fghi", (0, 10)), "prompts are the load"
 
 
-def test_hurried_steps_come_back_when_prompts_have_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = make_busy_world(monkeypatch)
+def test_hurried_steps_come_back_when_prompts_have_become_rare() -> None:
+    world = make_busy_world()
     for _ in range(8):
         step(world)
     for name in "fghi":

@@ -48,20 +48,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infer.config.defaults import LAUNCHED_LAYER
+from infer.config.profiles.profile import GraphProfile
+from infer.kernels.runtime.profiles import default_profile
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-_SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-_STEP = 32  # between the sizes above
-MIXED_ROWS = (0, 16, 32, 64, 256)
-MIXED_TOKENS = (32, 64, 128, 256, 512)
-_PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
-_MANY_ROWS = (64, 256)
-_MANY_TOKENS = (768, 1024, 1536, 2048, 3072, 4096)  # with rows
-_SHORT = 16  # parts of the largest step: a short one is at most one
-_MOST_PADDING = 128  # prompt tokens that a short step may lack: with fewer it is launched kernel by kernel
 
 
 class StepSize(NamedTuple):
@@ -79,34 +70,44 @@ class CapturedStep(NamedTuple):
     logits_SV: torch.Tensor  # borrowed
 
 
-def decode_sizes(max_rows: int) -> list[int]:
+def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
     """The numbers of rows that decode steps are captured for; the last one holds the largest batch."""
-    sizes = [size for size in _SMALL if size < max_rows]
-    sizes += range(_SMALL[-1] + _STEP, max_rows, _STEP)
+    sizes = [size for size in profile.decode_rows if size < max_rows]
+    sizes += range(profile.decode_rows[-1] + profile.row_step, max_rows, profile.row_step)
     return [*sizes, max_rows]
 
 
-def most_tokens(config: ModelConfig, max_tokens: int) -> int:
-    """Up to how many tokens of prompts a graph of this model is worth it.
+def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile | None = None) -> int:
+    """The most tokens of prompts for which a graph of this model is worth it.
 
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
     """
+    profile = profile or default_profile().graphs
     weights = config.all_layer_weights / config.num_layers
-    limit = min(LAUNCHED_LAYER / weights, max_tokens / 2)
-    return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
+    limit = min(profile.launched_layer / weights, max_tokens / 2)
+    fitting = (tokens for tokens in profile.prompt_tokens if tokens <= limit)
+    return max(fitting, default=profile.mixed_tokens[-1])
 
 
-def short_step(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
+def short_step(
+    config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile | None = None
+) -> int:
     """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own.
 
-    On a small GPU it has none: so many streams would not fit, and graphs take memory from the cache.
+    On a small GPU it has none: that many streams would not fit, and graphs take memory from the cache.
     """
-    return num_tokens if most_tokens(config, max_tokens) < num_tokens <= max_tokens // _SHORT else 0
+    profile = profile or default_profile().graphs
+    is_wanted = most_tokens(config, max_tokens, profile) < num_tokens <= max_tokens // profile.short_parts
+    return num_tokens if is_wanted else 0
 
 
-def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int) -> int:
-    """How many tokens of prompts the largest captured step has; a short one has `num_tokens` in all."""
-    return max(most_tokens(config, max_tokens), short_step(config, max_tokens, num_tokens) - _STEP)
+def captured_tokens(
+    config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile | None = None
+) -> int:
+    """The tokens of prompts of the largest captured step; a short one has `num_tokens` in all."""
+    profile = profile or default_profile().graphs
+    short = short_step(config, max_tokens, num_tokens, profile)
+    return max(most_tokens(config, max_tokens, profile), short - profile.row_step)
 
 
 class StepGraphs:
@@ -115,7 +116,8 @@ class StepGraphs:
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
     (default: all of it). `pool_bytes` are those of the block with which the pool
-    begins. `short_step`: the tokens of a short step, rows included; 0: there is none.
+    begins. `short_step`: the tokens of a short step, rows included; 0: there is none. `profile` has the sizes
+    (default: those of this process's device).
     """
 
     def __init__(
@@ -130,19 +132,22 @@ class StepGraphs:
         warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
         short_step: int = 0,
+        profile: GraphProfile | None = None,
     ) -> None:
+        self._profile = profile = profile or default_profile().graphs
         self._forward, self._sample, self._blank = forward, sample, blank
         self.warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures = captures
         self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
-        self.decode_rows = decode_sizes(max_rows)
-        self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
-        self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
-        self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
-        self._many_tokens = [tokens for tokens in _MANY_TOKENS if tokens <= max_tokens]
-        self._many_rows = [*(rows for rows in _MANY_ROWS if rows < max_rows), max_rows]
+        self.decode_rows = decode_sizes(max_rows, profile)
+        self._mixed_rows = [*(rows for rows in profile.mixed_rows if rows < max_rows), max_rows]
+        self._mixed_tokens = [tokens for tokens in profile.mixed_tokens if tokens <= max_tokens]
+        self._prompt_tokens = [tokens for tokens in profile.prompt_tokens if tokens <= max_tokens]
+        self._many_tokens = [tokens for tokens in profile.many_tokens if tokens <= max_tokens]
+        self._many_rows = [*(rows for rows in profile.many_rows if rows < max_rows), max_rows]
         self._short_step = short_step
-        short_rows = range(_STEP, min(max_rows, short_step - _STEP) + 1, _STEP)
+        row_step = profile.row_step
+        short_rows = range(row_step, min(max_rows, short_step - row_step) + 1, row_step)
         self._short_sizes = [StepSize(rows, short_step - rows) for rows in short_rows]
         sizes = [
             *(StepSize(rows, 0) for rows in self.decode_rows),
@@ -179,9 +184,10 @@ class StepGraphs:
             rows = _at_least(self._many_rows, num_rows) if num_rows else 0
             size = StepSize(rows, _at_least(sizes, num_tokens))
         else:
-            rows = -(-num_rows // _STEP) * _STEP
+            rows = -(-num_rows // self._profile.row_step) * self._profile.row_step
             size = StepSize(rows, self._short_step - rows)
-            if size not in self._short_sizes or not 0 <= size.num_tokens - num_tokens < _MOST_PADDING:
+            padding = size.num_tokens - num_tokens
+            if size not in self._short_sizes or not 0 <= padding < self._profile.most_padding:
                 return None
         return size if size in self._graphs or not self._captures else None
 

@@ -24,7 +24,7 @@ programmatic dependent launch (kernels/runtime/dispatch.py) need not know of bra
 
 The one of rows that decode is `DecodeWork.backend` (config/backends.py has the values of the knobs).
 
-Which kernel is faster for how many rows is known to kernels/attention/decode.py.
+Which kernel is faster for how many rows is in the device profile (config/profiles).
 
 Shapes:  T tokens, S of them rows that decode, K block tables, N query heads, G kv heads, H head size.
 """
@@ -41,7 +41,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
-from infer.kernels.attention.decode import attend_decode, attend_projected, is_projected_faster
+from infer.kernels.attention.decode import attend_decode, attend_projected
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
@@ -49,12 +49,11 @@ from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
+from infer.kernels.runtime.profiles import device_profile
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-BRANCH_FROM = 128  # tokens of a step; with fewer, kernels that start early gain more
 
 
 class DeviceStep(StepContext):
@@ -107,7 +106,7 @@ class DeviceStep(StepContext):
             return None
         if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
-        if not is_projected_faster(num_rows, transform.num_kv_heads):
+        if not self._work.is_projected_faster(num_rows):
             return None
         kv = self._kv(layer)
         return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)
@@ -154,7 +153,7 @@ class DeviceStep(StepContext):
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
-        if not has_both or len(q_TNH) <= BRANCH_FROM or not is_gpu(q_TNH.device):
+        if not has_both or len(q_TNH) <= self._work.profile.branch_from or not is_gpu(q_TNH.device):
             return None
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
 
@@ -185,7 +184,8 @@ def compile_backend(
 
     def run() -> None:
         is_whole = chosen == "cuda" or heads.kept_as is not None
-        if is_whole or not is_projected_faster(max_batch_size, config.num_kv_heads):
+        projected_heads = device_profile(store.device).attention.projected_heads
+        if is_whole or max_batch_size * config.num_kv_heads > projected_heads:
             compile_decode(DECODE, heads, store.device)
         compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
 

@@ -29,7 +29,7 @@ tile of keys and values is loaded before the wait. What is left behind it:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
-With many rows the registers this takes cost more than the launch (`PROJECTED_HEADS`).
+With many rows the registers this takes cost more than the launch (`projected_heads` of the device profile).
 
 Both are one Triton kernel, whose pieces stand in the order in which an item meets them:
 
@@ -58,11 +58,12 @@ Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from infer.config.backends import REFERENCE
+from infer.config.profiles.profile import DecodeConfig
 from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
 from infer.kernels.attention.paged import PagedKV
@@ -72,36 +73,6 @@ from infer.kernels.elementwise.kv_codes import encode_rows, load_scales, weigh_c
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.runtime.ptx import prefetch_l2
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """Tile sizes and resources that the decode kernel is compiled and launched with."""
-
-    block_n: int  # positions per tile
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-
-
-# By the bytes of one head's key. With tiles of 16 KiB and three stages, two of which are being loaded, a
-# program holds 64 KiB and three share an SM: while one is between items, two keep memory busy. More wait for
-# their turn: the SM that is done first takes them.
-_CONFIGS = {
-    128: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
-    256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
-    512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
-    1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
-}
-# With many rows a program is one warp, which never waits for another one, and more of them share
-# an SM: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
-_ONE_WARP = DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=16)
-_FEW_HEADS, _PROGRAMS_FOR_FEW = 512, (2, 3)  # up to so many S * G each program gets an item or two: no turns
-_HANDFUL = 32  # from so many S * G on there may be items for a third program of each SM
-PROJECTED_HEADS = 256  # up to so many S * G the projected form is faster: most programs have one item
-_CUDA_PROJECTED_HEADS = {64: 256, 128: 64}  # by the head size: up to so many S * G CUDA C++'s is faster
-_PROJECTED_REGISTERS = 192  # of a thread of it, with heads of 128 bytes: room for the kernel after it
-_PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
 
 
 def attend_decode_reference(
@@ -526,18 +497,13 @@ def _decode_kernel(
         first, end, length = next_first, next_end, next_length
 
 
-def is_projected_faster(num_rows: int, num_kv_heads: int) -> bool:
-    """Whether `attend_projected` is faster than `norm_rope_write` and `attend_decode` for so many rows."""
-    return num_rows * num_kv_heads <= PROJECTED_HEADS
-
-
 def attend_decode(
     q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
     *, out: torch.Tensor | None = None, config: DecodeConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
     S, N, H = q_SNH.shape
-    is_faster = kv.scales is not None or not is_projected_faster(S, work.num_kv_heads)
+    is_faster = kv.scales is not None or not work.is_projected_faster(S)
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
         return attend_decode_cuda(q_SNH, kv, work, out=out)
     if work.backend == REFERENCE or not use_triton(q_SNH):
@@ -561,7 +527,7 @@ def attend_projected(
     """
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
     H = qkv_SX.shape[1] // (N + 2 * G)
-    is_faster = kv.scales is not None or _CUDA_PROJECTED_HEADS.get(H, 0) >= S * G
+    is_faster = kv.scales is not None or work.profile.cuda_projected_heads.get(H, 0) >= S * G
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
         return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):
@@ -587,13 +553,14 @@ def _launch_decode(
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     G, element_size = keys_PGH.shape[1], keys_PGH.element_size()
     block_h, merge_m = max(next_power_of_two(H), 16), next_power_of_two(N // G)
-    are_few = S * G <= _FEW_HEADS
+    tuned = work.profile
+    are_few = tuned.few_heads >= S * G
     if config is None:
-        config = _CONFIGS[min(max(block_h * element_size, 128), 1024)]
+        config = tuned.decode[min(max(block_h * element_size, 128), 1024)]
         if are_few:
-            config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW[S * G >= _HANDFUL])
+            config = replace(config, programs_per_sm=tuned.programs_for_few[tuned.handful <= S * G])
         elif element_size <= 2 and block_h <= 128 and merge_m <= 16:
-            config = _ONE_WARP
+            config = tuned.decode_one_warp
     max_splits = work.max_splits(S)
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
@@ -603,7 +570,7 @@ def _launch_decode(
         work.is_fresh = False
     is_projected = transform is not None
     if options["PDL"] and is_projected and config.num_warps == 4 and block_h * q.element_size() == 128:
-        options["maxnreg"] = _PROJECTED_REGISTERS
+        options["maxnreg"] = tuned.projected_registers
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
@@ -619,7 +586,7 @@ def _launch_decode(
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
-        PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
+        PREFETCH_N=tuned.prefetched if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
         HAS_SCALES=scales is not None, num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

@@ -26,17 +26,12 @@ Shapes:  S rows of the step, W work items.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from infer.config.profiles.profile import AttentionProfile
 from infer.kernels.runtime.dispatch import jit_for_any, next_power_of_two, num_sms, tl, use_triton
+from infer.kernels.runtime.profiles import device_profile
 
-# (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
-# table and first keys. So splits get twice, four times ... as long while there are more items than wanted.
-_SPLIT_LENS = ((32, 64), (64, 128), (128, 512), (math.inf, 1024))
-_MOST_ITEMS = 256  # for all kv heads: two for nearly each SM of a large GPU
-_LEAST_ITEMS = 128  # for all kv heads, of a row alone: one for nearly each SM
 ITEM_INTS = 8  # row of the batch, row of the tables, first position, last + 1, split, splits, length, -
 
 
@@ -87,13 +82,16 @@ class DecodeWork:
     """The work list and scratch memory of up to `max_rows` rows; shared by all layers and graphs of a stream.
 
     `split_len` fixes the length of a split; without it, it is chosen by the number of rows. `backend` is the
-    resolved `decode_attention_backend`: which kernels read the list (decode.py).
+    resolved `decode_attention_backend`: which kernels read the list (decode.py). `profile` says how rows are
+    cut and which kernel is faster for how many (default: the device's).
     """
 
     def __init__(
         self, *, max_rows: int, max_len: int, num_heads: int, num_kv_heads: int, head_dim: int,
         device: torch.device | str, split_len: int | None = None, backend: str = "triton",
+        profile: AttentionProfile | None = None,
     ) -> None:  # fmt: skip
+        self.profile = profile or device_profile(torch.device(device)).attention
         self.max_rows, self.max_len, self.num_kv_heads = max_rows, max_len, num_kv_heads
         self.backend = backend
         self._split_len = split_len
@@ -107,15 +105,21 @@ class DecodeWork:
         self.is_fresh = True  # planned, and not read since
         self.num_sms = num_sms(self.tickets.device)
 
+    def is_projected_faster(self, num_rows: int) -> bool:
+        """Whether `attend_projected` is faster than `norm_rope_write` and `attend_decode` for these rows."""
+        return num_rows * self.num_kv_heads <= self.profile.projected_heads
+
     def split_len(self, num_rows: int) -> int:
         """Positions in the shortest splits of a batch of this many rows."""
         if self._split_len is not None:
             return self._split_len
-        return next(length for limit, length in _SPLIT_LENS if num_rows * self.num_kv_heads <= limit)
+        return next(
+            length for limit, length in self.profile.split_lens if num_rows * self.num_kv_heads <= limit
+        )
 
     def max_splits(self, num_rows: int) -> int:
         """The most splits a row is cut into: enough to fill the machine with this many rows alone."""
-        wanted = next_power_of_two(_LEAST_ITEMS // (num_rows * self.num_kv_heads) or 1)
+        wanted = next_power_of_two(self.profile.least_items // (num_rows * self.num_kv_heads) or 1)
         possible = next_power_of_two(-(-self.max_len // self.split_len(num_rows)) + 1)  # + 1: a window's edge
         return min(max(wanted, 16), 128, possible)
 
@@ -137,7 +141,7 @@ class DecodeWork:
         items_W8, num_items = self.work_list(window)
         split_len, max_splits = self.split_len(num_rows), self.max_splits(num_rows)
         num_doublings = (num_rows * self.max_len // split_len).bit_length()
-        wanted = max(_MOST_ITEMS // self.num_kv_heads, 1) if self._split_len is None else 0
+        wanted = max(self.profile.most_items // self.num_kv_heads, 1) if self._split_len is None else 0
         self.is_fresh = True
         _plan_kernel[(1,)](
             rows_S, lens_S, items_W8, num_items, num_rows, split_len, window or 2**30,

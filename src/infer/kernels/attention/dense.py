@@ -26,19 +26,13 @@ from typing import NamedTuple
 
 import torch
 
+from infer.config.profiles.profile import AttentionProfile
 from infer.kernels.attention.prefill import PrefillChunk
-from infer.kernels.runtime.dispatch import is_gpu, is_hopper
+from infer.kernels.runtime.profiles import device_profile
 
 logger = logging.getLogger(__name__)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-
-PAD_LEN = 256  # tokens between the lengths of shapes; twice that above 4,096, and so on
-_MIN_LENS = {64: 4096, 128: 2048}  # by head size: below, our own kernel is faster on an H200
-# A call for each prompt and layer takes the host a tenth of a millisecond, in which few heads are computed:
-# with 16, one launch for four prompts of 2,000 tokens is faster on the GPU too.
-_FEW_HEADS, _FEW_HEADS_MIN_LENS = 16, {128: 3072}
-_NUMS = (4, 2, 1)  # prompts of a batch
 
 
 class Shape(NamedTuple):
@@ -56,23 +50,26 @@ class Batch(NamedTuple):
     shape: Shape
 
 
-def dense_shapes(num_heads: int, head_dim: int, max_tokens: int, max_len: int) -> Iterator[Shape]:
+def dense_shapes(
+    profile: AttentionProfile, num_heads: int, head_dim: int, max_tokens: int, max_len: int
+) -> Iterator[Shape]:
     """The shapes that plans are made for, those of one prompt first; no prompt has more than `max_len`."""
-    lengths = []
-    least = _MIN_LENS | _FEW_HEADS_MIN_LENS if num_heads <= _FEW_HEADS else _MIN_LENS
+    lengths, least, pad_len = [], dict(profile.cudnn_min_lens), profile.cudnn_pad_len
+    if num_heads <= profile.cudnn_few_heads:
+        least |= profile.cudnn_few_heads_min_lens
     length = least[head_dim]
-    while length <= min(max_tokens, padded_len(max_len)):
+    while length <= min(max_tokens, padded_len(max_len, pad_len)):
         lengths.append(length)
-        length = padded_len(length + 1)
+        length = padded_len(length + 1, pad_len)
     yield from (Shape(1, length) for length in lengths)
     powers = [length for length in lengths if length & (length - 1) == 0]
-    for num in _NUMS[:-1]:
+    for num in profile.cudnn_batches[:-1]:
         yield from (Shape(num, length) for length in powers if num * length <= max_tokens)
 
 
-def padded_len(num_tokens: int) -> int:
+def padded_len(num_tokens: int, pad_len: int) -> int:
     """The length of the shape for a prompt: lengths lie further apart where they are longer."""
-    step = PAD_LEN
+    step = pad_len
     while num_tokens > 16 * step:
         step *= 2
     return -(-num_tokens // step) * step
@@ -84,12 +81,14 @@ class DenseAttention:
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype,
         device: torch.device, max_tokens: int, max_len: int, attend: Attend | None = None,
+        profile: AttentionProfile | None = None,
     ) -> None:  # fmt: skip
+        self._profile = profile = profile or device_profile(device).attention
         self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
         self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
         self._wanted: list[Shape] = []
-        if _can_run(dtype, head_dim, device):
-            self._wanted = list(dense_shapes(num_heads, head_dim, max_tokens, max_len))
+        if dtype.itemsize == 2 and head_dim in profile.cudnn_min_lens:
+            self._wanted = list(dense_shapes(profile, num_heads, head_dim, max_tokens, max_len))
         self._wanted.reverse()
         self.ready: set[Shape] = set()
 
@@ -141,8 +140,8 @@ class DenseAttention:
         first, num_tokens, _, start = chunks[index]
         if start != 0:
             return None
-        for num in _NUMS:
-            shape = Shape(num, padded_len(num_tokens))
+        for num in self._profile.cudnn_batches:
+            shape = Shape(num, padded_len(num_tokens, self._profile.cudnn_pad_len))
             run = chunks[index : index + num]
             lie_so = all(
                 (chunk.first, chunk.num, chunk.start) == (first + place * num_tokens, num_tokens, 0)
@@ -189,13 +188,6 @@ def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
         q, k, v, None, False, 0.0, True, False, scale=scale
     )[0]
     return result
-
-
-def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether cuDNN was measured to be faster for these heads on this GPU."""
-    if dtype.itemsize != 2 or head_dim not in _MIN_LENS:
-        return False
-    return not is_gpu(device) or is_hopper(device)
 
 
 def _padded(x: torch.Tensor, first: int, end: int, shape: Shape, *, borrows: bool) -> torch.Tensor:

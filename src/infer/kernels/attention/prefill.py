@@ -62,6 +62,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infer.config.profiles.profile import AttentionProfile, PrefillConfig
 from infer.errors import ConfigError
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
@@ -77,14 +78,12 @@ from infer.kernels.runtime.dispatch import (
     use_triton,
 )
 from infer.kernels.runtime.launch import launch_triton
+from infer.kernels.runtime.profiles import device_profile
 
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
 _WARP_GROUP_ROWS = 64
 
 _FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
-_SPLIT_LEN = 512  # keys; a tile with no more is not split: to put splits together takes as long as 250 keys
-_MERGE_PROGRAMS = 4  # per SM
-_MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and parts that it waits for together
 _SM_REGISTERS = 65536
 
 
@@ -97,30 +96,6 @@ class PrefillChunk(NamedTuple):
     start: int  # position of its first token
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """Tile sizes and resources that the prefill kernel is compiled for."""
-
-    block_n: int  # keys per tile
-    num_warps: int
-    num_stages: int
-    block_m: int = BLOCK_M  # rows of a tile
-    num_parts: int = 1  # programs that share the rows of a tile
-    programs_per_sm: int = 1  # as many as run at the same time
-    max_registers: int | None = None  # of a thread
-
-
-# By the bytes of one head's key: queries and `num_stages` tiles of keys and values share 227 KiB, and the
-# scores and sums of a tile share the registers of 256 threads. Measured on Hopper: tiles so short that two
-# programs share an SM, one multiplying while the other computes exponentials.
-_CONFIGS = {
-    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3, programs_per_sm=2),
-    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=2),
-    512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
-}
-# Where four or more query heads share a kv head, finding a row's query takes the registers that the second
-# program would need; alone, a program is better off with long tiles.
-_GROUPED_CONFIGS = _CONFIGS | {256: PrefillConfig(block_n=128, num_warps=8, num_stages=2)}
 # Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
 _FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
 
@@ -474,13 +449,13 @@ def attend_prefill(
     assert scale > 0, f"scale must be positive, got {scale}"
     if chunks.tiles_W4.shape[0] == 0:
         return out
-    block_h = max(next_power_of_two(H), 16)
+    block_h, tuned = max(next_power_of_two(H), 16), device_profile(q_TNH.device).attention
     if config is None:
-        config = prefill_config(q_TNH.dtype, N, G, H)
+        config = prefill_config(tuned, q_TNH.dtype, N, G, H)
         if chunks.are_tokens and config.num_parts == 1 and N // G <= _WARP_GROUP_ROWS:
             config = replace(config, block_m=_WARP_GROUP_ROWS, num_warps=4)
     num_tiles = chunks.tiles_W4.shape[0]
-    max_items = 0 if invariant else _max_items(chunks, G, config, num_splits)
+    max_items = 0 if invariant else _max_items(chunks, G, config, num_splits, tuned.prefill_split_len)
     num_programs = max(num_tiles, max_items) * G * config.num_parts
     part_rows = config.block_m // config.num_parts
     parts = _new_parts(num_programs * part_rows, H, q_TNH.device) if max_items else (out, out, out)
@@ -491,7 +466,7 @@ def attend_prefill(
         "G": G, "M": N // G, "H": H, "NUM_PARTS": config.num_parts, "BLOCK_M": part_rows,
         "BLOCK_N": config.block_n, "BLOCK_H": block_h,
         "BLOCK_W": _MAX_TILES if max_items and num_tiles > _FEW_TILES else _FEW_TILES,
-        "SPLIT_LEN": _SPLIT_LEN if num_splits is None else config.block_n,
+        "SPLIT_LEN": tuned.prefill_split_len if num_splits is None else config.block_n,
     }  # fmt: skip
     launch_triton(
         _prefill_kernel, (num_programs,),
@@ -505,24 +480,26 @@ def attend_prefill(
     )  # fmt: skip
     if max_items:
         launch_triton(
-            _merge_kernel, (_MERGE_PROGRAMS * num_sms(q_TNH.device),), (chunks.tiles_W4, *parts, out),
+            _merge_kernel, (tuned.merge_programs * num_sms(q_TNH.device),), (chunks.tiles_W4, *parts, out),
             (out.stride(0), window or 2**30, num_tiles, max_items), **sizes,
-            BLOCK_S=next_power_of_two(max_items), BLOCK_R=_MERGE_ROWS, AT_ONCE=_MERGE_AT_ONCE,
+            BLOCK_S=next_power_of_two(max_items), BLOCK_R=tuned.merge_rows, AT_ONCE=tuned.merge_at_once,
             num_warps=4, **options,
         )  # fmt: skip
     return out
 
 
-def prefill_config(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillConfig:
+def prefill_config(
+    profile: AttentionProfile, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> PrefillConfig:
     """The configuration that was measured to be best for heads of this kind."""
     if dtype == torch.float32:
         return _FLOAT32_CONFIG
-    configs = _GROUPED_CONFIGS if num_heads // num_kv_heads >= 4 else _CONFIGS
+    configs = profile.prefill_grouped if num_heads // num_kv_heads >= 4 else profile.prefill
     return configs[min(max(next_power_of_two(head_dim) * dtype.itemsize, 128), 512)]
 
 
 def _max_items(
-    chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None
+    chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None, split_len: int
 ) -> int:
     """How many (tile, split) the list may become; 0 where no tile can be split or it would not help.
 
@@ -537,7 +514,7 @@ def _max_items(
     room = num_sms(chunks.tiles_W4.device) * config.programs_per_sm // (num_kv_heads * config.num_parts)
     if chunks.chunks:
         longest = max(chunk.start + chunk.num for chunk in chunks.chunks)
-        return room if longest > _SPLIT_LEN and 2 * num_tiles <= room else 0
+        return room if longest > split_len and 2 * num_tiles <= room else 0
     return room if num_tiles <= 2 * room else 0
 
 

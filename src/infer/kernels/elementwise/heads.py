@@ -36,9 +36,9 @@ from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
+from infer.kernels.runtime.profiles import device_profile
 
 _BLOCK_HEADS = 8  # of a program
-_MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # of the queries and of the keys, [H] each
@@ -321,6 +321,7 @@ def norm_rope_write(
         k_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
     num_programs = [-(-count // _BLOCK_HEADS) for count in ((N, G) if cache is None else (N, G, G))]
+    starts_early = device_profile(qkv_TX.device).attention.rotate_ahead >= T
     launch_triton(
         _norm_rope_write_kernel,
         (T, sum(num_programs)),
@@ -332,6 +333,6 @@ def norm_rope_write(
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
         KEEPS=cache is None or keeps, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
         **_code_options(cache),
-        **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
+        **(launch_options(qkv_TX.device) if starts_early else {"PDL": False}),
     )  # fmt: skip
     return q_out, k_TGH, v_TGH

@@ -39,8 +39,8 @@ from infer.kernels.linear.small import launch
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
 from infer.kernels.runtime.launch import launch_triton
+from infer.kernels.runtime.profiles import device_profile
 
-FEW_TOKENS = 64  # more of them are worth unpacking W for
 _CODE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
 _INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # that are as fast as those for FP8: from, and before
@@ -86,7 +86,7 @@ def coded_linear(
         return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
     if not use_triton(x_MK):
         y_MN = coded_linear_reference(x_MK, w, bias_N)
-    elif len(x_MK) <= FEW_TOKENS and x_MK.element_size() == 2:
+    elif x_MK.element_size() == 2 and len(x_MK) <= device_profile(x_MK.device).linear.few_coded_tokens:
         y_MN = _multiply_few(x_MK, w, bias_N)
     elif _has_fp8_units(x_MK, w):
         y_MN = _multiply_in_fp8(x_MK, w, bias_N)

@@ -33,6 +33,7 @@ from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_f
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
+from infer.kernels.runtime.profiles import device_profile
 
 
 class CompiledLinears:
@@ -40,10 +41,13 @@ class CompiledLinears:
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.device, self._enabled = device, enabled and is_for(device)
-        self.pdl, self.wgmma = pdl.make_kernel(), wgmma.make_kernel(wgmma.TOKENS)
-        self.wgmma_more = wgmma.make_kernel(wgmma.MORE_TOKENS)
-        self.coded_pdl = pdl.make_kernel(coded=True)
-        self.coded = wgmma.make_kernel(wgmma.CODED_TOKENS, coded=True)
+        profile = device_profile(device).linear
+        most, most_coded = profile.wgmma_tokens, max(profile.coded_tokens, profile.fp8_tokens)
+        self.pdl = pdl.make_kernel(profile)
+        self.wgmma = wgmma.make_kernel(profile, range(2, most + 1))  # one token needs no tensor cores
+        self.wgmma_more = wgmma.make_kernel(profile, range(most + 1, profile.wgmma_gate_tokens + 1))
+        self.coded_pdl = pdl.make_kernel(profile, coded=True)
+        self.coded = wgmma.make_kernel(profile, range(1, most_coded + 1), coded=True)
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
@@ -86,7 +90,7 @@ class CompiledLinears:
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels, and the matrices that each is for."""
         layers, coded = list(self._layers), list(self._coded)
-        heads = [head for head in self._heads if self.wgmma.choose(wgmma.TOKENS[-1], head) is not None]
+        heads = [head for head in self._heads if self.wgmma.choose(self.wgmma.tokens[-1], head) is not None]
         return [
             (self.pdl, layers),
             (self.wgmma, [*layers, *heads] if layers else []),

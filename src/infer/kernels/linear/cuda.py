@@ -24,6 +24,7 @@ from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.profiles import device_profile
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ Defines = tuple[tuple[str, int], ...]
 Variant = tuple[Path, str, Defines]  # a source, the GPU, constants
 Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, gated, form of weights
 Config = TypeVar("Config")
-
-NUM_SMS = 132  # of an H100 or H200, which the cuts of matrices are made for
 
 _MAX_COMPILERS = 16
 _LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
@@ -210,7 +209,8 @@ def outer_arguments(
 
 def is_for(device: torch.device) -> bool:
     """Whether this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
-    return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= NUM_SMS
+    num_sms = device_profile(device).linear.num_sms
+    return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= num_sms
 
 
 def compile_variants(variants: Sequence[Variant]) -> None:

@@ -109,16 +109,16 @@ def places_are_alike(w_NK: torch.Tensor) -> bool:
 
 def linear_invariant(x: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The product of every row of `x` with every row of `w_NK`, each row as if it were alone."""
-    x_MK = x.reshape(-1, x.shape[-1])
-    y_MN = x_MK.new_empty((len(x_MK), len(w_NK)))
+    x_MK, (N, K) = x.reshape(-1, x.shape[-1]), w_NK.shape
+    y_MN = x_MK.new_empty((len(x_MK), N))
     if use_triton(x_MK) and len(x_MK) > MAX_SMALL_M and x.dtype != torch.float32:  # which has no matrix units
-        config = invariant_config(*w_NK.shape, MAX_SMALL_M, x.device, x.element_size())
+        config = invariant_config(N, K, MAX_SMALL_M, x.device, x.element_size())
         _multiply_many(config, x_MK, w_NK, bias_N, y_MN)
     elif use_triton(x_MK):
         for first in range(0, len(x_MK), MAX_SMALL_M):
             part_MK = x_MK[first : first + MAX_SMALL_M]
             block_m = max(bucket(len(part_MK)), 16)
-            config = invariant_config(*w_NK.shape, block_m, x.device, x.element_size())
+            config = invariant_config(N, K, block_m, x.device, x.element_size())
             launch(config, part_MK, w_NK, bias_N=bias_N, out=y_MN[first : first + MAX_SMALL_M])
     else:
         rows_16K = x_MK.new_zeros((_CPU_ROWS, x_MK.shape[1]))

@@ -4,9 +4,9 @@ A kernel that is launched so starts while the one before it still runs, and hold
 before it waits for its input. `small.py` allocates what it fills and says what its prologue and epilogue are,
 as for its own kernels.
 
-It is for bfloat16 on Hopper, up to `PDL_MAX_M` tokens, and models whose residual stream is narrow: with
-wider ones the time is that of reading, which all kernels do alike, and with more tokens x is read more
-cheaply through shared memory (wgmma.py).
+It is for bfloat16 on Hopper, few tokens (`pdl_tokens` of the profile), and models whose residual stream
+is narrow: with wider ones the time is that of reading, which all kernels do alike, and with more tokens x is
+read more cheaply through shared memory (wgmma.py).
 
 How a matrix is cut into blocks decides how much of W is on its way before the wait. The rule:
 
@@ -38,9 +38,10 @@ from typing import Any
 
 import torch
 
+from infer.config.profiles.hopper_h200 import H200
+from infer.config.profiles.profile import LinearProfile
 from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
-    NUM_SMS,
     CudaLinear,
     Defines,
     Matrix,
@@ -55,7 +56,6 @@ from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
 
-PDL_MAX_M, CODED_MAX_M = 8, 16
 MAX_TOKENS = 64  # that the kernel can be compiled for
 
 _CHUNK = 64  # columns
@@ -67,9 +67,6 @@ _SHARED_BYTES = 48 << 10  # that a block may have without asking
 
 SOURCE = Path(__file__).with_name("pdl.cu")
 ARCH = "sm_90"
-_MAX_STREAM = 2048  # one side of every matrix of a layer is the residual stream's width
-_NARROW = 1024  # up to which more than 8 tokens have coded weights here
-_MAX_BYTES = 128 << 20  # of a matrix
 _LONG, _MANY_ROWS = 12288, 3840  # coded weights of one token: columns and rows of `down` of a large model
 _TYPES = (
     *(ctypes.c_void_p,) * 8,
@@ -113,24 +110,25 @@ def token_tiles(num_tokens: int) -> int:
     return tiles
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_config(M: int, N: int, K: int, *, gated: bool, form: CodedForm | None = None) -> PdlConfig | None:
+def choose_config(
+    M: int, N: int, K: int, *, gated: bool, form: CodedForm | None = None, num_sms: int = H200.linear.num_sms
+) -> PdlConfig | None:
     """What the rule says, and with fewer warps where that would not fit; None: this matrix is not for us."""
-    for config in _by_preference(M, N, K, form):
+    for config in _by_preference(M, N, K, form, num_sms):
         if can_launch(config, M, N, K, gated=gated, adds=not gated):
             return config
     return None
 
 
-def _by_preference(M: int, N: int, K: int, form: CodedForm | None) -> Iterator[PdlConfig]:
+def _by_preference(M: int, N: int, K: int, form: CodedForm | None, num_sms: int) -> Iterator[PdlConfig]:
     num_chunks, by_words = K // _CHUNK, form is not None and M == 1
-    if form is not None and form.bits == 8 and M > 1 and N > 16 * NUM_SMS and num_chunks == _MAX_WARPS:
+    if form is not None and form.bits == 8 and M > 1 and 16 * num_sms < N and num_chunks == _MAX_WARPS:
         yield PdlConfig(2, _MAX_WARPS, 1, form)  # x is read by half as many blocks
-    rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), _MAX_WARPS
-    if N > 32 * NUM_SMS:
+    rows_tiles, warps = (1 if 16 * num_sms >= N else 2), _MAX_WARPS
+    if 32 * num_sms < N:
         rows_tiles, warps = 1, 4
     if form is not None:  # half of the bytes, or less: smaller blocks, and two to an SM
-        rows_tiles, warps = (2, 8) if N > 32 * NUM_SMS or K >= _LONG else (1, _MAX_WARPS)
+        rows_tiles, warps = (2, 8) if 32 * num_sms < N or K >= _LONG else (1, _MAX_WARPS)
     while warps > 4 and warps >= num_chunks:  # two chunks for each, if K has them
         warps //= 2
     while warps >= 1:
@@ -244,15 +242,18 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
         return kernels.prepare("linear_pdl", num_threads, types, pdl=with_pdl)
 
 
-def choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
+def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:
     """The cut of a matrix of a model; None: it is another kernel's."""
     N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
-    most = _MAX_STREAM if num_tokens <= PDL_MAX_M else _NARROW
-    is_wanted = min(N, K) <= most and num_rows * K * 2 <= _MAX_BYTES
+    # one side of every matrix of a layer is the residual stream's width
+    most = profile.pdl_stream if num_tokens <= profile.pdl_tokens else profile.pdl_narrow_stream
+    is_wanted = min(N, K) <= most and num_rows * K * 2 <= profile.pdl_bytes
     if form is not None and num_tokens == 1 and not activation:
         is_wanted |= K >= _LONG and _MANY_ROWS <= N <= 2 * _MANY_ROWS
-    return choose_config(num_tokens, N, K, gated=bool(activation), form=form) if is_wanted else None
+    if not is_wanted:
+        return None
+    return choose_config(num_tokens, N, K, gated=bool(activation), form=form, num_sms=profile.num_sms)
 
 
 def defines_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
@@ -266,10 +267,11 @@ def _coded_bucket(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else 8 * token_tiles(num_tokens)
 
 
-def make_kernel(*, coded: bool = False) -> CudaLinear[PdlConfig]:
+def make_kernel(profile: LinearProfile, *, coded: bool = False) -> CudaLinear[PdlConfig]:
     """The kernel, compiled for no matrix yet."""
-    tokens = range(1, (CODED_MAX_M if coded else PDL_MAX_M) + 1)
+    tokens = range(1, (profile.coded_pdl_tokens if coded else profile.pdl_tokens) + 1)
     return CudaLinear(
-        SOURCE, ARCH, tokens, _coded_bucket if coded else token_tiles, choose, defines_for,
+        SOURCE, ARCH, tokens, _coded_bucket if coded else token_tiles,
+        functools.partial(choose, profile=profile), defines_for,
         lambda *variant: _load(*variant), is_for_each=coded,
     )  # fmt: skip

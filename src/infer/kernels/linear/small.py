@@ -71,8 +71,8 @@ from infer.kernels.linear.triton_configs import (
 from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, is_gpu, launch_options, num_sms, use_triton
+from infer.kernels.runtime.profiles import device_profile
 
-FOLD_NORM_MAX_M = 1
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
 
 _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
@@ -228,7 +228,9 @@ def _plan_with_norm(
     x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None
 ) -> GemvConfig | None:
     """Which kernel folds the norm in; None for a launch of its own."""
-    is_for_few = x_MK.dim() == 2 and x_MK.shape[0] <= FOLD_NORM_MAX_M  # not parts of more
+    if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # parts of more tokens, or more
+        return None
+    is_for_few = x_MK.shape[0] <= device_profile(x_MK.device).linear.fold_norm_tokens
     plan = _plan(x_MK, w, gated=gated, compiled=compiled) if is_for_few else None
     return plan if isinstance(plan, GemvConfig) else None
 

@@ -51,18 +51,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infer.kernels.attention.decode import PROJECTED_HEADS
+from infer.config.profiles.hopper_h200 import H200
+from infer.config.profiles.profile import DeviceProfile, LinearProfile
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import quantize_rows
 from infer.kernels.linear.cuda import (
-    NUM_SMS,
     CudaLinear,
     Defines,
     Matrix,
@@ -76,16 +77,14 @@ from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
+from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
 
 MAX_TOKENS = 128
 
 _WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compiled once more
 _CHUNK = 64  # columns of a stage
-_RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
-_MOST_SMS = 112  # and enough are left for the next kernel
-_CROWDED = 96  # blocks: on most SMs
-_PROJECTED = PROJECTED_HEADS // 8  # tokens; up to so many attention, of 8 kv heads, takes the projection
+_KV_HEADS = 8  # kv heads of the models that `_lets_attention_in` was measured with
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
@@ -95,10 +94,6 @@ _RESERVED_BYTES = 1 << 10  # of each block
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
 ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
-TOKENS = range(2, 65)  # one token needs no tensor cores
-MORE_TOKENS = range(65, MAX_TOKENS + 1)
-MAX_CODED, _MAX_FP8, _MAX_FP8_GROUPS = 512, 1024, 384  # tokens; with more, unpacking W once is faster
-CODED_TOKENS = range(1, max(MAX_CODED, _MAX_FP8) + 1)
 _MANY = (192, 256, 384, 512, 768, 1024)  # tokens that are cut alike
 _ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # of a block and a cell: two warpgroups fill each other's gaps
 _MAX_STAGES = 8  # of those: as many as fit, so that matrices of any length share a kernel
@@ -151,10 +146,10 @@ class WgmmaConfig:
         """How many blocks a launch with M tokens has."""
         return self.num_tiles(N, gated=gated) * self.split * -(-M // self.width)
 
-    def leaves_little(self, num_blocks: int) -> bool:
-        """Whether so many blocks take more than half of the shared memory of most SMs."""
-        of_sm = min(self.blocks, -(-num_blocks // NUM_SMS)) * self.shared_bytes
-        return num_blocks >= _CROWDED and of_sm > _SHARED_BYTES // 2
+    def leaves_little(self, num_blocks: int, profile: LinearProfile) -> bool:
+        """Whether that many blocks take more than half of the shared memory of most SMs."""
+        of_sm = min(self.blocks, -(-num_blocks // profile.num_sms)) * self.shared_bytes
+        return num_blocks >= profile.crowded and of_sm > _SHARED_BYTES // 2
 
     @property
     def num_threads(self) -> int:
@@ -193,19 +188,20 @@ def coded_width(num_tokens: int) -> int:
     return 8 if num_tokens <= 8 else token_width(num_tokens)
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
+def choose_config(
+    M: int, N: int, K: int, *, gated: bool, profile: LinearProfile = H200.linear
+) -> WgmmaConfig | None:
     """The cut that the rule gives for a matrix; None: this kernel is not for it."""
     if not 0 < M <= MAX_TOKENS or N % 8 or K % 8:
         return None
-    width, num_chunks = token_width(M), -(-K // _CHUNK)
+    width, num_chunks, num_sms = token_width(M), -(-K // _CHUNK), profile.num_sms
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
 
     def split_of(rows: int, most: int) -> int:
         """Into as many as leave no more than `most` blocks."""
         fitting = [
             split
-            for split, resident in _RESIDENT.items()
+            for split, resident in profile.resident.items()
             if num_tiles[rows] * split <= min(most, resident)
             and num_chunks >= split * _MIN_CHUNKS
             and (split != 3 or num_chunks >= _LONG // 2)  # thirds of few chunks are uneven
@@ -215,13 +211,13 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
     rows = 128 if num_tiles[128] >= _MIN_TILES else 64
     if width > _MAX_NARROW and not gated and num_tiles[192] >= _MIN_TILES:
         rows = 192
-    split, blocks = split_of(rows, _MOST_SMS), 1
+    split, blocks = split_of(rows, profile.most_sms), 1
     if num_chunks >= _LONG:
-        splits = {rows: split_of(rows, NUM_SMS) for rows in (64, 128) if num_tiles[rows] <= NUM_SMS}
+        splits = {rows: split_of(rows, num_sms) for rows in (64, 128) if num_tiles[rows] <= num_sms}
         rows = max(splits, key=lambda rows: num_tiles[rows] * splits[rows], default=rows)
         split = splits.get(rows, 1)
-    if num_tiles[rows] > NUM_SMS:
-        one_round = [rows for rows, tiles in num_tiles.items() if tiles <= NUM_SMS]
+    if num_tiles[rows] > num_sms:
+        one_round = [rows for rows, tiles in num_tiles.items() if tiles <= num_sms]
         if one_round:
             rows = min(one_round)
         else:
@@ -234,21 +230,23 @@ def has_fp8_tokens(M: int, K: int, form: CodedForm) -> bool:
     return M > MAX_TOKENS and form == CodedForm("fp8") and K % CELL_COLUMNS == 0
 
 
-def max_coded(K: int, form: CodedForm) -> int:
-    """How many tokens are multiplied with codes; FP8 has matrix units of its own for more."""
+def max_coded(K: int, form: CodedForm, profile: LinearProfile = H200.linear) -> int:
+    """The most tokens that are multiplied with codes; FP8 has matrix units of its own for more."""
     if form.codes != "fp8":
-        return MAX_CODED
-    return _MAX_FP8 if has_fp8_tokens(_MAX_FP8, K, form) else _MAX_FP8_GROUPS
+        return profile.coded_tokens
+    most = profile.fp8_tokens
+    return most if has_fp8_tokens(most, K, form) else profile.fp8_group_tokens
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig | None:
+def choose_coded(
+    M: int, N: int, K: int, form: CodedForm, *, gated: bool, profile: LinearProfile = H200.linear
+) -> WgmmaConfig | None:
     """The cut of a matrix of coded weights; None: this kernel is not for it."""
-    if not 0 < M <= max_coded(K, form) or N % (BAND if gated else 8) or K % BOX_COLUMNS:
+    if not 0 < M <= max_coded(K, form, profile) or N % (BAND if gated else 8) or K % BOX_COLUMNS:
         return None  # x is copied in whole boxes
     if M > _MAX_NARROW:
-        return _choose_wide(M, N, K, form, gated=gated)
-    width, num_cells = coded_width(M), -(-K // CELL_COLUMNS)
+        return _choose_wide(M, N, K, form, profile.resident, gated=gated)
+    width, num_cells, num_sms = coded_width(M), -(-K // CELL_COLUMNS), profile.num_sms
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
     by_warps = width <= _FEW_TOKENS
     columns = (
@@ -264,27 +262,27 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
 
     rows, teams, is_short = 64, 1, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
     keeps_sums = form.group > 0 and width > 32  # of groups, in registers that further teams would need
-    is_small = num_cells <= _FEW_CELLS and num_tiles[64] <= _MOST_SMS and not (gated and keeps_sums)
+    is_small = num_cells <= _FEW_CELLS and num_tiles[64] <= profile.most_sms and not (gated and keeps_sums)
     if is_small and not by_warps and not form.has_minima:
-        split, blocks = split_of(64, _MOST_SMS), 1
+        split, blocks = split_of(64, profile.most_sms), 1
         if split == 1 and keeps_sums:
-            split = min(2, split_of(64, NUM_SMS))
+            split = min(2, split_of(64, num_sms))
         teams = 4 if split == 1 and not keeps_sums else 2
     elif width <= 32:
-        split = split_of(64, 2 * NUM_SMS)
+        split = split_of(64, 2 * num_sms)
         blocks = 2 if split == 2 else 3
-        if is_short and num_tiles[128] * 4 <= 2 * NUM_SMS:
-            rows, split, blocks = 128, split_of(128, 2 * NUM_SMS, 2), 2
-        elif form.bits == 8 and num_tiles[64] > 2 * NUM_SMS and num_tiles[192] <= NUM_SMS:
+        if is_short and num_tiles[128] * 4 <= 2 * num_sms:
+            rows, split, blocks = 128, split_of(128, 2 * num_sms, 2), 2
+        elif form.bits == 8 and num_tiles[64] > 2 * num_sms and num_tiles[192] <= num_sms:
             rows, blocks = 192, 1
     else:
-        split = max(split_of(64, NUM_SMS), min(2, split_of(64, 2 * NUM_SMS)))
-        if is_short or num_tiles[128] > NUM_SMS:
+        split = max(split_of(64, num_sms), min(2, split_of(64, 2 * num_sms)))
+        if is_short or num_tiles[128] > num_sms:
             fits = form.group != 64  # of which two sums are kept: more registers than 192 rows leave
-            rows = 192 if fits and num_tiles[128] > NUM_SMS >= num_tiles[192] else 128
-            split = split_of(rows, NUM_SMS)
-        is_alone = form.group or num_tiles[rows] * split <= NUM_SMS
-        blocks = 1 if is_alone and (rows > 64 or num_tiles[rows] * split <= NUM_SMS) else 2
+            rows = 192 if fits and num_tiles[128] > num_sms >= num_tiles[192] else 128
+            split = split_of(rows, num_sms)
+        is_alone = form.group or num_tiles[rows] * split <= num_sms
+        blocks = 1 if is_alone and (rows > 64 or num_tiles[rows] * split <= num_sms) else 2
         if rows == 64 and blocks == 1:
             blocks, teams = (2, 1) if split == 4 else (1, 2 if form.group else 1)
     if form.has_minima and not by_warps:  # whose sums of x take registers
@@ -293,7 +291,9 @@ def choose_coded(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
     return _with_stages(WgmmaConfig(width, rows, stages, split, blocks, form, columns, by_warps, teams=teams))
 
 
-def _choose_wide(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> WgmmaConfig:
+def _choose_wide(
+    M: int, N: int, K: int, form: CodedForm, resident: Mapping[int, int], *, gated: bool
+) -> WgmmaConfig:
     """The cut with the shortest rounds of blocks, where x is the larger part of what is read."""
     width = 96 if M <= 96 or MAX_TOKENS < M <= 192 else MAX_TOKENS
     rounds, num_cells = form.group > 0, -(-K // CELL_COLUMNS)
@@ -305,7 +305,7 @@ def _choose_wide(M: int, N: int, K: int, form: CodedForm, *, gated: bool) -> Wgm
             fp8_tokens=has_fp8_tokens(M, K, form),
         )  # fmt: skip
         if split == 1 or num_cells >= split * _MIN_CHUNKS:
-            num_rounds = -(-config.num_blocks(M, N, gated=gated) // _RESIDENT[split])
+            num_rounds = -(-config.num_blocks(M, N, gated=gated) // resident[split])
             costs[config] = num_rounds * (num_cells / split * _ROWS_COST[rows] + _BLOCK_COST)
     return _with_stages(min(costs, key=lambda config: costs[config]))
 
@@ -373,8 +373,8 @@ def launch(
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
-    is_for_attention = M > _PROJECTED and not gated and epilogue.add is None
-    lets_in = not (is_for_attention and config.leaves_little(num_blocks))
+    is_for_attention = not gated and epilogue.add is None
+    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, device_profile(x_MK.device))
     kernel(
         num_blocks,
         *weights,
@@ -385,6 +385,12 @@ def launch(
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
         int(lets_in),
     )  # fmt: skip
+
+
+def _lets_attention_in(config: WgmmaConfig, num_blocks: int, num_rows: int, profile: DeviceProfile) -> bool:
+    """Whether attention may start early: where it is not the kernel that reads through L1, or has room."""
+    reads_l1 = num_rows * _KV_HEADS > profile.attention.projected_heads
+    return not (reads_l1 and config.leaves_little(num_blocks, profile.linear))
 
 
 @functools.cache
@@ -421,13 +427,13 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
     return config
 
 
-def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
+def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
     gated = bool(matrix.activation)
     if matrix.form is not None:
-        if num_tokens <= pdl.CODED_MAX_M and pdl.choose(num_tokens, matrix) is not None:
+        if num_tokens <= profile.coded_pdl_tokens and pdl.choose(num_tokens, matrix, profile) is not None:
             return None
-        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated)
-    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated)
+        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
+    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
 
 
 def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
@@ -435,9 +441,9 @@ def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, par
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def make_kernel(tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig]:
+def make_kernel(profile: LinearProfile, tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig]:
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
-    width = coded_width if coded else token_width
+    width, choose = coded_width if coded else token_width, functools.partial(_choose, profile=profile)
     return CudaLinear(
-        SOURCE, ARCH, tokens, width, _choose, defines_for, lambda *variant: _load(*variant), is_for_each=coded
+        SOURCE, ARCH, tokens, width, choose, defines_for, lambda *variant: _load(*variant), is_for_each=coded
     )

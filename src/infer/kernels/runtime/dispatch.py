@@ -6,7 +6,7 @@
     anything else                             -> reference
 
 This is the one file of the package that asks which device this is; its answers have names (`device_kind`,
-`is_gpu`, `is_hopper`, `has_pdl`), and tests/unit/test_device_questions.py holds it. Kernel files import
+`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py holds it. Kernel files import
 `jit`, `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
 CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
 rest of the program.
@@ -165,14 +165,14 @@ def gpu_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def gpu_model(device: torch.device) -> str:
+    """Name of the GPU as its driver gives it; "" for any other device."""
+    return torch.cuda.get_device_name(device) if is_gpu(device) else ""
+
+
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU; (0, 0) for any other device."""
     return gpu_capability(device) if is_gpu(device) and not is_amd() else (0, 0)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether this is the generation that tile sizes and limits were measured on: H100, H200."""
-    return nvidia_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=16)

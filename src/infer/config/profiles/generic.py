@@ -1,0 +1,22 @@
+"""For a GPU that nothing was measured on: the numbers of the H200, without those known to be wrong elsewhere.
+
+A number that was never measured here is better than one that was never measured anywhere. The sizes of steps
+follow the memory of the GPU, and kernels ask it for its SMs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from infer.config.profiles.hopper_h200 import H200
+
+_RULE = replace(H200.linear, gemv={}, skinny={}, rule_tokens=128)  # no matrix was measured
+
+GENERIC = replace(
+    H200,
+    name="generic",
+    measured_on="",
+    generation=0,
+    attention=replace(H200.attention, cudnn_min_lens={}),  # cuDNN has other kernels for other generations
+    linear=replace(_RULE, block_k=64, gated_block_k=64, num_stages=3),  # fits the 99 KB of smaller GPUs
+)

@@ -1,0 +1,66 @@
+"""The profile of the device that tensors are on (config/profiles), looked up once per device.
+
+An engine's parts are handed the sections that they read. Kernels are functions of tensors and are handed
+none: they ask here, where they plan a launch or bind a model, not for each launch. What they derive from a
+profile is kept by `cached_by_profile`, so that a test that sets another one (`using_profile`) finds it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from infer.config.profiles.find import FoundProfile, find_profile
+from infer.config.profiles.profile import DeviceProfile
+from infer.kernels.runtime.dispatch import gpu_model, is_gpu, nvidia_capability
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_set: list[DeviceProfile] = []  # profiles that take the place of those of all devices, the last one first
+_caches: list[Any] = []
+
+
+def cached_by_profile(function: F) -> F:
+    """Keep the results of a function of a device and numbers until another profile is set."""
+    cached = lru_cache(maxsize=1024)(function)
+    _caches.append(cached)
+    return cached  # type: ignore[return-value]  # it is called as before
+
+
+@cached_by_profile
+def device_profile(device: torch.device) -> DeviceProfile:
+    """Return the profile of a device."""
+    return _set[-1] if _set else explained_profile(device).profile
+
+
+def default_profile() -> DeviceProfile:
+    """Return the profile of the device that this process computes on unless told otherwise."""
+    return device_profile(torch.device("cuda" if torch.cuda.device_count() else "cpu"))
+
+
+def explained_profile(device: torch.device) -> FoundProfile:
+    """Return the profile that was made for a device, and why it is this one."""
+    if is_gpu(device) and not torch.cuda.device_count():  # what `infer plan` is asked about
+        return find_profile("a GPU that is not here", (0, 0))
+    return find_profile(gpu_model(device), nvidia_capability(device))
+
+
+@contextmanager
+def using_profile(profile: DeviceProfile) -> Iterator[None]:
+    """Let every device have this profile: for tests and benchmarks that compare numbers."""
+    _set.append(profile)
+    _forget()
+    try:
+        yield
+    finally:
+        _set.pop()
+        _forget()
+
+
+def _forget() -> None:
+    for cached in _caches:
+        cached.cache_clear()
