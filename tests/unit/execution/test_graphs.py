@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
+from infer.config.profiles.cpu import CPU
 from infer.execution.gpu.graphs import (
     CapturedStep,
     StepGraphs,
@@ -57,7 +58,7 @@ class Steps:
         self.sampled: list[StepSize] = []
         self.graphs = StepGraphs(
             self._forward, self._sample, lambda: None, max_rows=max_rows, max_tokens=max_tokens,
-            short_step=short_step, captures=True,
+            short_step=short_step, captures=True, profile=CPU.graphs,
         )  # fmt: skip
         monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
@@ -128,7 +129,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
-    return StepGraphs(launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True)
+    return StepGraphs(
+        launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True, profile=CPU.graphs
+    )
 
 
 def test_why_a_capture_failed_is_not_hidden_by_its_end(failing: StepGraphs) -> None:
@@ -176,15 +179,15 @@ SMALL = model_of(1024, 3072, (16, 8, 128))  # 0.6B: 16 million weights per layer
 def test_prompts_are_captured_while_launching_takes_longer_than_computing(
     config: ModelConfig, max_tokens: int, most: int
 ) -> None:
-    assert most_tokens(config, max_tokens) == most
+    assert most_tokens(config, max_tokens, CPU.graphs) == most
 
 
 def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
     experts = ExpertConfig(num_experts=128, num_choices=8, size=768, normalized=True)
     sparse = model_of(2048, 6144, (32, 4, 128), experts)  # 57 million of 620 million weights per layer
-    assert most_tokens(sparse, 8192) == 1536
+    assert most_tokens(sparse, 8192, CPU.graphs) == 1536
     half_dense = dataclasses.replace(experts, dense_layers=(0, 1))  # 6144 = 8 * 768: as much for a token
-    assert most_tokens(dataclasses.replace(sparse, experts=half_dense), 8192) == 1536
+    assert most_tokens(dataclasses.replace(sparse, experts=half_dense), 8192, CPU.graphs) == 1536
 
 
 def test_many_tokens_of_prompts_have_sizes_once_they_are_captured(
@@ -231,8 +234,8 @@ LARGE = model_of(4096, 14336, (32, 8, 128))
 def test_short_steps_have_sizes_of_their_own_where_no_others_do(
     config: ModelConfig, max_tokens: int, num_tokens: int, short: int, most: int
 ) -> None:
-    assert short_step(config, max_tokens, num_tokens) == short
-    assert captured_tokens(config, max_tokens, num_tokens) == most
+    assert short_step(config, max_tokens, num_tokens, CPU.graphs) == short
+    assert captured_tokens(config, max_tokens, num_tokens, CPU.graphs) == most
 
 
 @pytest.mark.parametrize(
@@ -282,6 +285,7 @@ def test_the_pool_begins_as_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
         max_tokens=0,
         captures=True,
         pool_bytes=5000,
+        profile=CPU.graphs,
     )
     taken: list[int] = []
 

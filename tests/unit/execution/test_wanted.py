@@ -10,9 +10,9 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.config.profiles.cpu import CPU
 from infer.execution.device import StepResult
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.gpu.step_inputs import MAX_CHUNKS
 from infer.execution.layout import needed_tokens
 from infer.execution.order import READS_PROMPTS, StepOrder
 from infer.execution.torch_device import TorchDevice
@@ -143,7 +143,8 @@ def test_the_last_mlp_sees_the_rows_that_sample(kind: str, monkeypatch: pytest.M
     harness.run(Chunk(3, 8, 17, 0))
     harness.run(Chunk(3, 17, 20, 1))
     if kind == "sized":  # room for every prompt that a graph may hold
-        assert harness.rows[:3] == [MAX_CHUNKS, MAX_ROWS + MAX_CHUNKS, MAX_CHUNKS]
+        room = CPU.graphs.max_chunks
+        assert harness.rows[:3] == [room, MAX_ROWS + room, room]
         assert harness.read == harness.rows
     else:
         assert harness.rows[:3] == [1, 2, 1]

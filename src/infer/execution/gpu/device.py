@@ -38,7 +38,7 @@ from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
-from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
+from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler, PromptTable
 from infer.execution.layout import needed_tokens
@@ -58,6 +58,7 @@ from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 
@@ -97,10 +98,11 @@ class GpuDevice:
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
+        self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
         self.rows = DeviceRows(shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables)
         self._sampler = HostSampler(model, self.rows.book, send)
-        self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
+        self._scratch = SampleScratch(max_batch_size + profile.max_chunks, config.vocab_size, device)
         backends = attention_backend, decode_attention_backend
         chosen = choose_backend(backends, config, store, block_size)
         # compilers begin here, and go on during what follows (`wait_for_compilers`)
@@ -119,11 +121,17 @@ class GpuDevice:
             backend=chosen,
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
-        max_graph_tokens = captured_tokens(config, max_tokens, busy_tokens) if use_cuda_graphs else 0
+        largest = captured_tokens(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0
         self.inputs = DeviceInputs(
-            max_batch_size, max_tokens, max_graph_tokens, tile_len, device, shape.num_tables
+            max_batch_size,
+            max_tokens,
+            largest,
+            tile_len,
+            device,
+            num_tables=shape.num_tables,
+            max_chunks=profile.max_chunks,
         )
-        self._readback = Readback(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
+        self._readback = Readback(max_batch_size + profile.max_chunks, device, steps_ahead=steps_ahead)
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):
@@ -145,10 +153,11 @@ class GpuDevice:
             self.sample_logits,
             self.inputs.blank,
             max_rows=max_batch_size,
-            max_tokens=most_tokens(config, max_tokens) if use_cuda_graphs else 0,
-            short_step=short_step(config, max_tokens, busy_tokens) if use_cuda_graphs else 0,
+            max_tokens=most_tokens(config, max_tokens, profile) if use_cuda_graphs else 0,
+            short_step=short_step(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0,
             pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
+            profile=profile,
         )
 
     def wait_for_compilers(self) -> None:
@@ -239,7 +248,7 @@ class GpuDevice:
     def _size_of(self, order: StepOrder) -> StepSize | None:
         """The size with room for a step; None: there is none, or it is better launched without."""
         num_decoding = int(np.count_nonzero(order.kinds == DECODE))
-        if order.num_rows - num_decoding > MAX_CHUNKS:
+        if order.num_rows - num_decoding > self.profile.max_chunks:
             return None
         return self.graphs.size_for(num_decoding, len(order.tokens))
 
@@ -283,7 +292,11 @@ class GpuDevice:
         where = np.concatenate([np.arange(len(prompts.decoding)), size.num_rows + np.arange(len(drawn))])
         rows = order.rows[sampling]
         inputs.send_samples(
-            where, prompts.last_places[sampling], rows, order.stops[sampling], size.num_rows + MAX_CHUNKS
+            where,
+            prompts.last_places[sampling],
+            rows,
+            order.stops[sampling],
+            size.num_rows + self.profile.max_chunks,
         )
         if not is_gpu(self.device):
             self._host_chunks = tuple(prompts.chunks)
@@ -308,7 +321,7 @@ class GpuDevice:
             return model.logits(self.forward(model, num_tokens, rows_S, None))
         num_tiles = inputs.num_tiles(size.num_tokens)
         tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
-        places_C = inputs.samples_3C[0, : num_rows + MAX_CHUNKS]
+        places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
         return model.logits(self.forward(model, num_tokens, rows_S, tiles, (), places_C))
 
     @torch.inference_mode()
@@ -318,7 +331,7 @@ class GpuDevice:
         if not size.num_tokens:  # the sampled token's place is the one after its input's
             rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
         else:
-            _, rows_S, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
+            _, rows_S, positions_S = inputs.samples_3C[:, : num_rows + self.profile.max_chunks].unbind()
         self.sample_rows(logits_SV, rows_S, positions_S)
 
     def gather(self, rows_S: torch.Tensor) -> None:

@@ -49,7 +49,6 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.config.profiles.profile import GraphProfile
-from infer.kernels.runtime.profiles import default_profile
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -77,35 +76,28 @@ def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
     return [*sizes, max_rows]
 
 
-def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile | None = None) -> int:
+def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> int:
     """The most tokens of prompts for which a graph of this model is worth it.
 
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
     """
-    profile = profile or default_profile().graphs
     weights = config.all_layer_weights / config.num_layers
     limit = min(profile.launched_layer / weights, max_tokens / 2)
     fitting = (tokens for tokens in profile.prompt_tokens if tokens <= limit)
     return max(fitting, default=profile.mixed_tokens[-1])
 
 
-def short_step(
-    config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile | None = None
-) -> int:
+def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
     """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own.
 
     On a small GPU it has none: that many streams would not fit, and graphs take memory from the cache.
     """
-    profile = profile or default_profile().graphs
     is_wanted = most_tokens(config, max_tokens, profile) < num_tokens <= max_tokens // profile.short_parts
     return num_tokens if is_wanted else 0
 
 
-def captured_tokens(
-    config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile | None = None
-) -> int:
+def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
     """The tokens of prompts of the largest captured step; a short one has `num_tokens` in all."""
-    profile = profile or default_profile().graphs
     short = short_step(config, max_tokens, num_tokens, profile)
     return max(most_tokens(config, max_tokens, profile), short - profile.row_step)
 
@@ -116,8 +108,7 @@ class StepGraphs:
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
     (default: all of it). `pool_bytes` are those of the block with which the pool
-    begins. `short_step`: the tokens of a short step, rows included; 0: there is none. `profile` has the sizes
-    (default: those of this process's device).
+    begins. `short_step`: the tokens of a short step, rows included; 0: none. `profile` has the sizes.
     """
 
     def __init__(
@@ -132,9 +123,9 @@ class StepGraphs:
         warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
         short_step: int = 0,
-        profile: GraphProfile | None = None,
+        profile: GraphProfile,
     ) -> None:
-        self._profile = profile = profile or default_profile().graphs
+        self._profile = profile
         self._forward, self._sample, self._blank = forward, sample, blank
         self.warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures = captures

@@ -22,8 +22,6 @@ from infer.execution.order import DECODE, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 
-MAX_CHUNKS = 16  # rows that do not decode, in a step that is captured
-
 
 class Prompts:
     """The rows of an order that do not decode, as arrays."""
@@ -57,15 +55,18 @@ class DeviceInputs:
         max_graph_tokens: int,
         tile_len: int,
         device: torch.device,
+        *,
         num_tables: int = 1,
+        max_chunks: int = 16,
     ) -> None:
         self.device, self.tile_len = device, tile_len
+        self._max_chunks = max_chunks  # rows that do not decode, in a step that is captured
         num_tokens = max_rows + max(max_tokens, max_graph_tokens)
         self.table_XT = torch.zeros((2 + num_tables, num_tokens), dtype=torch.int64, device=device)
         self.lens_S = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.tiles_W4 = torch.zeros((self.num_tiles(max_graph_tokens), 4), dtype=torch.int32, device=device)
-        self.samples_3C = torch.full((3, max_rows + MAX_CHUNKS), -1, dtype=torch.int64, device=device)
+        self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
@@ -77,7 +78,7 @@ class DeviceInputs:
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that rows with this many tokens make."""
-        return num_tokens // self.tile_len + MAX_CHUNKS
+        return num_tokens // self.tile_len + self._max_chunks
 
     def decode(self, num_rows: int) -> list[StepInputs]:
         """Tokens, positions, slots and lengths of the rows that decode; for each block table its slots."""

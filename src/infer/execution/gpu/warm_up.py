@@ -30,8 +30,6 @@ from infer.models.model import Model
 
 logger = logging.getLogger(__name__)
 
-_FEW_TOKENS = 512  # tokens of a ragged step: with fewer, steps are captured
-
 
 class WarmUp:
     """Prepares a GPU's device half for its steps, a piece at a time."""
@@ -131,7 +129,7 @@ class WarmUp:
         Libraries choose and load kernels by that number. Every other of each kind is not a multiple of 16.
         """
         most, num_rows = self.device.max_tokens, self.device.graphs.decode_rows[-1]
-        sizes = [*range(_FEW_TOKENS, 4096, 256), *range(4096, most, 512), most - 8]
+        sizes = [*range(self.device.profile.ragged_tokens, 4096, 256), *range(4096, most, 512), most - 8]
         sizes = [size + 8 * (place // 2 % 2) for place, size in enumerate(sizes) if num_rows < size < most]
         return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
 
@@ -162,7 +160,7 @@ class WarmUp:
                 for size in device.graphs.sizes:
                     self._warm_up(size)
                 for num_rows in device.graphs.decode_rows:
-                    self._run_ragged(self._ends, _FEW_TOKENS, num_rows)
+                    self._run_ragged(self._ends, device.profile.ragged_tokens, num_rows)
                 self.sample_padding(self._output_sizes())
         except torch.AcceleratorError:
             raise

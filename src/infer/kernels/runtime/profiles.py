@@ -37,11 +37,6 @@ def device_profile(device: torch.device) -> DeviceProfile:
     return _set[-1] if _set else explained_profile(device).profile
 
 
-def default_profile() -> DeviceProfile:
-    """Return the profile of the device that this process computes on unless told otherwise."""
-    return device_profile(torch.device("cuda" if torch.cuda.device_count() else "cpu"))
-
-
 def explained_profile(device: torch.device) -> FoundProfile:
     """Return the profile that was made for a device, and why it is this one."""
     if is_gpu(device) and not torch.cuda.device_count():  # what `infer plan` is asked about
