@@ -42,17 +42,17 @@ from benchmarks.machine import parse
 from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget, open_target
+from infer.constraints.compiler import Compiler
+from infer.constraints.description import Structured
+from infer.constraints.masks import MaskFiller
+from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.engine import Engine
-from infer.engine.requests import RequestTable
+from infer.engine.guided import GuidedRequests
 from infer.execution.gpu.runner import MaskedStep
 from infer.execution.runner import LateStep
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
-from infer.structured.compiler import Compiler
-from infer.structured.masks import MaskFiller
-from infer.structured.token_bytes import TokenBytes, tokenizer_json
 
 PROMPT_LEN = 128
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>")  # of an answer, in vocabularies
@@ -187,7 +187,7 @@ def run(engine: Engine, variant: Variant, num_rows: int, num_tokens: int, vocab_
     """Serve a batch of requests with prompts that no other run has had."""
     rng = np.random.default_rng(7)
     engine.reset_prefix_cache()
-    engine._requests.jumps = variant.jumps
+    engine._guided.jumps = variant.jumps
     for number in range(num_rows):
         params = SamplingParams(
             temperature=0.6, seed=number, max_tokens=num_tokens, structured=variant.structured,
@@ -259,11 +259,11 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         "plan": [(Scheduler, "plan"), (Scheduler, "advance")],
         "begin": [(type(engine._runner), "begin")],
         "wait": [(Engine, "_read")],
-        "consume": [(RequestTable, "show_guides")],
+        "consume": [(GuidedRequests, "_show")],
         "fill": [(MaskFiller, "fill")],
         "sample": [(MaskedStep, "sample"), (LateStep, "sample")],
         "report": [(Engine, "_conclude")],
-        "jump": [(RequestTable, each) for each in ("may_jump", "jump", "jump_all")],
+        "jump": [(GuidedRequests, each) for each in ("may_jump", "jump")],
     }
     with ExitStack() as stack:
         calls = {

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from infer.constraints.guide import ENDED, Guide
 from infer.engine.engine import Engine
 from infer.execution.runner import StepResult
 from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.plan import StepPlan
-from infer.structured.guide import ENDED, Guide
 from tests.support import words
 from tests.support.oracle import OracleRunner, OracleWorld, next_token
 from tests.support.walks import allowed_ids
@@ -102,14 +102,14 @@ class GuidedWorld(OracleWorld):
             steps_ahead=steps_ahead,
             token_bytes=words.token_bytes(),
         )
-        requests = self.engine._requests
-        requests.jumps = jumps
+        guided = self.engine._guided
+        guided.jumps = jumps
         if always_jumps:
-            requests._is_worth_it = lambda num_saved, num_sequences: num_saved > 0  # type: ignore[method-assign]
+            guided.is_worth_it = lambda num_saved, num_sequences: num_saved > 0
 
     def check_books(self) -> None:
         super().check_books()
-        guides, live = self.engine._requests.guides, {seq.seq_id for seq in self.scheduler.sequences()}
+        guides, live = self.engine._guided.guides, {seq.seq_id for seq in self.scheduler.sequences()}
         assert guides.keys() <= live
 
     def verify(self) -> int:

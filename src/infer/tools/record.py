@@ -41,11 +41,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from infer.cache.memory import CacheSize
+from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from infer.constraints import compiler as compiler_module
+from infer.constraints import guide as guide_module
+from infer.constraints.description import Reasoning, Structured
+from infer.constraints.guide import Guide
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
 from infer.execution.runner import StepResult, UnsampledStep
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
-from infer.structured import compiler as compiler_module
-from infer.structured import guide as guide_module
-from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, OracleStep, expected
 from tests.support.oracle import OracleWorld
 from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
@@ -287,7 +287,7 @@ def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.Mo
     world.add("a", [5], structured=DIGITS, n=3)
     world.step()
     before = world.engine.stats().num_output_tokens
-    guide = world.engine._requests.guides[world.seqs("a")[0].seq_id]
+    guide = world.engine._guided.guides[world.seqs("a")[0].seq_id]
     monkeypatch.setattr(Guide, "_consume", lambda self, token_id: setattr(self, "error", "a limit"))
     assert guide.error is None and {out.finish_reason for out in world.step()} == {"error"}
     assert world.engine.stats().num_output_tokens == before == 3
@@ -374,7 +374,7 @@ def test_a_batch_without_constraints_never_asks_for_masks(monkeypatch: pytest.Mo
     world = GuidedWorld(num_blocks=100, steps_ahead=3)
     world.add("a", [5], structured=Structured.choice(["yes"]))
     world.run()
-    assert not world.engine._requests.guides
+    assert not world.engine._guided.guides
 
     def fail(*step: object) -> None:
         raise AssertionError("masks for a batch without constraints")

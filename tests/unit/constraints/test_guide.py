@@ -9,12 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from infer.sampling.structured import Reasoning, Structured
-from infer.structured import compiler as compiler_module
-from infer.structured import masks as filler_module
-from infer.structured.compiler import Compiler, Grammar
-from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
+from infer.constraints import compiler as compiler_module
+from infer.constraints import masks as filler_module
+from infer.constraints.compiler import Compiler, Grammar
+from infer.constraints.description import Reasoning, Structured
+from infer.constraints.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
+from infer.constraints.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
+from tests.support.walks import num_valid
 from tests.support.words import (
     EOS_IDS,
     PIECES,
@@ -218,14 +219,14 @@ def test_an_id_that_was_not_expected_among_forced_ones_is_asked_about_anew() -> 
     assert guide.error is None and guide.known == ()
 
 
-def test_validate_says_how_many_fit_and_changes_nothing() -> None:
+def test_a_copy_says_how_many_ids_fit_and_changes_nothing() -> None:
     guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
     digits = ids_of("9") * 4
-    assert guide.validate([*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
-    assert guide.validate([THINK_END, *ids_of("1a")]) == 2
+    assert num_valid(guide, [*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
+    assert num_valid(guide, [THINK_END, *ids_of("1a")]) == 2
     assert guide.state == REASONING
     calls = Guide(compiled(CALL))
-    assert calls.validate(ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
+    assert num_valid(calls, ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
     assert calls.state == FREE
 
 

@@ -30,10 +30,10 @@ from threading import Lock, stack_size
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from infer.constraints.checks import constraint_error, is_ebnf
+from infer.constraints.description import WHITESPACE, Structured
+from infer.constraints.token_bytes import TokenBytes
 from infer.errors import RequestError
-from infer.sampling.json_schema import constraint_error, is_ebnf
-from infer.sampling.structured import WHITESPACE, Structured
-from infer.structured.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -262,7 +262,7 @@ _LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'
 
 
 def _explain(structured: Structured, message: str) -> str:
-    """What the library says, in one line; unknown keywords are refused before (sampling/json_schema.py)."""
+    """What the library says, in one line; unknown keywords are refused before (checks.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]

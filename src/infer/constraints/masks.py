@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infer.structured.compiler import MaskCost
-from infer.structured.guide import Guide
+from infer.constraints.compiler import MaskCost
+from infer.constraints.guide import Guide
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -72,8 +72,12 @@ class MaskFiller:
         num_rows = sum(map(len, groups.values()))
         expected_s = sum(cost.seconds * len(rows) for cost, rows in groups.items())
         if self._prefers_threads(num_rows, expected_s):
-            executor, start = self._threads(), perf_counter()
-            executor.unsafe_compute_mask_ptr(sum(groups.values(), []), first, num_bytes, len(masks_KW))
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(num_threads())
+            start = perf_counter()
+            self._executor.unsafe_compute_mask_ptr(sum(groups.values(), []), first, num_bytes, len(masks_KW))
             self._in_threads[_size_of(expected_s)].note(perf_counter() - start)
             return
         for cost, rows in groups.items():
@@ -103,13 +107,6 @@ class MaskFiller:
             return is_quicker
         self._num_fills, self._try_at = 0, min(2 * self._try_at, TRY_AT_LEAST)
         return not is_quicker
-
-    def _threads(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(num_threads())
-        return self._executor
 
 
 def _size_of(seconds: float) -> int:

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from infer import Structured
-from infer.errors import RequestError
-from infer.sampling.json_schema import _KEYWORDS, UNSUPPORTED, check_keywords
-from infer.sampling.params import SamplingParams
-from infer.sampling.structured import (
+from infer.constraints.checks import _KEYWORDS, UNSUPPORTED, check_keywords
+from infer.constraints.description import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     MAX_REGEX_BYTES,
@@ -26,6 +24,8 @@ from infer.sampling.structured import (
     MAX_TRIGGERS,
     Reasoning,
 )
+from infer.errors import RequestError
+from infer.sampling.params import SamplingParams
 
 
 class Person(BaseModel):

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infer.sampling.structured import Reasoning
-from infer.structured.compiler import Grammar, Lexer, MaskCost
+from infer.constraints.compiler import Grammar, Lexer, MaskCost
+from infer.constraints.description import Reasoning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -139,18 +139,6 @@ class Guide:
         """Whether a new matcher, which replaces the last, allows what that one was given."""
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
-
-    def validate(self, ids: Sequence[int]) -> int:
-        """How many of these ids could follow, from the first on; the state stays as it is."""
-        trial = self.copy()
-        for number, token_id in enumerate(ids):
-            forced = trial.forced() if trial.has_mask else ()
-            if trial.state == ENDED or (forced and token_id != forced[0]):
-                return number
-            if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
-                return number
-            trial.consume((token_id,))
-        return len(ids)
 
     def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
         """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""
