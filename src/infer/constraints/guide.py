@@ -10,6 +10,8 @@ A guide's state depends on the output's ids and nothing else, so a sequence may 
 computed again without it. Every id is consumed exactly once, in order; a matcher that was given an id that it
 does not allow is broken for good, so nothing is consumed that was neither masked nor validated.
 
+Drafts of a sequence want a mask for each position of a window: `fill_window` walks along them and back.
+
 Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
 write, or what ends a reasoning that has used up its tokens. Forced text can often be cut into tokens in
 several ways; the tokenizer's own is the one that comes, whether the ids are appended or drawn under a mask.
@@ -106,20 +108,50 @@ class Guide:
         if self.matcher.is_error():
             self.refill(mask_W)
 
+    def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
+        """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
+
+        The guide stays as it is. Positions without a mask, and those after a draft that may not follow,
+        allow everything.
+        """
+        masks_PW[:] = -1
+        before = [(name, getattr(self, name)) for name in Guide.__slots__]
+        matcher, matched, num_matched = self.matcher, self._matched, len(self._matched)
+        num_valid = 0
+        for mask_W, draft in zip(masks_PW, [*drafts, None], strict=True):
+            if self.has_mask:
+                self.forced()
+                self.fill(mask_W)
+            is_allowed = draft is not None and mask_W[draft // 32] >> draft % 32 & 1
+            if not is_allowed or self.state == ENDED or self.error is not None:
+                break
+            assert draft is not None
+            self._consume(draft)
+            num_valid += 1
+        for name, value in before:
+            setattr(self, name, value)
+        num_walked = len(matched) - num_matched
+        del matched[num_matched:]
+        if matcher is not None and not matcher.rollback(num_walked):  # it has reached a limit on the way
+            assert self.grammar is not None
+            self._replay(self.grammar.lexer)
+        return num_valid
+
     def refill(self, mask_W: np.ndarray) -> bool:
         """Whether the mask could be filled after all, where the matcher has reached a limit."""
         if self._starts_over():
             self.fill(mask_W)
         return self.error is None
 
-    def note_mask(self, *, is_wide: bool) -> None:
-        """Take note of the mask that was filled last, which is that of the next id.
+    def note_mask(self, *, is_wide: bool) -> tuple[int, ...]:
+        """Take note of the mask that was filled last, which is that of the next id; returns what is forced.
 
         One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
         """
         self.is_wide = is_wide
         if is_wide and self._due is None:
             self._due = ()
+        return self.forced() if self._due is None else self._due
 
     def _starts_over(self) -> bool:
         """Whether the matcher had reached a limit that others have used up, and was replaced by another.
@@ -169,12 +201,12 @@ class Guide:
             self._consume(token_id)
 
     def _consume(self, token_id: int) -> None:
-        if self._is_early_end:
+        if self.matcher is not None:
+            self._match(token_id)
+        elif self._is_early_end:
             self._due = (self._due or ())[1:]
             if not self._due:
                 self._begin()
-        elif self.matcher is not None:
-            self._match(token_id)
         elif self.state == REASONING:
             self._reason(token_id)
         elif self.state == FREE:

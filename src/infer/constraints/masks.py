@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ from infer.constraints.guide import Guide
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+    Groups = defaultdict[MaskCost, list[tuple[LLMatcher, int]]]  # matchers and rows that should take as long
 
 MAX_THREADS = 8
 TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at last
@@ -44,30 +46,38 @@ class MaskFiller:
         self._has_cores = num_threads() > 1  # beside the engine's own
         self._in_threads = defaultdict[int, MaskCost](MaskCost)  # of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
-        self._last: tuple[list[Guide], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
+        self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
-    def fill(self, guides: Collection[Guide], masks_KW: np.ndarray) -> list[Guide]:
-        """Write the mask of each guide, in order; returns those that have reached a limit.
+    def fill(self, windows: Iterable[tuple[Guide, Sequence[int]]], masks_KW: np.ndarray) -> list[Guide]:
+        """Write the masks of guides and their drafts, in order; returns guides that have reached a limit.
 
-        Their rows allow everything: what they draw is not wanted.
+        A guide has a row for its next id, and one for the id after each draft. The row of a guide that has
+        reached a limit allows everything: what it draws is not wanted.
         """
-        assert masks_KW.flags.c_contiguous
-        members, broken = list(guides), list[Guide]()
-        groups: dict[MaskCost, list[tuple[LLMatcher, int]]] = {}  # rows that should take equally long
-        for row, guide in enumerate(members):
-            if guide.matcher is None or (guide.known if guide.is_wide else guide.forced()):
+        rows, broken = list[Guide | None](), list[Guide]()  # None: a row of a guide with drafts
+        groups: Groups = defaultdict(list)
+        for guide, drafts in windows:
+            row, matcher = len(rows), guide.matcher
+            if drafts:
+                guide.fill_window(drafts, masks_KW[row : row + 1 + len(drafts)])
+                rows += [None] * (1 + len(drafts))
+                continue
+            rows.append(guide)
+            if matcher is None or (guide.known if guide.is_wide else guide.forced()):
                 guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
-                groups.setdefault(guide.mask_cost, []).append((guide.matcher, row))
+                groups[guide.mask_cost].append((matcher, row))
         self._fill_groups(groups, masks_KW)
-        for matcher, row in (each for rows in groups.values() for each in rows):
-            if matcher.is_error() and not members[row].refill(masks_KW[row]):
+        for row in [row for group in groups.values() for matcher, row in group if matcher.is_error()]:
+            filled = rows[row]
+            if filled is not None and not filled.refill(masks_KW[row]):
                 masks_KW[row] = -1
-                broken.append(members[row])
-        self._last = members, masks_KW
+                broken.append(filled)
+        self._last = rows, masks_KW
         return broken
 
-    def _fill_groups(self, groups: dict[MaskCost, list[tuple[LLMatcher, int]]], masks_KW: np.ndarray) -> None:
+    def _fill_groups(self, groups: Groups, masks_KW: np.ndarray) -> None:
+        assert masks_KW.flags.c_contiguous
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
         num_rows = sum(map(len, groups.values()))
         expected_s = sum(cost.seconds * len(rows) for cost, rows in groups.items())
@@ -86,16 +96,21 @@ class MaskFiller:
                 matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
             cost.note((perf_counter() - start) / len(rows))
 
-    def look_back(self) -> None:
-        """Tell the guides what the last masks allow; to be called when the step is on its way."""
-        guides, masks_KW = self._last
+    def look_back(self) -> int:
+        """Tell the guides what the last masks allow, when the step is on its way.
+
+        Returns how many draws would be saved if the ids were appended that must come next.
+        """
+        (guides, masks_KW), num_saved = self._last, 0
         self._last = [], masks_KW[:0]
-        probes = next((guide.grammar.probes for guide in guides if guide.grammar is not None), ())
-        if not probes:
-            return
-        first, second = (masks_KW[:, token_id // 32] >> token_id % 32 for token_id in probes)
-        for guide, is_wide in zip(guides, (first & second & 1).tolist(), strict=True):
-            guide.note_mask(is_wide=bool(is_wide))
+        probes = next((each.grammar.probes for each in guides if each is not None and each.grammar), ())
+        are_wide = np.full(len(guides), len(probes) > 0, dtype=np.int32)
+        for token_id in probes:
+            are_wide &= masks_KW[:, token_id // 32] >> token_id % 32
+        for guide, is_wide in zip(guides, are_wide.tolist(), strict=True):
+            if guide is not None and (ids := guide.note_mask(is_wide=bool(is_wide))):
+                num_saved += len(ids) - 1
+        return num_saved
 
     def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
         """Whether several threads should be quicker than one, which is expected to take so long."""

@@ -9,7 +9,7 @@ The engine owns the steps and asks; the request table owns outputs and ends, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from operator import ge
 from typing import TYPE_CHECKING
@@ -43,8 +43,7 @@ class GuidedRequests:
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
         self._requests, self._scheduler = requests, scheduler
         self._masks = MaskFiller()
-        self._masked: dict[int, Guide] = {}  # guides of the step filled last, by the number of the chunk
-        self._broken: list[Guide] = []  # those of them that have reached a limit
+        self._broken: list[Guide] = []  # guides of the step filled last that have reached a limit
 
     def add(self, leader: Sequence, grammar: Grammar | None) -> None:
         """Guide a sequence from its first id on."""
@@ -66,20 +65,28 @@ class GuidedRequests:
         guides = self.guides
         return bool(guides) and any(seq.seq_id in guides for seq in plan.chunks.sequences)
 
-    def fill(self, plan: StepPlan, last: Read | None, memory: Callable[[int], np.ndarray]) -> list[int]:
-        """Write the masks of a plan into `memory(number of masks)`; the number of each one's chunk.
+    def fill(
+        self,
+        plan: StepPlan,
+        last: Read | None,
+        memory: Callable[[int], np.ndarray],
+        drafts: Mapping[int, Seq[int]] = {},
+    ) -> list[int]:
+        """Write the masks of a plan into `memory(number of masks)`; returns the number of each one's chunk.
 
-        `last` is the step before, where its ids have been read and not reported: they come first.
+        `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
+        a mask for its next id, and one for the id after each of its `drafts`.
         """
         if last is not None:
             self._show(*last)
-        guides, masked = self.guides, dict[int, Guide]()
+        guides, windows, numbers = self.guides, list[tuple[Guide, Seq[int]]](), list[int]()
         for number in plan.chunks.draws.nonzero()[0].tolist():
             guide = guides.get(plan.chunks.sequences[number].seq_id)
-            if guide is not None and guide.has_mask and guide.error is None:
-                masked[number] = guide
-        self._masked, self._broken = masked, self._masks.fill(masked.values(), memory(len(masked)))
-        return list(masked)
+            if guide is not None and guide.error is None and (guide.has_mask or number in drafts):
+                windows.append((guide, drafts.get(number, ())))
+                numbers += [number] * (1 + len(windows[-1][1]))
+        self._broken = self._masks.fill(windows, memory(len(numbers)))
+        return numbers
 
     def _show(self, plan: StepPlan, result: StepResult) -> None:
         """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
@@ -131,9 +138,7 @@ class GuidedRequests:
         Every guide that has a mask is asked: what is forced once stays so, appended or drawn. A guide that
         has reached a limit ends its request then.
         """
-        self._masks.look_back()
-        forced = [guide.forced() for guide in self._masked.values()]
-        num_saved = sum(len(ids) - 1 for ids in forced if ids)
+        num_saved = self._masks.look_back()
         return bool(self._broken) or self.is_worth_it(num_saved, len(plan.chunks.sequences))
 
     def jump(self, plan: StepPlan | None, dropped: set[int]) -> list[StepOutput]:
@@ -146,9 +151,9 @@ class GuidedRequests:
         outputs: list[StepOutput] = []
         sequences: Seq[Sequence] = self._scheduler.running if plan is None else plan.chunks.sequences
         numbers = range(len(sequences)) if plan is None else plan.chunks.draws.nonzero()[0].tolist()
-        for number, broken in self._masked.items() if self._broken and plan is not None else ():
-            if broken in self._broken and sequences[number].finish_reason is None:
-                outputs += self._fail(sequences[number], broken)
+        for seq in sequences if self._broken and plan is not None else ():
+            if seq.finish_reason is None and (broken := self.guides.get(seq.seq_id)) in self._broken:
+                outputs += self._fail(seq, broken)
         guided = ((number, sequences[number]) for number in numbers)
         due = [(number, seq, *self._due(seq)) for number, seq in guided if seq.seq_id in self.guides]
         num_saved = sum(len(ids) - num_drawn for _, _, ids, num_drawn in due)

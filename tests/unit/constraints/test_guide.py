@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from infer.constraints import compiler as compiler_module
 from infer.constraints import masks as filler_module
@@ -30,6 +32,9 @@ from tests.support.words import (
 )
 
 NUMBER = Structured.regex("[0-9]{3}")
+PERSON = Structured.json_schema(
+    {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
+)
 CALL = Structured.grammar('start: %json {"type": "object"} "</tc>"', triggers=("<tc>",))
 
 
@@ -276,7 +281,7 @@ def test_masks_of_several_rows_are_those_of_each() -> None:
     for _ in range(3):  # in this thread, then in others, then whichever was quicker
         before = guides[0].mask_cost.seconds, len(filler._in_threads)
         masks_KW[:] = 0
-        assert filler.fill(guides, masks_KW) == []
+        assert filler.fill([(guide, ()) for guide in guides], masks_KW) == []
         filler.look_back()
         ways |= {
             way
@@ -295,7 +300,7 @@ def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
     guides = [Guide(compiled(each)) for each in (free, free, number, number)]
     masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     filler = MaskFiller()
-    filler.fill(guides, masks_KW)
+    filler.fill([(guide, ()) for guide in guides], masks_KW)
     filler.look_back()
     assert [guide.is_wide for guide in guides] == [True, True, False, False]
     assert guides[0].copy().is_wide
@@ -332,7 +337,7 @@ def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str)
     for _ in range(8):
         guide, filler = Guide(compiled(structured)), MaskFiller()
         for _ in range(12):
-            filler.fill([guide], masks_KW)
+            filler.fill([(guide, ())], masks_KW)
             filler.look_back()
             assert guide.matcher is not None
             seen[guide.is_wide] += 1
@@ -343,3 +348,88 @@ def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str)
             if guide.matcher is None:
                 break
     assert seen[True], "it was not asked"
+
+
+def window_of(guide: Guide, drafts: list[int]) -> tuple[list[set[int]], int]:
+    masks_PW = np.zeros((len(drafts) + 1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    num_valid = guide.fill_window(drafts, masks_PW)
+    bits = np.unpackbits(masks_PW.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB_SIZE]
+    return [set(row.nonzero()[0].tolist()) for row in bits], num_valid
+
+
+WINDOWS = {
+    "schema": Guide(compiled(PERSON)),
+    "free text with calls": Guide(compiled(CALL)),
+    "reasoning": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END)),
+    "reasoning that ends early": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, max_tokens=2)),
+    "keys that must come": Guide(compiled(Structured.choice(["abcab", "abcno"]))),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_masks_of_a_window_are_those_of_a_guide_that_consumed_its_drafts(name: str) -> None:
+    rng, everything = np.random.default_rng(11), set(range(VOCAB_SIZE))
+    start, num_drafts = WINDOWS[name], 0
+    calls = ids_of("a <tc>{}")
+    for trial in range(12):
+        guide, seen = start.copy(), list[int]()
+        for place in range(20):
+            ahead, drafts, wanted = guide.copy(), list[int](), list[set[int]]()
+            for position in range(5):  # what a guide says that has seen nothing else
+                fresh = start.copy()
+                fresh.consume(seen + drafts)
+                wanted.append(allowed(fresh) if fresh.has_mask else everything)
+                if ahead.state == ENDED:
+                    break
+                choices = sorted(wanted[-1])
+                if not ahead.has_mask:  # a token that means something, or any
+                    choices = [THINK_END, *ids_of("x"), calls[(place + position) % len(calls)]]
+                drafts.append(int(rng.choice(choices)))
+                ahead.consume(drafts[-1:])
+            wanted, drafts = wanted[: len(drafts) + 1], drafts[: len(wanted) - 1]
+            found, num_valid = window_of(guide, drafts)
+            assert (found, num_valid) == (wanted, len(drafts)), (trial, seen, drafts)
+            wrong = sorted(everything - wanted[0])
+            if wrong and drafts:
+                found, num_valid = window_of(guide, [wrong[0], *drafts[1:]])
+                assert found == [wanted[0], *[everything] * len(drafts)] and num_valid == 0
+            num_drafts += len(drafts)
+            if not drafts:
+                break
+            guide.consume(drafts[:1])
+            seen += drafts[:1]
+    assert num_drafts > 40 or name == "keys that must come"
+
+
+def test_a_window_equals_a_fresh_matcher_that_consumed_the_prefix() -> None:
+    grammar, output = compiled(PERSON), ids_of('{"name":"ab","age":12}')
+    found, num_valid = window_of(Guide(grammar), output)
+    assert num_valid == len(output)
+    for position, mask in enumerate(found[:-1]):
+        matcher = grammar.lexer.matcher()
+        assert matcher.consume_tokens(output[:position])
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        assert mask == set(bits[:VOCAB_SIZE].nonzero()[0].tolist())
+
+
+def test_a_window_goes_on_where_a_lexer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that others have used up on the way leaves the guide able to go on."""
+    guide, plain = Guide(compiled(PERSON)), Guide(compiled(PERSON))
+    output = ids_of('{"name":"ab"')
+    assert guide.matcher is not None
+    monkeypatch.setattr(guide, "matcher", Stubborn(guide.matcher))
+    assert window_of(guide, output) == window_of(plain, output)
+    assert window_of(guide, output) == window_of(plain, output)
+
+
+class Stubborn:
+    """A matcher that does not roll back."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def rollback(self, num_tokens: int) -> bool:
+        return False

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from infer.constraints import compiler as compiler_module
@@ -18,9 +19,9 @@ from infer.execution.runner import StepResult, UnsampledStep
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
-from tests.support.guided import GuidedWorld, OracleStep, expected
+from tests.support.guided import GuidedWorld, OracleStep, bits_of, expected
 from tests.support.oracle import OracleWorld
-from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
+from tests.support.words import EOS_IDS, THINK_END, VOCAB_SIZE, ids_of, text_of, token_of
 
 DIGITS = Structured.regex("[0-9]{6}")
 BAD = Structured(kind="regex", text="(", param="guided_regex")
@@ -383,3 +384,29 @@ def test_a_batch_without_constraints_never_asks_for_masks(monkeypatch: pytest.Mo
     world.add("b", [5], max_tokens=20, ignore_eos=True, reasoning=Reasoning(end_id=THINK_END))
     world.run()
     assert world.most_late > 1, "steps overlap as deep as without any of this"
+
+
+def test_masks_are_asked_for_by_chunk_and_position() -> None:
+    """The chunk of a guided sequence with drafts has a mask for each position, in order."""
+    world = GuidedWorld(num_blocks=100)
+    for name in ("a", "b"):
+        world.add(name, [5], structured=DIGITS, max_tokens=20)
+    world.add("free", [5], max_tokens=20)
+    world.step()
+    plan = world.scheduler.plan()
+    guided, lines = world.engine._guided, list[np.ndarray]()
+
+    def memory(num_masks: int) -> np.ndarray:
+        lines.append(np.zeros((num_masks, -(-VOCAB_SIZE // 32)), dtype=np.int32))
+        return lines[-1]
+
+    names = [seq.request_id for seq in plan.chunks.sequences]
+    first, second = names.index("a"), names.index("b")
+    digit, letter = token_of("1"), token_of("x")
+    numbers = guided.fill(plan, None, memory, {second: [digit, letter, digit]})
+    assert numbers == sorted([first, *[second] * 4]), "none of the free one"
+    masks = [set(bits_of(line).tolist()) for line in lines[0]]
+    own = masks[numbers.index(second) :][:4]
+    assert own[0] == own[1] == masks[numbers.index(first)] and digit in own[0] and letter not in own[0]
+    assert own[2] == own[3] == set(range(VOCAB_SIZE)), "after one that may not follow"
+    assert guided.fill(plan, None, memory) == sorted([first, second])
