@@ -94,7 +94,7 @@ def whole_graphs(device: GpuDevice, num_rows: int) -> StepGraphs:
     """Graphs of the same device half in which the sampler is a part of the forward, captured when needed."""
     return WholeGraphs(
         partial(device.compute_logits, device.model), device.sample_logits, device.inputs.blank,
-        max_rows=num_rows, max_tokens=512, captures=is_gpu(device.device),
+        max_rows=num_rows, max_tokens=512, captures=is_gpu(device.device), profile=device.profile,
     )  # fmt: skip
 
 

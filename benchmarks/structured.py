@@ -17,7 +17,7 @@ of a real vocabulary, which may be smaller than the model's: ids without a token
 
 Runs alternate. The cost is 1 - (tokens per second over those of `free` in the same round), in per cent; the
 cost of a step is its time over that of `free`, less 1. Then the times of one step's work on the host: all
-masks of a step in which every row has one, one consumed id, and the compilation of ordinary schemas. At last
+masks of a step in which every row has one, ids consumed, and the compilation of ordinary schemas. At last
 where a step of `json` spends its time on the host, in microseconds, in the order of the step (engine.py); of
 `wait` it works on nothing.
 """
@@ -42,17 +42,17 @@ from benchmarks.machine import parse
 from infer.bench.metrics import percentile
 from infer.bench.report import Row, make_report, make_row, write_report
 from infer.bench.target import BenchTarget, open_target
+from infer.constraints.compiler import Compiler
+from infer.constraints.description import Structured
+from infer.constraints.masks import MaskFiller
+from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.engine import Engine
+from infer.engine.guided import GuidedRequests
 from infer.engine.host_half import HostHalf
-from infer.engine.requests import RequestTable
 from infer.execution.device import PendingStep
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
-from infer.structured.compiler import Compiler
-from infer.structured.masks import MaskFiller
-from infer.structured.token_bytes import TokenBytes, tokenizer_json
 
 PROMPT_LEN = 128
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>")  # of an answer, in vocabularies
@@ -187,7 +187,7 @@ def run(engine: Engine, variant: Variant, num_rows: int, num_tokens: int, vocab_
     """Serve a batch of requests with prompts that no other run has had."""
     rng = np.random.default_rng(7)
     engine.reset_prefix_cache()
-    engine._requests.jumps = variant.jumps
+    engine._guided.jumps = variant.jumps
     for number in range(num_rows):
         params = SamplingParams(
             temperature=0.6, seed=number, max_tokens=num_tokens, structured=variant.structured,
@@ -260,11 +260,10 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         "order": [(HostHalf, "order")],
         "begin": [(type(engine._device), "run")],
         "wait": [(Engine, "_read")],
-        "consume": [(RequestTable, "show_guides")],
         "fill": [(MaskFiller, "fill")],
         "sample": [(PendingStep, "sample")],
         "report": [(Engine, "_conclude")],
-        "jump": [(RequestTable, each) for each in ("may_jump", "jump", "jump_all")],
+        "jump": [(GuidedRequests, each) for each in ("may_jump", "jump")],
     }
     with ExitStack() as stack:
         calls = {
@@ -277,9 +276,8 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         for name, lists in calls.items()
     }
     step_us = found.pop("step")
-    return {"consume_mean_us": found["consume"] / args.rows} | {
-        f"host_{name}_us": us for name, us in (found | {"rest": step_us - sum(found.values())}).items()
-    }
+    found["rest"] = step_us - sum(found.values())
+    return {f"host_{name}_us": us for name, us in found.items()}
 
 
 def num_chars(tokenizer: Tokenizer, outputs: list[list[int]]) -> int:

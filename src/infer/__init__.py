@@ -12,12 +12,12 @@ TYPE_CHECKING = False  # not from typing: `infer` is imported before Ctrl-C is l
 if TYPE_CHECKING:
     from typing import Any
 
+    from infer.constraints.description import Structured as Structured
     from infer.frontend.async_llm import AsyncLLM as AsyncLLM
     from infer.frontend.llm import LLM as LLM
     from infer.frontend.llm import CompletionOutput as CompletionOutput
     from infer.frontend.llm import RequestOutput as RequestOutput
     from infer.sampling.params import SamplingParams as SamplingParams
-    from infer.sampling.structured import Structured as Structured
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _HOME = {
     "RequestOutput": "infer.frontend.llm",
     "CompletionOutput": "infer.frontend.llm",
     "SamplingParams": "infer.sampling.params",
-    "Structured": "infer.sampling.structured",
+    "Structured": "infer.constraints.description",
 }
 __all__ = [
     "LLM",

@@ -33,7 +33,7 @@ def test_every_way_to_make_steps_gives_valid_outputs(loaded: LoadedModel, checkp
         "swapping": {"block_size": 4, "num_blocks": 34, "preemption": "swap", "swap_blocks": 60},
     }
     engine = make_engine(loaded, **FEW_SIZES, **rows.get(name, {}))
-    engine._requests.jumps = name != "no jumps"
+    engine._guided.jumps = name != "no jumps"
     tokens = run(engine)
     assert len({number for number, _ in tokens}) == len(PARAMS)
     check_texts(tokens, checkpoint)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.constraints.description import Structured
 from infer.execution.gpu.device import GpuDevice
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.constraints.description import Reasoning, Structured
 from infer.engine import machine
 from infer.execution.gpu.device import GpuDevice
-from infer.sampling.structured import Reasoning, Structured
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 pytest.importorskip("llguidance")

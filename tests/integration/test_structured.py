@@ -124,7 +124,7 @@ def test_no_setting_changes_a_token(
 
 def test_jumps_change_no_token(loaded: LoadedModel, usual: dict[tuple[int, int], list[int]]) -> None:
     engine = make_engine(loaded)
-    engine._requests.jumps = False
+    engine._guided.jumps = False
     assert run(engine) == usual
 
 
@@ -147,7 +147,7 @@ def test_the_device_half_of_a_gpu_gives_the_same_tokens(
         grow(seq, count)
 
     monkeypatch.setattr(engine.scheduler, "grow", grow_and_note)
-    monkeypatch.setattr(engine._requests, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(engine._guided, "is_worth_it", lambda *_: True)
     assert run(engine) == usual
     assert len(grown) > 5 and max(grown) > 1
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from infer.constraints.description import Reasoning, Structured
 from infer.errors import RequestError
-from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.guided import GuidedWorld
 from tests.support.words import THINK_END, VOCAB_SIZE, ids_of, token_of

@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from infer.constraints.description import Structured
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from tests.support.fetched import fetched_model
 
 

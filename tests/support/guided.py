@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from infer.constraints.guide import ENDED, Guide
 from infer.engine.engine import Engine
 from infer.execution.device import PendingStep, Ready
 from infer.execution.order import StepOrder
 from infer.sampling.params import SamplingParams, sequence_seed
-from infer.structured.guide import ENDED, Guide
 from tests.support import words
 from tests.support.oracle import OracleDevice, OracleWorld, next_token
 from tests.support.walks import allowed_ids
@@ -23,9 +23,9 @@ from tests.support.words import EOS_IDS, VOCAB_SIZE
 
 
 def draw(seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
-    """What the oracle says next, among what is allowed."""
+    """What the oracle says next, among what is allowed; a mask that allows everything is none."""
     token = next_token(seen, seed)
-    if allowed is None:
+    if allowed is None or len(allowed) == VOCAB_SIZE:
         return token % VOCAB_SIZE
     return int(allowed[(token * 7919 + len(seen)) % len(allowed)])
 
@@ -64,14 +64,14 @@ class GuidedWorld(OracleWorld):
             steps_ahead=steps_ahead,
             token_bytes=words.token_bytes(),
         )
-        requests = self.engine._requests
-        requests.jumps = jumps
+        guided = self.engine._guided
+        guided.jumps = jumps
         if always_jumps:
-            requests._is_worth_it = lambda num_saved, num_sequences: num_saved > 0  # type: ignore[method-assign]
+            guided.is_worth_it = lambda num_saved, num_sequences: num_saved > 0
 
     def check_books(self) -> None:
         super().check_books()
-        guides, live = self.engine._requests.guides, {seq.seq_id for seq in self.scheduler.sequences()}
+        guides, live = self.engine._guided.guides, {seq.seq_id for seq in self.scheduler.sequences()}
         assert guides.keys() <= live
 
     def verify(self) -> int:

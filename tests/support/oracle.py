@@ -147,7 +147,8 @@ class OracleDevice(SyncDevice):
 
     def draw(self, order: StepOrder, seen: list[list[int]], masks: StepMasks) -> StepResult:
         """The ids of a step whose rows see this."""
-        allowed = {place: bits_of(mask_W) for place, mask_W in masks.by_place().items()}
+        masked = masks.by_place().items()
+        allowed = {place: bits_of(mask_W, self.vocab_size) for place, mask_W in masked}
         drafts = drafts_of(order)
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
@@ -242,9 +243,9 @@ class OracleDevice(SyncDevice):
             self.num_transfers[kind] += 1
 
 
-def bits_of(mask_W: np.ndarray) -> np.ndarray:
-    """The ids that a mask allows."""
-    return np.unpackbits(mask_W.view(np.uint8), bitorder="little").nonzero()[0]
+def bits_of(mask_W: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids of a vocabulary that a mask allows."""
+    return np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:vocab_size].nonzero()[0]
 
 
 def first_tokens(order: StepOrder) -> set[int]:

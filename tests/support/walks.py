@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
-from infer.structured.compiler import Grammar
-from infer.structured.guide import ENDED, Guide
+from infer.constraints.compiler import Grammar
+from infer.constraints.guide import ENDED, Guide
 from tests.support.words import EOS_IDS, VOCAB_SIZE, token_of
 
 NUM_WORDS = -(-VOCAB_SIZE // 32)
@@ -19,6 +20,19 @@ def allowed_ids(guide: Guide) -> np.ndarray:
     mask_W = np.zeros(NUM_WORDS, dtype=np.int32)
     guide.fill(mask_W)
     return np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0]
+
+
+def num_valid(guide: Guide, ids: Sequence[int]) -> int:
+    """How many of these ids could follow, from the first on."""
+    trial = guide.copy()
+    for number, token_id in enumerate(ids):
+        forced = trial.forced() if trial.has_mask else ()
+        if trial.state == ENDED or (forced and token_id != forced[0]):
+            return number
+        if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
+            return number
+        trial.consume((token_id,))
+    return len(ids)
 
 
 def walk(grammar: Grammar, rng: random.Random, max_tokens: int = 300) -> list[int] | None:

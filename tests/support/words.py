@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from infer.sampling.structured import Structured
-from infer.structured.compiler import Compiler, Grammar
-from infer.structured.token_bytes import TokenBytes
+from infer.constraints.compiler import Compiler, Grammar
+from infer.constraints.description import Structured
+from infer.constraints.token_bytes import TokenBytes
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import BYTE_OF_CHAR, Tokenizer
 

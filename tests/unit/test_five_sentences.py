@@ -35,10 +35,10 @@ def test_the_core_may_not_import_text(part: str) -> None:
     assert not ALLOWED[part] & {"tokenizer", "frontend", "server", "cli"}
 
 
-def test_only_structured_sees_the_bytes_of_the_vocabulary() -> None:
-    parts = {part for part in (*TOKEN_IDS_ONLY, "structured") if "tokenizer" in ALLOWED[part]}
-    assert parts == {"structured"}
-    files = sorted((PACKAGE / "structured").glob("*.py"))
+def test_only_constraints_see_the_bytes_of_the_vocabulary() -> None:
+    parts = {part for part in (*TOKEN_IDS_ONLY, "constraints") if "tokenizer" in ALLOWED[part]}
+    assert parts == {"constraints"}
+    files = sorted((PACKAGE / "constraints").glob("*.py"))
     readers = [file.name for file in files if "infer.tokenizer" in file.read_text(encoding="utf-8")]
     assert readers == ["token_bytes.py"]
 

@@ -28,33 +28,35 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"layers", "quant", "kernels"},
     "loader": {"models", "layers", "quant", "kernels"},
     "tokenizer": set(),
-    "dialects": {"sampling", "tokenizer"},
-    "sampling": {"kernels"},
-    "structured": {"sampling", "tokenizer"},
+    "dialects": {"constraints", "sampling", "tokenizer"},
+    "sampling": {"constraints", "kernels"},
+    "constraints": {"tokenizer"},
     "cache": {"kernels"},
     "scheduling": {"cache", "sampling"},
-    "execution": {"scheduling", "cache", "kernels", "layers", "models", "sampling"},
+    "execution": {"cache", "kernels", "layers", "models", "sampling"},  # it is told orders, not plans
     "engine": {
-        "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling", "structured",
+        "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling",
+        "constraints",
     },
     "tools": {
         "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",
-        "sampling",
+        "sampling", "constraints",
     },
     "client": {"engine", "scheduling", "loader", "tools"},
     "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools"},
     "server": {
-        "frontend", "client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools",
+        "frontend", "client", "engine", "scheduling", "loader", "sampling", "constraints", "tokenizer",
+        "dialects", "tools",
     },
     "bench": {
         "frontend", "tools", "client", "engine", "scheduling", "execution", "cache", "kernels", "loader",
         "models", "sampling",
     },
     "cli": {
-        "frontend", "bench", "tools", "client", "engine", "scheduling", "loader", "sampling", "server",
-        "tokenizer", "dialects",
+        "frontend", "bench", "tools", "client", "engine", "scheduling", "loader", "sampling", "constraints",
+        "server", "tokenizer", "dialects",
     },
-    "__init__": {"frontend", "sampling"},  # imported when a name is first used
+    "__init__": {"frontend", "sampling", "constraints"},  # imported when a name is first used
     "__main__": {"cli"},
 }  # fmt: skip
 

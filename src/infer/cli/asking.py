@@ -23,9 +23,9 @@ from infer.cli.interrupts import importing
 from infer.cli.readers import natural
 from infer.cli.remote import RemoteModel, is_remote, open_server
 from infer.config.settings import EngineConfig
+from infer.constraints.description import Structured
 from infer.errors import ConfigError
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 
 if TYPE_CHECKING:
     from infer.engine.observer import EngineObserver

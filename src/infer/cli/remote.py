@@ -29,10 +29,10 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.cli import flags
+from infer.constraints.description import Structured
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, TextDelta
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 
 if TYPE_CHECKING:
     from infer.frontend.prompts import ChatOptions

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infer.constraints.description import Reasoning
 from infer.dialects.events import TOOL_NAME, ToolCall, read_arguments
 from infer.dialects.grammar import constraint
 from infer.dialects.table import Dialect, Think
 from infer.errors import MalformedRequest, RequestError, field_of, show_value, unknown_field
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Reasoning
 from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128

@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from infer.constraints.checks import check_keywords, close_objects
+from infer.constraints.description import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
 from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
-from infer.sampling.json_schema import check_keywords, close_objects
-from infer.sampling.structured import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_byt
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
+from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
@@ -56,7 +57,6 @@ from infer.models.config import ModelConfig
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
-from infer.structured.token_bytes import TokenBytes, tokenizer_json
 
 logger = logging.getLogger(__name__)
 

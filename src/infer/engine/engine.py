@@ -23,9 +23,9 @@ steps are launched ahead of the one that is read:
 
 Integers decide, never a clock: a run that is repeated makes the same plans.
 
-A step with *guided* sequences (structured/) samples late, when the ids before it are known and the masks made
-of them are filled. The model runs meanwhile. What else the ids mean comes when the model of the next step is
-launched, unless they are followed by so much that must come that it is worth appending:
+A step with *guided* sequences (engine/guided.py) samples late, when the ids before it are known and the masks
+made of them are filled. The model runs meanwhile. What else the ids mean comes when the model of the next
+step is launched, unless they are followed by so much that must come that it is worth appending:
 
     CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
     device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
@@ -52,13 +52,15 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import NamedTuple
 
+from infer.constraints.compiler import Compiler, Grammar
+from infer.constraints.compiling import CompilingRequests
+from infer.constraints.token_bytes import TokenBytes
 from infer.engine.admission import admit, seed_of
-from infer.engine.compiling import CompilingRequests
 from infer.engine.host_half import HostHalf
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
-from infer.engine.requests import RequestTable
-from infer.engine.stats import STEP_TOKENS, EngineForm, EngineStats, Histogram
+from infer.engine.requests import RequestTable, unserved
+from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
 from infer.sampling.params import NO_TOKEN, SamplingParams
@@ -66,9 +68,6 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
-from infer.structured.compiler import Compiler, Grammar
-from infer.structured.masks import MaskFiller
-from infer.structured.token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +116,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
         self._requests = RequestTable(scheduler, clock)
+        self._guided = self._requests.guided
         self._empty_steps = 0
         self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
@@ -127,8 +127,10 @@ class Engine:
         self._has_drafts = False  # the last step launched: it is read before the next
         self._is_guided = False  # the last step launched: its masks need all ids before it
         self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
-        self._compiling = CompilingRequests(Compiler(self._token_bytes))
-        self._masks = MaskFiller()
+        self._compile_s = Histogram(GRAMMAR_SECONDS)
+        self._compiling: CompilingRequests[tuple[SequenceGroup, array[int]]] = CompilingRequests(
+            Compiler(self._token_bytes), self._compile_s.observe
+        )
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -155,7 +157,11 @@ class Engine:
             raise error.of(self.model_len) from None
         if request.params.structured is None:
             self._accept(group, tokens, None)
-        elif (grammar := self._compiling.begin(request.params.structured, group, tokens)) is not None:
+            return
+        grammar = self._compiling.begin(request.params.structured, request.request_id, (group, tokens))
+        if grammar is None:
+            group.added_at = perf_counter()
+        else:
             self._accept(group, tokens, grammar)
 
     def _accept(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None) -> None:
@@ -168,7 +174,7 @@ class Engine:
 
         Until this is called, `add` compiles, and raises what it finds.
         """
-        self._compiling.compile_aside(wake)
+        self._compiling.wake = wake
 
     def read_vocabulary(self) -> None:
         """Begin to read the vocabulary of constraints in a thread: for an engine that is idle (`IDLE_S`)."""
@@ -178,7 +184,8 @@ class Engine:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
         group = self._requests.groups.get(request_id)
         if group is None:
-            return self._compiling.abort(request_id) if index is None else []
+            waiting = self._compiling.abort(request_id) if index is None else None
+            return [] if waiting is None else unserved(waiting[0].request, "abort")
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
@@ -235,8 +242,8 @@ class Engine:
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
             num_grammar_failures=self._compiling.num_failures,
-            grammar_s=self._compiling.seconds.total,
-            grammar_times=tuple(self._compiling.seconds.counts),
+            grammar_s=self._compile_s.total,
+            grammar_times=tuple(self._compile_s.counts),
             **self._form,
         )
 
@@ -267,8 +274,8 @@ class Engine:
         num_flights = len(self._flights)
         if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
             return self._retire(all_but=num_flights - 1)
-        if not num_flights and self._requests.guides:
-            self._unreported += self._requests.jump_all()
+        if not num_flights and self._guided.guides:
+            self._unreported += self._guided.jump(None, set())
         plan = self.scheduler.plan()
         sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
@@ -279,7 +286,7 @@ class Engine:
                 if seq.group.queue_s is None:
                     self._requests.begin(seq)
             self._begun = sequences
-        self._is_guided = self._requests.has_guided(sequences)
+        self._is_guided = self._guided.are_in(plan)
         try:
             order = self._host.order(plan, awaits_masks=self._is_guided)
             step = self._device.run(order)
@@ -306,14 +313,12 @@ class Engine:
 
         The device waits for that. The rest of what they mean is found out while it samples.
         """
-        requests, sequences, outputs = self._requests, plan.chunks.sequences, list[StepOutput]()
+        outputs: list[StepOutput] = []
         try:
             outputs += self._retire(all_but=1)
-            if self._flights:
-                requests.show_guides(self._flights[0].plan, self._read())
-            masked = requests.masked_of(plan)
-            broken = self._masks.fill(masked.values(), step.masks(len(masked)))
-            masks = step.sample([*masked], plan.chunks.stops[[*masked]].tolist())
+            last = (self._flights[0].plan, self._read()) if self._flights else None
+            numbers = self._guided.fill(plan, last, step.masks)
+            masks = step.sample(numbers, plan.chunks.stops[numbers].tolist())
             self._observer.on_masks(plan.step, masks)
         except DeviceLost:
             self._unreported += outputs + self._conclude_read()
@@ -326,24 +331,20 @@ class Engine:
             raise
         dropped: set[int] = set()
         self._flights.append(_Flight(plan, step, dropped))
-        self._masks.look_back()
-        if broken or requests.may_jump(masked.values(), len(sequences)):
+        if self._guided.may_jump(plan):
             outputs += self._retire(all_but=1)
-            for number, guide in masked.items():
-                if guide in broken and sequences[number].finish_reason is None:
-                    outputs += requests.fail_guided(sequences[number], guide)
-            outputs += requests.jump(plan, dropped)
+            outputs += self._guided.jump(plan, dropped)
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
         """Let requests whose constraints are compiled into the queue; the last outputs of all others."""
         outputs: list[StepOutput] = []
-        for group, tokens, result in self._compiling.take():
+        for (group, tokens), result in self._compiling.take():
             if isinstance(result, Grammar):
                 group.seed = seed_of(group.request, self.scheduler, self._requests.num_added)
                 self._accept(group, tokens, result)
             else:
-                outputs += result
+                outputs += unserved(group.request, "error", result)
         return outputs
 
     @property

@@ -9,11 +9,9 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
     beams     leader, then W sequences that advance together and replace each other     (beam.py)
     pooling   leader alone, which draws nothing: it ends with its prompt and answers with an embedding
 
-The text of a guided sequence decides what may follow (structured/): each id is shown to its guide, and ids
-that must follow are appended without asking the model.
-
 Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
-that ends leaves the scheduler at once; a request is served until its last one has ended.
+that ends leaves the scheduler at once; a request is served until its last one has ended. Where the text
+decides what may follow, ids are appended by engine/guided.py.
 Whatever happens, each sequence the client waits for gets exactly one output with a finish reason.
 """
 
@@ -22,21 +20,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import chain
 from time import perf_counter
 
 import msgspec
 import numpy as np
 
+from infer.constraints.compiler import Grammar
+from infer.engine.guided import GuidedRequests
+from infer.errors import RequestError
 from infer.execution.device import StepResult
-from infer.sampling.params import NO_TOKEN, RowLogprobs
-from infer.scheduling.beam import advance_beams, best_outputs, num_logprobs
+from infer.sampling.params import RowLogprobs
+from infer.scheduling.beam import advance_beams, best_outputs
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.request import StepOutput
+from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
-from infer.structured.compiler import Grammar
-from infer.structured.guide import ENDED, Guide
 
 # a sequence, its ids, their logprobs
 Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]
@@ -51,8 +49,7 @@ class RequestTable:
         self._clock = clock  # for metrics only
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
-        self.guides: dict[int, Guide] = {}  # by seq_id: of sequences whose text decides what may follow
-        self.jumps = True  # whether ids that must follow are appended without a step for each
+        self.guided = GuidedRequests(self, scheduler)
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -73,7 +70,7 @@ class RequestTable:
             leader.num_samples = 0  # it never draws: its last chunk is pooled
         self.num_added += 1
         if params.is_guided:
-            self.guides[leader.seq_id] = Guide(grammar, params.reasoning)
+            self.guided.add(leader, grammar)
         self._scheduler.add(leader)
         self.groups[group.request.request_id] = group
 
@@ -97,8 +94,7 @@ class RequestTable:
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
         self._scheduler.fork(parent, child)
-        if parent.seq_id in self.guides:
-            self.guides[child.seq_id] = self.guides[parent.seq_id].copy()
+        self.guided.fork(parent, child)
         return child
 
     # -- to go on ---------------------------------------------------------------------------------
@@ -115,9 +111,9 @@ class RequestTable:
         sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
         if self.waiting_for_ids:
             sampled = self._fork_leaders(sampled, offers)
-        is_guided = bool(self.guides)
+        is_guided = bool(self.guided.guides)
         if is_guided:
-            sampled = self._take_guided(sampled, outputs)
+            sampled = self.guided.report(sampled, outputs)
         for seq, ids, logprobs in sampled:
             if not ids or seq.finish_reason is not None:
                 continue
@@ -130,7 +126,7 @@ class RequestTable:
                 if len(tokens) < seq.bare_until:
                     outputs.append(StepOutput(seq.request_id, seq.index, ids))
                     continue
-            outputs.append(self._describe(seq, ids, logprobs))
+            outputs.append(self.describe(seq, ids, logprobs))
         self.num_output_tokens += (
             sum(len(output.token_ids) for output in outputs)
             if plan.chunks.num_drafts or is_guided  # a constraint that fails gives outputs without ids
@@ -185,133 +181,9 @@ class RequestTable:
             elif not seq.is_beam:
                 yield seq, ids, logprobs
 
-    # -- guided sequences -------------------------------------------------------------------------
-
-    def _take_guided(self, sampled: Iterable[Sampled], outputs: list[StepOutput]) -> Iterator[Sampled]:
-        """What each sequence sampled, but for guided ones, whose outputs are made here."""
-        for seq, ids, logprobs in sampled:
-            guide = self.guides.get(seq.seq_id)
-            if guide is None or seq.is_beam:
-                yield seq, ids, logprobs
-            elif ids and seq.finish_reason is None:
-                outputs += self._follow(seq, guide, ids, logprobs)
-
-    def _follow(
-        self, seq: Sequence, guide: Guide, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]
-    ) -> list[StepOutput]:
-        """Append ids to a guided sequence, up to the one that ends it or its request."""
-        num_taken, has_ended = guide.take(ids, seq.stop_ids)
-        seq.tokens.extend(ids[:num_taken])
-        if guide.error is not None:
-            return self.fail_guided(seq, guide)
-        if guide.state == ENDED:
-            del self.guides[seq.seq_id]
-        if not has_ended and len(seq.tokens) < seq.bare_until and seq.tokens[-1] not in seq.stop_ids:
-            return [StepOutput(seq.request_id, seq.index, ids)]
-        return [self._describe(seq, ids[:num_taken], logprobs[:num_taken], has_ended=has_ended)]
-
-    def fail_guided(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
-        """End the request of a sequence whose constraint has reached a limit."""
-        group, structured = seq.group, seq.group.request.params.structured
-        param = "structured" if structured is None else structured.param
-        ended = self.end(group, group.unfinished, "error", error=f"{param}: {guide.error}")
-        return [msgspec.structs.replace(output, param=param) for output in ended]
-
-    def has_guided(self, sequences: Seq[Sequence]) -> bool:
-        """Whether any of these sequences is guided."""
-        guides = self.guides
-        return bool(guides) and any(seq.seq_id in guides for seq in sequences)
-
-    def show_guides(self, plan: StepPlan, result: StepResult) -> None:
-        """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
-        guides = self.guides
-        for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
-            guide = guides.get(seq.seq_id)
-            if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
-                continue
-            if result.is_whole or NO_TOKEN not in ids:
-                guide.advance(ids, seq.stop_ids)
-
-    def masked_of(self, plan: StepPlan) -> dict[int, Guide]:
-        """The guides under whose masks a step draws, by the number of the chunk."""
-        guides, masked = self.guides, dict[int, Guide]()
-        for number in plan.chunks.draws.nonzero()[0].tolist():
-            guide = guides.get(plan.chunks.sequences[number].seq_id)
-            if guide is not None and guide.has_mask and guide.error is None:
-                masked[number] = guide
-        return masked
-
-    def may_jump(self, guides: Iterable[Guide], num_sequences: int) -> bool:
-        """Whether it may be worth appending what must follow in the sequences of a step under way.
-
-        Every guide that has a mask is asked: what is forced once stays so, appended or drawn.
-        """
-        forced = [guide.forced() for guide in guides]
-        return self._is_worth_it(sum(len(ids) - 1 for ids in forced if ids), num_sequences)
-
-    def jump(self, plan: StepPlan, dropped: set[int]) -> list[StepOutput]:
-        """Append what must follow in the sequences of a step under way; the outputs say so.
-
-        `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
-        """
-        drawing, sequences = plan.chunks.draws.nonzero()[0].tolist(), plan.chunks.sequences
-        guided = {number: sequences[number] for number in drawing if sequences[number].seq_id in self.guides}
-        outputs = self._jump(guided, len(sequences))
-        dropped.update(outputs)
-        return list(chain(*outputs.values()))
-
-    def jump_all(self) -> list[StepOutput]:
-        """Append what must follow in every guided sequence, while no step is under way."""
-        running = self._scheduler.running
-        guided = {seq.seq_id: seq for seq in running if seq.seq_id in self.guides}
-        return list(chain(*self._jump(guided, len(running)).values()))
-
-    def _jump(self, guided: Mapping[int, Sequence], num_sequences: int) -> dict[int, list[StepOutput]]:
-        """Append what must follow in these sequences; the outputs that say so, of those that got any.
-
-        None gets any where that is not worth it: the step that computes them is longer for all.
-        """
-        due = {name: self._due(seq) for name, seq in guided.items()}
-        jumps = {name: (ids, num_drawn) for name, (ids, num_drawn) in due.items() if ids}
-        num_saved = sum(len(ids) - num_drawn for ids, num_drawn in jumps.values())
-        if not self._is_worth_it(num_saved, num_sequences):
-            return {}
-        return {name: self._append(guided[name], *jump) for name, jump in jumps.items()}
-
-    def _is_worth_it(self, num_saved: int, num_sequences: int) -> bool:
-        """Whether enough draws are saved: as many as the batch has sequences.
-
-        Otherwise the ids are drawn one by one, under masks that allow nothing else.
-        """
-        return num_saved >= num_sequences
-
-    def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
-        """The ids that must follow, where they may be appended, and how many of them are being drawn.
-
-        A request that asks for logprobs gets all its tokens from steps, as the prompt's come with its first.
-        Its guide is asked as well: what is forced once stays so, appended or drawn.
-        """
-        guide = self.guides[seq.seq_id]
-        ids = guide.forced() if guide.has_mask else ()
-        if not ids or not (self.jumps and seq.is_running and seq.num_samples == 1):
-            return (), 0
-        if num_logprobs(seq.group) is not None or seq.group.request.params.prompt_logprobs is not None:
-            return (), 0
-        num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
-        ids = ids[: seq.max_total - len(seq.tokens)]
-        return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)
-
-    def _append(self, seq: Sequence, ids: tuple[int, ...], num_drawn: int) -> list[StepOutput]:
-        """Append ids that must follow; the outputs that say so."""
-        outputs = self._follow(seq, self.guides[seq.seq_id], ids, (None,) * len(ids))
-        self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
-        if seq.finish_reason is None:
-            self._scheduler.grow(seq, len(ids) - num_drawn)
-        return outputs
-
     # -- what an output says ----------------------------------------------------------------------
 
-    def _describe(
+    def describe(
         self,
         seq: Sequence,
         ids: tuple[int, ...],
@@ -390,8 +262,7 @@ class RequestTable:
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
-        if self.guides:
-            self.guides.pop(seq.seq_id, None)
+        self.guided.drop(seq)
         self._scheduler.remove(seq)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
@@ -425,3 +296,13 @@ def _output(
         prompt_logprobs=prompt_logprobs,
         error=error,
     )
+
+
+def unserved(request: Request, reason: str, error: RequestError | None = None) -> list[StepOutput]:
+    """The outputs of a request that ends before it was served: one for each that the client waits for."""
+    said = None if error is None else str(error)
+    param = None if error is None else error.param or "structured"
+    return [
+        StepOutput(request.request_id, index, (), finish_reason=reason, error=said, param=param)
+        for index in range(request.params.num_sequences)
+    ]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from infer.config.settings import MAX_SEQUENCES
+from infer.constraints.description import Reasoning, Structured
 from infer.errors import RequestError, closest
-from infer.sampling.structured import Reasoning, Structured
 
 T = TypeVar("T")
 

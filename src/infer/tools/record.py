@@ -49,6 +49,7 @@ import msgspec
 import numpy as np
 
 from infer.cache.memory import CacheSize
+from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
@@ -56,7 +57,6 @@ from infer.execution.order import StepMasks, StepOrder
 from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer.cli.remote import to_fields
-from infer.sampling.structured import Structured
+from infer.constraints.description import Structured
 from infer.server.protocol.schemas import CompletionRequest
 from infer.server.protocol.structured import read_structured
 from tests.unit.cli.test_remote import ONE_MODEL, PIECE, server

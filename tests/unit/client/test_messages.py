@@ -33,10 +33,10 @@ from infer.client.messages import (
     to_failure,
 )
 from infer.config.settings import EngineConfig
+from infer.constraints.description import Reasoning, Structured
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
-from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.request import Request, StepOutput
 
 WORDS = st.text(min_size=1, max_size=20)

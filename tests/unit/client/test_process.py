@@ -33,11 +33,11 @@ from infer.client.supervisor import EngineProcess, ProcessOptions
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
+from infer.constraints.description import Structured
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from tests.support.guided import GuidedWorld

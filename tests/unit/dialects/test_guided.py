@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from infer.constraints.compiler import Compiler
+from infer.constraints.guide import CONSTRAINED, FREE, Guide
+from infer.constraints.token_bytes import TokenBytes
 from infer.dialects.answer import AnswerFormat, Tool
 from infer.dialects.grammar import constraint
 from infer.dialects.table import BY_NAME, Dialect
-from infer.structured.compiler import Compiler
-from infer.structured.guide import CONSTRAINED, FREE, Guide
-from infer.structured.token_bytes import TokenBytes
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
+from tests.support.walks import num_valid
 from tests.unit.tokenizer.vocabularies import gpt2_metadata
 
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
@@ -54,10 +55,10 @@ def test_a_strict_call_is_enforced_from_its_marker_to_its_end(dialect: Dialect, 
         assert guide.state == FREE
         guide.consume([token_id])
     assert guide.state == CONSTRAINED
-    assert guide.validate(call) == len(call)
+    assert num_valid(guide, call) == len(call)
     texts = [tokenizer.decode(call[: i + 1], skip_special=False) for i in range(len(call))]
     value = next(i for i, text in enumerate(texts) if text.endswith("1"))
-    assert guide.validate([*call[:value], *wrong]) < value + len(wrong)
+    assert num_valid(guide, [*call[:value], *wrong]) < value + len(wrong)
     guide.consume(call)
     assert guide.error is None
     assert guide.state == FREE, "what follows is free again"

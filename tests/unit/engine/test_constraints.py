@@ -6,21 +6,23 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from infer.constraints import compiler as compiler_module
+from infer.constraints import guide as guide_module
+from infer.constraints import masks as masks_module
+from infer.constraints.description import Reasoning, Structured
+from infer.constraints.guide import Guide
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
 from infer.execution.device import PendingStep
 from infer.execution.order import AWAITS_MASKS, StepMasks, StepOrder
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.request import Request, StepOutput
-from infer.structured import compiler as compiler_module
-from infer.structured import guide as guide_module
-from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, expected
-from tests.support.oracle import OracleWorld
-from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
+from tests.support.oracle import OracleWorld, bits_of
+from tests.support.words import EOS_IDS, THINK_END, VOCAB_SIZE, ids_of, text_of, token_of
 
 DIGITS = Structured.regex("[0-9]{6}")
 BAD = Structured(kind="regex", text="(", param="guided_regex")
@@ -287,7 +289,7 @@ def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.Mo
     world.add("a", [5], structured=DIGITS, n=3)
     world.step()
     before = world.engine.stats().num_output_tokens
-    guide = world.engine._requests.guides[world.seqs("a")[0].seq_id]
+    guide = world.engine._guided.guides[world.seqs("a")[0].seq_id]
     monkeypatch.setattr(Guide, "_consume", lambda self, token_id: setattr(self, "error", "a limit"))
     assert guide.error is None and {out.finish_reason for out in world.step()} == {"error"}
     assert world.engine.stats().num_output_tokens == before == 3
@@ -375,7 +377,7 @@ def test_a_batch_without_constraints_never_asks_for_masks(monkeypatch: pytest.Mo
     world = GuidedWorld(num_blocks=100, steps_ahead=3)
     world.add("a", [5], structured=Structured.choice(["yes"]))
     world.run()
-    assert not world.engine._requests.guides
+    assert not world.engine._guided.guides
 
     def fail(*step: object) -> None:
         raise AssertionError("masks for a batch without constraints")
@@ -384,3 +386,45 @@ def test_a_batch_without_constraints_never_asks_for_masks(monkeypatch: pytest.Mo
     world.add("b", [5], max_tokens=20, ignore_eos=True, reasoning=Reasoning(end_id=THINK_END))
     world.run()
     assert world.most_late > 1, "steps overlap as deep as without any of this"
+
+
+def test_masks_are_asked_for_by_chunk_and_position() -> None:
+    """The chunk of a guided sequence with drafts has a mask for each position, in order."""
+    world = GuidedWorld(num_blocks=100)
+    for name in ("a", "b"):
+        world.add(name, [5], structured=DIGITS, max_tokens=20)
+    world.add("free", [5], max_tokens=20)
+    world.step()
+    plan = world.scheduler.plan()
+    guided, lines = world.engine._guided, list[np.ndarray]()
+
+    def memory(num_masks: int) -> np.ndarray:
+        lines.append(np.zeros((num_masks, -(-VOCAB_SIZE // 32)), dtype=np.int32))
+        return lines[-1]
+
+    names = [seq.request_id for seq in plan.chunks.sequences]
+    first, second = names.index("a"), names.index("b")
+    digit, letter = token_of("1"), token_of("x")
+    numbers = guided.fill(plan, None, memory, {second: [digit, letter, digit]})
+    assert numbers == sorted([first, *[second] * 4]), "none of the free one"
+    masks = [set(bits_of(line, VOCAB_SIZE).tolist()) for line in lines[0]]
+    own = masks[numbers.index(second) :][:4]
+    assert own[0] == own[1] == masks[numbers.index(first)] and digit in own[0] and letter not in own[0]
+    assert own[2] == own[3] == set(range(VOCAB_SIZE)), "after one that may not follow"
+    assert guided.fill(plan, None, memory) == sorted([first, second])
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_outputs_are_the_same_where_threads_fill_the_masks(
+    steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks_module, "num_threads", lambda: 3)
+    monkeypatch.setattr(masks_module, "ROWS_PER_THREAD", 1)
+    world = GuidedWorld(num_blocks=200, steps_ahead=steps_ahead, context_len=120)
+    record = Structured.json_schema({"properties": {"name": {"type": "boolean"}}, "required": ["name"]})
+    for number in range(6):
+        form = (DIGITS, record, Structured.choice(["abcab", "abcno"]))[number % 3]
+        reasoning = Reasoning(end_id=THINK_END, max_tokens=3) if number > 3 else None
+        world.add(str(number), [5, number], structured=form, reasoning=reasoning, max_tokens=40, seed=number)
+    world.run()
+    assert world.verify() == 6 and world.engine._guided._masks._threads

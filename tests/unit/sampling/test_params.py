@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from infer.constraints.description import Structured
 from infer.errors import RequestError
 from infer.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
-from infer.sampling.structured import Structured
 
 NAN, INF = float("nan"), float("inf")
 LONG = pytest.param(10**400, id="long")  # no float can hold it

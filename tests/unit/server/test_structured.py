@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from infer.constraints.description import Structured
 from infer.errors import MalformedRequest, RequestError
 from infer.frontend.llm import LLM
-from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol import translate
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, SamplingBody

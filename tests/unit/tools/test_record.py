@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from infer.config.settings import EngineConfig
+from infer.constraints.description import Structured
 from infer.engine.run_manifest import fingerprint
 from infer.errors import ConfigError
 from infer.models.config import ModelConfig
 from infer.sampling.params import SamplingParams
-from infer.sampling.structured import Structured
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.tools.record import Aborted, Added, Failed, Ran, Record, Recorder

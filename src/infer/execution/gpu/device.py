@@ -224,7 +224,7 @@ class GpuDevice:
         if decoded is not None and order.flags & REPEATS:
             self.rows.apply_tables(order)
             self._clear_masks(order)
-            return self._start_decode(order, decoded)
+            return self._start_decode(order, decoded, are_sent=self.inputs.has_rows)
         with torch.inference_mode():
             self.rows.apply(order)
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
@@ -238,7 +238,7 @@ class GpuDevice:
             has_logprobs = int(self.rows.num_logprobs[order.rows].max()) != NONE
             rows = order.rows.copy()  # the next order may take the place of this one
             decoded = DecodedRows(rows, size, self._scratch.ids_S[: order.num_rows], has_logprobs)
-            return self._start_decode(order, decoded)
+            return self._start_decode(order, decoded, are_sent=False)
 
     def _clear_masks(self, order: StepOrder) -> None:
         """Let no row of a step without masks be sampled under one of an earlier step."""
@@ -263,11 +263,10 @@ class GpuDevice:
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _start_decode(self, order: StepOrder, decoded: DecodedRows) -> Sampler:
+    def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
         """Launch rows that decode and nothing else, which is what most steps are."""
         rows, size, ids_S, has_logprobs = decoded
-        self.graphs.ensure(size)
-        if not (order.flags & REPEATS and self.inputs.num_rows_sent == size.num_rows):
+        if self.graphs.ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
         self.graphs.forward(size)
 

@@ -70,11 +70,7 @@ class DeviceInputs:
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
-
-    @property
-    def num_rows_sent(self) -> int:
-        """The rows that the device knows to decode, with their padding; 0: none, for all was blanked."""
-        return len(self._rows_sent)
+        self.has_rows = False  # whether the device still has them
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that rows with this many tokens make."""
@@ -92,15 +88,15 @@ class DeviceInputs:
         self.tiles_W4.zero_()
         self.samples_3C[0] = 0
         self.samples_3C[1:] = -1
-        self._rows_sent = self._rows_sent[:0]
+        self.has_rows = False
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
         """Send the rows that decode, padded to `size`, unless they are those of the last step."""
         padded = np.full(size, -1, dtype=np.int32)
         padded[: len(rows)] = rows
-        if not np.array_equal(padded, self._rows_sent):
+        if not (self.has_rows and np.array_equal(padded, self._rows_sent)):
             send_into(self.rows_S[:size], torch.from_numpy(padded))
-            self._rows_sent = padded
+            self._rows_sent, self.has_rows = padded, True
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
         """Send given tokens and their tiles, padded to `size` tokens."""

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from infer.constraints.description import Structured
 from infer.errors import MalformedRequest, RequestError, field_of, show_value
-from infer.sampling.structured import Structured
 from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 
 FORMATS = ("text", "json_object", "json_schema")

@@ -6,18 +6,16 @@ import json
 import subprocess
 import sys
 import threading
-from array import array
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from infer.engine.compiling import CompilingRequests
-from infer.sampling.structured import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
-from infer.structured import compiler as compiler_module
-from infer.structured.compiler import Compiler
-from infer.structured.token_bytes import TokenBytes
+from infer.constraints import compiler as compiler_module
+from infer.constraints.compiler import Compiler
+from infer.constraints.compiling import CompilingRequests
+from infer.constraints.description import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
+from infer.constraints.token_bytes import TokenBytes
 
 
 def references() -> Structured:
@@ -47,19 +45,18 @@ class PlainCompiler:
 
 def compile_aside(structured: Structured) -> None:
     """Compile in a thread of the engine's; a stack that overflows ends this process."""
-    compiling = CompilingRequests(cast(Compiler, PlainCompiler()))
+    compiling = CompilingRequests[str](cast(Compiler, PlainCompiler()), lambda seconds: None)
     done = threading.Event()
-    compiling.compile_aside(done.set)
-    group = cast(Any, SimpleNamespace(request=SimpleNamespace(request_id="a")))
-    assert compiling.begin(structured, group, array("q")) is None
+    compiling.wake = done.set
+    assert compiling.begin(structured, "a", "request") is None
     assert done.wait(60)
-    ((_, _, matcher),) = compiling.take()
+    ((_, matcher),) = compiling.take()
     assert not cast(LLMatcher, matcher).is_error()
 
 
 @pytest.mark.parametrize("name", ["references", "rules"])
 def test_the_deepest_constraint_does_not_overflow_the_stack(name: str) -> None:
-    code = f"from tests.unit.engine import test_compiling as t; t.compile_aside(t.{name}())"
+    code = f"from tests.unit.constraints import test_compiling as t; t.compile_aside(t.{name}())"
     ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
     assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
-from infer.sampling.structured import Reasoning, Structured
-from infer.structured import compiler as compiler_module
-from infer.structured import masks as filler_module
-from infer.structured.compiler import Compiler, Grammar
-from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.structured.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
+from infer.constraints import compiler as compiler_module
+from infer.constraints import masks as filler_module
+from infer.constraints.compiler import Compiler, Grammar
+from infer.constraints.description import Reasoning, Structured
+from infer.constraints.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
+from infer.constraints.masks import MAX_THREADS, ROWS_PER_THREAD, MaskFiller, Turn, num_threads
+from tests.support.walks import num_valid
 from tests.support.words import (
     EOS_IDS,
     PIECES,
@@ -29,6 +33,9 @@ from tests.support.words import (
 )
 
 NUMBER = Structured.regex("[0-9]{3}")
+PERSON = Structured.json_schema(
+    {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
+)
 CALL = Structured.grammar('start: %json {"type": "object"} "</tc>"', triggers=("<tc>",))
 
 
@@ -211,21 +218,21 @@ def test_ids_that_were_shown_ahead_are_taken_once() -> None:
 
 def test_an_id_that_was_not_expected_among_forced_ones_is_asked_about_anew() -> None:
     guide = Guide(compiled(Structured.choice(["abc"])))
-    guide._due = (token_of("12"), token_of("1"))  # as if a grammar had said what its mask does not
+    guide.due = (token_of("12"), token_of("1"))  # as if a grammar had said what its mask does not
     assert guide.matcher is not None
     first = guide.matcher.compute_ff_tokens()[0]
     guide.consume([first])
-    assert guide.error is None and guide.known == ()
+    assert guide.error is None and not guide.due
 
 
-def test_validate_says_how_many_fit_and_changes_nothing() -> None:
+def test_a_copy_says_how_many_ids_fit_and_changes_nothing() -> None:
     guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
     digits = ids_of("9") * 4
-    assert guide.validate([*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
-    assert guide.validate([THINK_END, *ids_of("1a")]) == 2
+    assert num_valid(guide, [*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
+    assert num_valid(guide, [THINK_END, *ids_of("1a")]) == 2
     assert guide.state == REASONING
     calls = Guide(compiled(CALL))
-    assert calls.validate(ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
+    assert num_valid(calls, ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
     assert calls.state == FREE
 
 
@@ -257,67 +264,61 @@ def test_threads_are_as_many_as_the_cores_this_process_may_use(monkeypatch: pyte
     assert num_threads() == 1
 
 
-@pytest.fixture
-def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which threads may help."""
-    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
-
-
-@pytest.mark.usefixtures("_cores")
-def test_masks_of_several_rows_are_those_of_each() -> None:
-    others = Structured.regex("[abc]+"), Structured.choice(["abc"])
-    guides = [Guide(compiled(each)) for each in (NUMBER, *others)]
-    guides.append(Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)))
-    assert guides[2].forced(), "one way to write it"
-    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-    filler = MaskFiller()
-    ways = set()
-    for _ in range(3):  # in this thread, then in others, then whichever was quicker
-        before = guides[0].mask_cost.seconds, len(filler._in_threads)
-        masks_KW[:] = 0
-        assert filler.fill(guides, masks_KW) == []
-        filler.look_back()
-        ways |= {
-            way
-            for way in (0, 1)
-            if (guides[0].mask_cost.seconds, len(filler._in_threads))[way] != before[way]
-        }
-        for guide, mask_W in zip(guides, masks_KW, strict=True):
-            bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
-            assert set(bits.nonzero()[0].tolist()) == allowed(guide)
-    assert ways == {0, 1}
-
-
-@pytest.mark.usefixtures("_cores")
-def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
-    free, number = Structured.regex(r"(?s:.*)"), Structured.regex("[0-9]{1,9}")
-    guides = [Guide(compiled(each)) for each in (free, free, number, number)]
-    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-    filler = MaskFiller()
-    filler.fill(guides, masks_KW)
+def masks_of(filler: MaskFiller, turns: list[Turn]) -> list[set[int]]:
+    masks_KW = np.zeros((len(turns), -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    assert filler.fill(turns, masks_KW) == []
     filler.look_back()
-    assert [guide.is_wide for guide in guides] == [True, True, False, False]
-    assert guides[0].copy().is_wide
-    assert guides[0].mask_cost is guides[1].mask_cost is not guides[2].mask_cost is guides[3].mask_cost
-    assert all(guide.mask_cost.seconds == 0 for guide in guides[:2]), "none was filled after a wide one"
-    assert filler._prefers_threads(8, 300e-6), "it was never tried"
-    for seconds in (300e-6, 200e-6):
-        filler._in_threads[filler_module._size_of(seconds)].note(250e-6)
-    assert filler._prefers_threads(8, 300e-6) and not filler._prefers_threads(8, 200e-6)
-    assert not filler._prefers_threads(1, 300e-6), "one mask"
-    assert not filler._prefers_threads(8, 0.0), "what they take is not known yet"
-    filler._num_fills = TRY_AGAIN - 1
-    assert not filler._prefers_threads(8, 300e-6), "the other way is tried again"
-    filler._has_cores = False
-    assert not any(filler._prefers_threads(8, 300e-6) for _ in range(TRY_AGAIN + 1)), "there are none to help"
+    bits = np.unpackbits(masks_KW.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB_SIZE]
+    return [set(row.nonzero()[0].tolist()) for row in bits]
 
 
-def test_what_masks_take_is_known_of_each_constraint() -> None:
-    """One whose masks take long does not make those of others look as if they did."""
-    slow, quick = Structured.regex("[0-9]{1,9};"), Structured.regex("[0-9]{1,8};")
-    guides = [Guide(compiled(each)) for each in (slow, quick)]
-    guides[0].mask_cost.seconds, guides[1].mask_cost.seconds = 1.0, 2e-6
-    assert Guide(compiled(slow)).mask_cost.seconds == 1.0 and Guide(compiled(quick)).mask_cost.seconds == 2e-6
+@pytest.mark.parametrize("num_cores", [1, 3, 9])
+def test_masks_of_several_rows_are_those_of_each(num_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this thread or in others, step by step, with ids that end a constraint among them."""
+    monkeypatch.setattr(filler_module, "num_threads", lambda: num_cores)
+    forms = NUMBER, Structured.regex("[abc]+"), Structured.choice(["abc", "abcab"]), PERSON, CALL
+    guides = [Guide(compiled(each)) for each in forms * 5]
+    guides += [Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)), Guide(compiled(PERSON))]
+    alone = [guide.copy() for guide in guides]
+    filler, rng, everything = MaskFiller(), np.random.default_rng(5), set(range(VOCAB_SIZE))
+    ids: list[int | None] = [None] * len(guides)
+    for guide in (*guides[4::5], *alone[4::5]):
+        guide.consume(ids_of("<tc>"))
+    has_ended = False
+    for _ in range(12):
+        turns: list[Turn] = [(guide, token_id, ()) for guide, token_id in zip(guides, ids, strict=True)]
+        found = masks_of(filler, turns)
+        for guide, token_id, mask in zip(alone, ids, found, strict=True):
+            if token_id is not None:
+                guide.consume([token_id])
+            has_ended |= not guide.has_mask
+            assert mask == (allowed(guide) if guide.has_mask else everything)
+        assert [guide.state for guide in guides] == [guide.state for guide in alone]
+        assert [guide.due for guide in guides] == [guide.forced() for guide in alone]
+        drawn = [int(rng.choice(sorted(mask - set(EOS_IDS)))) for mask in found]
+        ids = [one if guide.matcher is not None else None for guide, one in zip(guides, drawn, strict=True)]
+        for guide, token_id in zip(guides, ids, strict=True):
+            guide.take([token_id or 0], ()) if guide._taken is not None else None
+    assert has_ended and len(filler._threads) == (num_cores if num_cores > 1 else 0)
+
+
+def test_threads_end_with_their_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
+    before, filler = set(threading.enumerate()), MaskFiller()
+    masks_of(filler, [(Guide(compiled(NUMBER)), None, ()) for _ in range(2 * ROWS_PER_THREAD)])
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    del filler
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
+    turns: list[Turn] = [(Guide(compiled(NUMBER)), None, ()) for _ in range(2 * ROWS_PER_THREAD)]
+    with pytest.raises(ValueError, match="buffer size"):
+        MaskFiller().fill(turns, np.zeros((len(turns), 1), dtype=np.int32))
 
 
 @pytest.mark.parametrize(
@@ -331,10 +332,10 @@ def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str)
     for _ in range(8):
         guide, filler = Guide(compiled(structured)), MaskFiller()
         for _ in range(12):
-            filler.fill([guide], masks_KW)
+            filler.fill([(guide, None, ())], masks_KW)
             filler.look_back()
             assert guide.matcher is not None
-            seen[guide.is_wide] += 1
+            seen[not guide.due] += 1
             forced = tuple(guide.matcher.compute_ff_tokens())
             assert guide.forced() == forced
             bits = np.unpackbits(masks_KW.view(np.uint8), bitorder="little").nonzero()[0]
@@ -342,3 +343,88 @@ def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str)
             if guide.matcher is None:
                 break
     assert seen[True], "it was not asked"
+
+
+def window_of(guide: Guide, drafts: list[int]) -> tuple[list[set[int]], int]:
+    masks_PW = np.zeros((len(drafts) + 1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    num_valid = guide.fill_window(drafts, masks_PW)
+    bits = np.unpackbits(masks_PW.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB_SIZE]
+    return [set(row.nonzero()[0].tolist()) for row in bits], num_valid
+
+
+WINDOWS = {
+    "schema": Guide(compiled(PERSON)),
+    "free text with calls": Guide(compiled(CALL)),
+    "reasoning": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END)),
+    "reasoning that ends early": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, max_tokens=2)),
+    "keys that must come": Guide(compiled(Structured.choice(["abcab", "abcno"]))),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_masks_of_a_window_are_those_of_a_guide_that_consumed_its_drafts(name: str) -> None:
+    rng, everything = np.random.default_rng(11), set(range(VOCAB_SIZE))
+    start, num_drafts = WINDOWS[name], 0
+    calls = ids_of("a <tc>{}")
+    for trial in range(12):
+        guide, seen = start.copy(), list[int]()
+        for place in range(20):
+            ahead, drafts, wanted = guide.copy(), list[int](), list[set[int]]()
+            for position in range(5):  # what a guide says that has seen nothing else
+                fresh = start.copy()
+                fresh.consume(seen + drafts)
+                wanted.append(allowed(fresh) if fresh.has_mask else everything)
+                if ahead.state == ENDED:
+                    break
+                choices = sorted(wanted[-1])
+                if not ahead.has_mask:  # a token that means something, or any
+                    choices = [THINK_END, *ids_of("x"), calls[(place + position) % len(calls)]]
+                drafts.append(int(rng.choice(choices)))
+                ahead.consume(drafts[-1:])
+            wanted, drafts = wanted[: len(drafts) + 1], drafts[: len(wanted) - 1]
+            found, num_valid = window_of(guide, drafts)
+            assert (found, num_valid) == (wanted, len(drafts)), (trial, seen, drafts)
+            wrong = sorted(everything - wanted[0])
+            if wrong and drafts:
+                found, num_valid = window_of(guide, [wrong[0], *drafts[1:]])
+                assert found == [wanted[0], *[everything] * len(drafts)] and num_valid == 0
+            num_drafts += len(drafts)
+            if not drafts:
+                break
+            guide.consume(drafts[:1])
+            seen += drafts[:1]
+    assert num_drafts > 40 or name == "keys that must come"
+
+
+def test_a_window_equals_a_fresh_matcher_that_consumed_the_prefix() -> None:
+    grammar, output = compiled(PERSON), ids_of('{"name":"ab","age":12}')
+    found, num_valid = window_of(Guide(grammar), output)
+    assert num_valid == len(output)
+    for position, mask in enumerate(found[:-1]):
+        matcher = grammar.lexer.matcher()
+        assert matcher.consume_tokens(output[:position])
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        assert mask == set(bits[:VOCAB_SIZE].nonzero()[0].tolist())
+
+
+def test_a_window_goes_on_where_a_lexer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that others have used up on the way leaves the guide able to go on."""
+    guide, plain = Guide(compiled(PERSON)), Guide(compiled(PERSON))
+    output = ids_of('{"name":"ab"')
+    assert guide.matcher is not None
+    monkeypatch.setattr(guide, "matcher", Stubborn(guide.matcher))
+    assert window_of(guide, output) == window_of(plain, output)
+    assert window_of(guide, output) == window_of(plain, output)
+
+
+class Stubborn:
+    """A matcher that does not roll back."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def rollback(self, num_tokens: int) -> bool:
+        return False

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from infer import Structured
-from infer.errors import RequestError
-from infer.sampling.json_schema import _KEYWORDS, UNSUPPORTED, check_keywords
-from infer.sampling.params import SamplingParams
-from infer.sampling.structured import (
+from infer.constraints.checks import _KEYWORDS, UNSUPPORTED, check_keywords
+from infer.constraints.description import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     MAX_REGEX_BYTES,
@@ -26,6 +24,9 @@ from infer.sampling.structured import (
     MAX_TRIGGERS,
     Reasoning,
 )
+from infer.errors import RequestError
+from infer.sampling.params import SamplingParams
+from tests.support import words
 
 
 class Person(BaseModel):
@@ -181,3 +182,27 @@ def test_whatever_stands_behind_a_keyword_is_taken_or_refused(value: Any, is_len
             ):
                 with contextlib.suppress(RequestError):
                     make()
+
+
+def test_a_schema_is_read_once_on_its_way_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the client's mapping, over the wire, to an engine that compiles it."""
+    read, loads = list[str](), json.loads
+
+    def count(text: str, **options: Any) -> Any:
+        read.append(text)
+        return loads(text, **options)
+
+    monkeypatch.setattr(json, "loads", count)
+    for schema in ({"properties": {"a": {"type": "integer"}}}, '{"properties": {"a": {"type": "integer"}}}'):
+        read.clear()
+        params = SamplingParams(structured=Structured.json_schema(schema))
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+        assert sent.structured is not None and sent.structured == params.structured
+        words.compiled(sent.structured)
+        assert len(read) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"const": NaN}', '{"a":' * 9000 + "1" + "}" * 9000])
+def test_a_text_that_nothing_has_checked_is_refused_when_it_is_compiled(text: str) -> None:
+    with pytest.raises(RequestError, match="structured: the schema cannot be compiled"):
+        words.compiled(Structured(kind="json_schema", text=text))

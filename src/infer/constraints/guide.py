@@ -10,6 +10,8 @@ A guide's state depends on the output's ids and nothing else, so a sequence may 
 computed again without it. Every id is consumed exactly once, in order; a matcher that was given an id that it
 does not allow is broken for good, so nothing is consumed that was neither masked nor validated.
 
+Drafts of a sequence want a mask for each position of a window: `fill_window` walks along them and back.
+
 Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
 write, or what ends a reasoning that has used up its tokens. Forced text can often be cut into tokens in
 several ways; the tokenizer's own is the one that comes, whether the ids are appended or drawn under a mask.
@@ -22,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infer.sampling.structured import Reasoning
-from infer.structured.compiler import Grammar, Lexer, MaskCost
+from infer.constraints.compiler import Grammar, Lexer
+from infer.constraints.description import Reasoning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -38,8 +40,8 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "error",
-        "grammar", "is_wide", "matcher", "reasoning", "state",
+        "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "due", "error",
+        "grammar", "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
@@ -49,11 +51,10 @@ class Guide:
         self._matched: list[int] = []  # ids that it was given
         self.error: str | None = None  # why it cannot go on
         self._num_reasoned = 0  # tokens
-        self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
+        self.due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
         self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
-        self.is_wide = False  # its last mask allowed any letter, and the next is probably as soon filled
         self.state = REASONING
         if reasoning is None:
             self._begin()
@@ -74,52 +75,57 @@ class Guide:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
 
-    @property
-    def mask_cost(self) -> MaskCost:
-        """What its next mask should take. Only where it has a matcher."""
-        assert self._lexer is not None
-        return self._lexer.costs[self.is_wide]
-
-    @property
-    def known(self) -> tuple[int, ...]:
-        """Those of the ids that must come next which are known without asking the grammar."""
-        return self._due or ()
-
     def forced(self) -> tuple[int, ...]:
         """Ids that must come next, whatever the model says; none: it has a choice."""
-        if self._due is None:
+        if self.due is None:
             assert self.matcher is not None
-            self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
-        return self._due
+            self.due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
+        return self.due
 
     def fill(self, mask_W: np.ndarray) -> None:
-        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
+        """Write which ids may come next; a bit each, the lowest first. Without a mask, all of them may.
 
-        Of ids that must come, the first: the grammar's own mask allows no other.
+        Where ids must come, only the first of them may: the grammar's own mask allows no other.
         """
-        if known := self.known:
+        if self.due:
             mask_W[:] = 0
-            mask_W.view(np.uint32)[known[0] // 32] = 1 << known[0] % 32
+            mask_W.view(np.uint32)[self.due[0] // 32] = 1 << self.due[0] % 32
             return
-        assert self.matcher is not None, f"a guide that is {self.state} has no mask"
-        self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        if self.matcher.is_error():
-            self.refill(mask_W)
+        if self.matcher is not None and self.error is None:
+            self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if self.matcher.is_error() and self._starts_over():
+                self.fill(mask_W)
+        if self.matcher is None or self.error is not None:
+            mask_W[:] = -1
 
-    def refill(self, mask_W: np.ndarray) -> bool:
-        """Whether the mask could be filled after all, where the matcher has reached a limit."""
-        if self._starts_over():
-            self.fill(mask_W)
-        return self.error is None
+    def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
+        """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
 
-    def note_mask(self, *, is_wide: bool) -> None:
-        """Take note of the mask that was filled last, which is that of the next id.
-
-        One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
+        The guide stays as it is. Positions without a mask, and those after a draft that may not follow,
+        allow everything.
         """
-        self.is_wide = is_wide
-        if is_wide and self._due is None:
-            self._due = ()
+        masks_PW[:] = -1
+        before = [(name, getattr(self, name)) for name in Guide.__slots__]
+        matcher, matched, num_matched = self.matcher, self._matched, len(self._matched)
+        num_valid = 0
+        for mask_W, draft in zip(masks_PW, [*drafts, None], strict=True):
+            if self.has_mask:
+                self.forced()
+                self.fill(mask_W)
+            is_allowed = draft is not None and mask_W[draft // 32] >> draft % 32 & 1
+            if not is_allowed or self.state == ENDED or self.error is not None:
+                break
+            assert draft is not None
+            self._consume(draft)
+            num_valid += 1
+        for name, value in before:
+            setattr(self, name, value)
+        num_walked = len(matched) - num_matched
+        del matched[num_matched:]
+        if matcher is not None and not matcher.rollback(num_walked):  # it has reached a limit on the way
+            assert self.grammar is not None
+            self._replay(self.grammar.lexer)
+        return num_valid
 
     def _starts_over(self) -> bool:
         """Whether the matcher had reached a limit that others have used up, and was replaced by another.
@@ -140,17 +146,10 @@ class Guide:
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
 
-    def validate(self, ids: Sequence[int]) -> int:
-        """How many of these ids could follow, from the first on; the state stays as it is."""
-        trial = self.copy()
-        for number, token_id in enumerate(ids):
-            forced = trial.forced() if trial.has_mask else ()
-            if trial.state == ENDED or (forced and token_id != forced[0]):
-                return number
-            if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
-                return number
-            trial.consume((token_id,))
-        return len(ids)
+    def advance_one(self, token_id: int, *, is_matched: bool | None = None) -> None:
+        """Consume a drawn id that stops nothing; `is_matched`: its matcher has it, and allowed it or not."""
+        self._match(token_id, is_matched)
+        self._taken = 1, self.state == ENDED and self.error is None
 
     def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
         """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""
@@ -181,12 +180,12 @@ class Guide:
             self._consume(token_id)
 
     def _consume(self, token_id: int) -> None:
-        if self._is_early_end:
-            self._due = (self._due or ())[1:]
-            if not self._due:
-                self._begin()
-        elif self.matcher is not None:
+        if self.matcher is not None:
             self._match(token_id)
+        elif self._is_early_end:
+            self.due = (self.due or ())[1:]
+            if not self.due:
+                self._begin()
         elif self.state == REASONING:
             self._reason(token_id)
         elif self.state == FREE:
@@ -204,11 +203,11 @@ class Guide:
         assert self.reasoning is not None
         limit = self.reasoning.max_tokens
         if limit is not None and self._num_reasoned >= limit:
-            self._due, self._is_early_end = self.reasoning.forced, True
+            self.due, self._is_early_end = self.reasoning.forced, True
 
     def _begin(self) -> None:
         """Let the constraint hold from here on, or watch for what starts it."""
-        self._due, self._is_early_end = (), False
+        self.due, self._is_early_end = (), False
         if self.grammar is None:
             self.state = ENDED
         elif self.grammar.triggers:
@@ -219,7 +218,7 @@ class Guide:
     def _start(self, matcher: LLMatcher) -> None:
         assert self.grammar is not None
         self.state, self.matcher, self._lexer = CONSTRAINED, matcher, self.grammar.lexer
-        self._due, self._matched, self._tail = None, [], b""
+        self.due, self._matched, self._tail = None, [], b""
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -255,16 +254,18 @@ class Guide:
         self.error = AT_LIMIT + matcher.get_error().splitlines()[0]
         return None
 
-    def _match(self, token_id: int) -> None:
-        matcher, due = self.matcher, self._due
+    def _match(self, token_id: int, is_matched: bool | None = None) -> None:
+        matcher, due = self.matcher, self.due
         assert matcher is not None and self.grammar is not None and self._lexer is not None
-        self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
+        self.due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
-        if matcher.consume_token(token_id) and not matcher.is_stopped():
+        if is_matched is None:
+            is_matched = matcher.consume_token(token_id)
+        if is_matched and not matcher.is_stopped():
             return
         if LOOKED_TOO_FAR in matcher.get_error():
             self._replay(self._lexer)
         self._starts_over()
         if self.matcher is not None and self.matcher.is_stopped():
-            self.matcher, self._due, self._tail = None, (), b""
+            self.matcher, self.due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED

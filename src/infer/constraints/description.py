@@ -1,4 +1,4 @@
-"""What the text of an output must match, as text: the engine compiles it (structured/), nothing here does.
+"""What the text of an output must match, as text: the engine compiles it (compiler.py), nothing here does.
 
     json_object   any JSON object                    regex     a regular expression, of the whole output
     json_schema   a JSON schema                      choice    one of several texts
@@ -13,19 +13,20 @@ A constraint holds for the whole output, unless it waits for something:
     Structured.choice(["yes", "no"])
     {"json_schema": {...}}                       the same as a mapping, where parameters are JSON
 
-Shapes and sizes are checked on construction, in the process that answers HTTP. Whether a schema can be
-compiled is the engine's answer: a `RequestError` that names the keyword and where it stands.
+Sizes are checked on construction; what a text holds is read and checked once, by the functions above, in the
+process that answers HTTP. Whether a schema can be compiled is the engine's answer: a `RequestError` that
+names the keyword and where it stands.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Literal, get_args
 
-from infer.errors import RequestError, show_value
-from infer.sampling.json_schema import (
+from infer.constraints.checks import (
     check_grammar,
     check_keywords,
     check_pattern,
@@ -33,6 +34,7 @@ from infer.sampling.json_schema import (
     constraint_error,
     refuse_constant,
 )
+from infer.errors import RequestError, show_value
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -60,7 +62,7 @@ _MAX_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structured:
-    """A constraint on an output's text, checked for shape and size on construction."""
+    """A constraint on an output's text, checked for kind and size on construction."""
 
     kind: Kind
     text: str = ""  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
@@ -75,10 +77,6 @@ class Structured:
             )
         self._check_text()
         self._check_options()
-        if self.kind == "json_schema":
-            check_schema(_parse(self.text, self.param), self.param)
-        elif self.kind == "choice":
-            self._check_choices(_parse(self.text, self.param))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:
@@ -94,11 +92,7 @@ class Structured:
                 f"a JSON schema must be an object or a text with one, got {show_value(schema)}", param
             )
         text = schema if isinstance(schema, str) else _dump(schema, param)
-        made = cls(kind="json_schema", text=text, **options)
-        parsed = json.loads(text)
-        is_closed = close_objects(parsed)
-        check_keywords(parsed, param=param)
-        return replace(made, text=_dump(parsed, param)) if is_closed else made
+        return cls(kind="json_schema", text=text, **options)._checked(closes=True)
 
     @classmethod
     def json_object(cls, **options: Any) -> Structured:
@@ -108,21 +102,18 @@ class Structured:
     @classmethod
     def regex(cls, pattern: str, **options: Any) -> Structured:
         """Text that a regular expression matches as a whole."""
-        made = cls(kind="regex", text=pattern, **options)
-        made._check_contents()
-        return made
+        return cls(kind="regex", text=pattern, **options)._checked()
 
     @classmethod
     def choice(cls, choices: Sequence[str], **options: Any) -> Structured:
         """One of several texts."""
-        return cls(kind="choice", text=_dump(choices, options.get("param", "structured")), **options)
+        text = _dump(choices, options.get("param", "structured"))
+        return cls(kind="choice", text=text, **options)._checked()
 
     @classmethod
     def grammar(cls, grammar: str, **options: Any) -> Structured:
         """Text of a context-free grammar in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`)."""
-        made = cls(kind="grammar", text=grammar, **options)
-        made._check_contents()
-        return made
+        return cls(kind="grammar", text=grammar, **options)._checked()
 
     @classmethod
     def of(cls, value: object, param: str = "structured") -> Structured:
@@ -143,9 +134,7 @@ class Structured:
             names = {field.name for field in fields(cls)}
             if unknown := set(given) - names:
                 raise RequestError.about(param, f"has unknown fields {', '.join(sorted(unknown))}")
-            whole = cls(**given)
-            whole._check_contents()
-            return whole
+            return cls(**given)._checked()
         kinds = [name for name in given if name in KINDS]
         options = {name: given.pop(name) for name in ("whitespace", "triggers", "param") if name in given}
         if len(kinds) != 1 or len(given) != 1:
@@ -170,18 +159,25 @@ class Structured:
     def _error(self, message: str) -> RequestError:
         return constraint_error(message, self.param if isinstance(self.param, str) else "structured")
 
-    def _check_contents(self) -> None:
-        """Refuse what would take a compiler long; for constraints that come from a client.
+    def _checked(self, *, closes: bool = False) -> Structured:
+        """The constraint, its contents read once and checked; `closes`: objects get no other properties.
 
         Not on construction: an engine decodes what was checked before, and the grammars of tools hold options
         that a client may not set.
         """
         if self.kind == "json_schema":
-            check_keywords(json.loads(self.text), param=self.param)
+            schema = _parse(self.text, self.param)
+            check_schema(schema, self.param)
+            is_closed = closes and close_objects(schema)
+            check_keywords(schema, param=self.param)
+            return replace(self, text=_dump(schema, self.param)) if is_closed else self
+        if self.kind == "choice":
+            self._check_choices(_parse(self.text, self.param))
         elif self.kind == "regex":
             check_pattern(self.text, param=self.param)
         elif self.kind == "grammar":
             check_grammar(self.text, param=self.param)
+        return self
 
     def _check_text(self) -> None:
         if not isinstance(self.text, str):
@@ -269,9 +265,10 @@ def check_schema(schema: object, param: str) -> None:
     """Refuse what is no JSON schema at all, or is nested too deep; its keywords are not looked at."""
     if not isinstance(schema, dict | bool):
         raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
-    level: list[object] = [schema]
+    level: list[Any] = [schema] if schema is not True and schema is not False else []
     for _ in range(MAX_SCHEMA_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
+        inner = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for each in inner if isinstance(each, dict | list)]
         if not level:
             return
     raise constraint_error(
@@ -279,12 +276,6 @@ def check_schema(schema: object, param: str) -> None:
         "name its parts in $defs and refer to them",
         param,
     )
-
-
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _parse(text: str, param: str) -> Any:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from infer.errors import RequestError
-from infer.sampling import json_schema
-from infer.sampling.json_schema import (
+from infer.constraints import checks
+from infer.constraints.checks import (
     FORMATS,
     TYPES,
     UNSUPPORTED,
@@ -23,6 +22,7 @@ from infer.sampling.json_schema import (
     close_objects,
     is_ebnf,
 )
+from infer.errors import RequestError
 
 BYTES = LLTokenizer("byte")
 KEYWORDS = frozenset(
@@ -280,13 +280,13 @@ def test_the_largest_that_are_taken() -> None:
 def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places of the schemas that are looked at."""
     visits: list[str] = []
-    visit = json_schema._SchemaCheck._visit_new
+    visit = checks._SchemaCheck._visit_new
 
     def counted(self: Any, schema: Any, where: str, depth: int) -> int:
         visits.append(where)
         return visit(self, schema, where, depth)
 
-    monkeypatch.setattr(json_schema._SchemaCheck, "_visit_new", counted)
+    monkeypatch.setattr(checks._SchemaCheck, "_visit_new", counted)
     return visits
 
 
@@ -367,7 +367,7 @@ def test_a_repetition_is_seen_however_its_number_is_written(pattern: str) -> Non
     + [("a{ 3}", 3), ("(a{ 3 , 4 }){\n2}", 8), ("a{000000000000003}", 3), ("([[])]a]b{3}){2}", 8)],
 )
 def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
-    assert json_schema._written_out(pattern) == size
+    assert checks._written_out(pattern) == size
 
 
 def rules(num: int, name: str) -> str:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infer.constraints.compiler import Grammar
+from infer.constraints.description import Structured
 from infer.errors import RequestError
-from infer.sampling.structured import Structured
-from infer.structured.compiler import Grammar
 from tests.support.walks import walk
 from tests.support.words import compiled, ids_of, text_of
 

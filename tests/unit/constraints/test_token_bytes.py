@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from infer.constraints.compiler import Compiler
+from infer.constraints.description import Structured
+from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.errors import CheckpointError, RequestError
-from infer.sampling.structured import Structured
-from infer.structured.compiler import Compiler
-from infer.structured.token_bytes import TokenBytes, tokenizer_json
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer

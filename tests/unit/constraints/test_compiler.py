@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from infer.constraints import compiler as compiler_module
+from infer.constraints.compiler import Compiler
+from infer.constraints.description import MAX_CHOICES, Structured
+from infer.constraints.guide import ENDED, Guide
 from infer.errors import RequestError
-from infer.sampling.structured import MAX_CHOICES, Structured
-from infer.structured import compiler as compiler_module
-from infer.structured.compiler import Compiler
-from infer.structured.guide import ENDED, Guide
 from tests.support.walks import allowed_ids
 from tests.support.words import compiled, ids_of, token_bytes
 

@@ -1,0 +1,188 @@
+"""Sequences whose text decides what may follow (constraints/): what they may draw, and what they need not.
+
+    ids of step N ──► `fill`: each guide consumes its ids and writes the mask of its row in step N + 1
+    step N + 1 samples under the masks
+                  ──► `may_jump`, `jump`: ids that must come next are appended without asking the model
+
+The engine owns the steps and asks; the request table owns outputs and ends, and is asked for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from operator import ge
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from infer.constraints.compiler import Grammar
+from infer.constraints.guide import ENDED, Guide
+from infer.constraints.masks import MaskFiller, Turn
+from infer.execution.device import StepResult
+from infer.sampling.params import NO_TOKEN, RowLogprobs
+from infer.scheduling.beam import num_logprobs
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import StepOutput
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from infer.engine.requests import RequestTable, Sampled
+
+Read = tuple[StepPlan, StepResult]  # a step, and what came of it
+
+
+class GuidedRequests:
+    """The guides of all sequences that have one. One engine thread owns it."""
+
+    def __init__(self, requests: RequestTable, scheduler: Scheduler) -> None:
+        self.guides: dict[int, Guide] = {}  # by seq_id
+        self.jumps = True  # whether ids that must follow are appended without a step for each
+        self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
+        self._requests, self._scheduler = requests, scheduler
+        self._masks = MaskFiller()
+        self._broken: list[Guide] = []  # guides of the step filled last that have reached a limit
+
+    def add(self, leader: Sequence, grammar: Grammar | None) -> None:
+        """Guide a sequence from its first id on."""
+        self.guides[leader.seq_id] = Guide(grammar, leader.group.request.params.reasoning)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Guide a child as its parent is guided."""
+        if (guide := self.guides.get(parent.seq_id)) is not None:
+            self.guides[child.seq_id] = guide.copy()
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self.guides.pop(seq.seq_id, None)
+
+    # -- before a step draws ----------------------------------------------------------------------
+
+    def are_in(self, plan: StepPlan) -> bool:
+        """Whether any sequence of a plan is guided."""
+        guides = self.guides
+        return bool(guides) and any(seq.seq_id in guides for seq in plan.chunks.sequences)
+
+    def fill(
+        self,
+        plan: StepPlan,
+        last: Read | None,
+        memory: Callable[[int], np.ndarray],
+        drafts: Mapping[int, Seq[int]] = {},
+    ) -> list[int]:
+        """Write the masks of a plan into `memory(number of masks)`; returns the number of each one's chunk.
+
+        `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
+        a mask for its next id, and one for the id after each of its `drafts`.
+        """
+        drawn = {} if last is None else self._show(*last)
+        turns, numbers = list[Turn](), list[int]()
+        for number in plan.chunks.draws.nonzero()[0].tolist():
+            seq_id = plan.chunks.sequences[number].seq_id
+            guide = self.guides.get(seq_id)
+            if guide is not None and guide.error is None and (guide.has_mask or number in drafts):
+                turns.append((guide, drawn.get(seq_id), drafts.get(number, ())))
+                numbers += [number] * (1 + len(turns[-1][2]))
+        self._broken = self._masks.fill(turns, memory(len(numbers)))
+        return numbers
+
+    def _show(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
+        """Let guides consume what a step has drawn; returns ids, by seq_id, that are left to their masks."""
+        guides, drawn = self.guides, dict[int, int]()
+        for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
+            guide = guides.get(seq.seq_id)
+            if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
+                continue
+            if guide.matcher is not None and len(ids) == 1 and ids[0] not in seq.stop_ids:
+                if result.is_whole or ids[0] != NO_TOKEN:
+                    drawn[seq.seq_id] = ids[0]
+            elif result.is_whole or NO_TOKEN not in ids:
+                guide.advance(ids, seq.stop_ids)
+        return drawn
+
+    # -- when ids are appended --------------------------------------------------------------------
+
+    def report(self, sampled: Iterable[Sampled], outputs: list[StepOutput]) -> Iterator[Sampled]:
+        """What each sequence sampled, but for guided ones, whose outputs are made here."""
+        for seq, ids, logprobs in sampled:
+            guide = self.guides.get(seq.seq_id)
+            if guide is None or seq.is_beam:
+                yield seq, ids, logprobs
+            elif ids and seq.finish_reason is None:
+                outputs += self._follow(seq, guide, ids, logprobs)
+
+    def _follow(
+        self, seq: Sequence, guide: Guide, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]
+    ) -> list[StepOutput]:
+        """Append ids to a guided sequence, up to the one that ends it or its request."""
+        num_taken, has_ended = guide.take(ids, seq.stop_ids)
+        seq.tokens.extend(ids[:num_taken])
+        if guide.error is not None:
+            return self._fail(seq, guide)
+        if guide.state == ENDED:
+            del self.guides[seq.seq_id]
+        if not has_ended and len(seq.tokens) < seq.bare_until and seq.tokens[-1] not in seq.stop_ids:
+            return [StepOutput(seq.request_id, seq.index, ids)]
+        return [self._requests.describe(seq, ids[:num_taken], logprobs[:num_taken], has_ended=has_ended)]
+
+    def _fail(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
+        """End the request of a sequence whose constraint has reached a limit."""
+        group, structured = seq.group, seq.group.request.params.structured
+        param = "structured" if structured is None else structured.param
+        ended = self._requests.end(group, group.unfinished, "error", error=f"{param}: {guide.error}")
+        return [msgspec.structs.replace(output, param=param) for output in ended]
+
+    # -- ids that need no draw --------------------------------------------------------------------
+
+    def may_jump(self, plan: StepPlan) -> bool:
+        """Whether it may be worth appending what must follow in the sequences of the step filled last.
+
+        Every guide that has a mask is asked: what is forced once stays so, appended or drawn. A guide that
+        has reached a limit ends its request then.
+        """
+        num_saved = self._masks.look_back()
+        return bool(self._broken) or self.is_worth_it(num_saved, len(plan.chunks.sequences))
+
+    def jump(self, plan: StepPlan | None, dropped: set[int]) -> list[StepOutput]:
+        """Append what must follow in the sequences of a step under way, or, without one, in all that run.
+
+        None gets any ids unless as many draws are saved as the batch has sequences: the step that computes
+        them is longer for all. Otherwise they are drawn one by one, under masks that allow nothing else.
+        `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
+        """
+        outputs: list[StepOutput] = []
+        sequences: Seq[Sequence] = self._scheduler.running if plan is None else plan.chunks.sequences
+        numbers = range(len(sequences)) if plan is None else plan.chunks.draws.nonzero()[0].tolist()
+        for seq in sequences if self._broken and plan is not None else ():
+            if seq.finish_reason is None and (broken := self.guides.get(seq.seq_id)) in self._broken:
+                outputs += self._fail(seq, broken)
+        guided = ((number, sequences[number]) for number in numbers)
+        due = [(number, seq, *self._due(seq)) for number, seq in guided if seq.seq_id in self.guides]
+        num_saved = sum(len(ids) - num_drawn for _, _, ids, num_drawn in due)
+        for number, seq, ids, num_drawn in due if self.is_worth_it(num_saved, len(sequences)) else ():
+            if ids and (guide := self.guides.get(seq.seq_id)) is not None:  # None: another ended its request
+                made = self._follow(seq, guide, ids, (None,) * len(ids))
+                self._requests.num_output_tokens += sum(len(output.token_ids) for output in made)
+                if seq.finish_reason is None:
+                    self._scheduler.grow(seq, len(ids) - num_drawn)
+                outputs += made
+                dropped.add(number)
+        return outputs
+
+    def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
+        """The ids that must follow, where they may be appended, and how many of them are being drawn.
+
+        A request that asks for logprobs gets all its tokens from steps, as the prompt's come with its first.
+        Its guide is asked as well: what is forced once stays so, appended or drawn.
+        """
+        guide, params = self.guides[seq.seq_id], seq.group.request.params
+        ids = guide.forced() if guide.has_mask else ()
+        if not ids or not (self.jumps and seq.is_running and seq.num_samples == 1):
+            return (), 0
+        if num_logprobs(seq.group) is not None or params.prompt_logprobs is not None:
+            return (), 0
+        num_drawn = seq.num_tokens - len(seq.tokens)  # ids that are not known yet: one or none
+        ids = ids[: seq.max_total - len(seq.tokens)]
+        return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)

@@ -1,1 +1,0 @@
-"""Constraints on the text of outputs: the one part of an engine that sees the bytes of its vocabulary."""
