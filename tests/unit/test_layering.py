@@ -128,6 +128,12 @@ def test_the_diagram_has_no_cycle() -> None:
     graphlib.TopologicalSorter(ALLOWED).prepare()
 
 
+@pytest.mark.parametrize("part", ["quant", "loader"])
+def test_files_of_a_part_do_not_import_each_other_in_a_circle(part: str) -> None:
+    files = {str(file.relative_to(PACKAGE)): file for file in (PACKAGE / part).rglob("*.py")}
+    graphlib.TopologicalSorter({name: imported_files(file) for name, file in files.items()}).prepare()
+
+
 def test_a_wrong_import_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALLOWED, "cli", set())
     assert any("cli must not import" in line for line in wrong_imports(PACKAGE))

@@ -23,8 +23,8 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.moe.grouped import experts_mlp
 from infer.kernels.runtime.dispatch import use_triton
-from infer.quant.projection import Choices, Neighbours, Projection, Source
-from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
+from infer.quant.projection import Choices, Neighbours, PendingProduct, Projection, Source
+from infer.quant.residual import NormedInput, ResidualNorm
 
 
 class Dense(Projection):
