@@ -34,10 +34,11 @@ from infer.errors import CheckpointError, ModelSourceError
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import ModelSource
-from infer.loader.formats.checkpoint import FLOATS, StoredTensor, read_header, write_safetensors
+from infer.loader.formats.checkpoint import read_header, write_safetensors
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.placement import Move
 from infer.loader.read_ahead import codes_dir, codes_prefix
+from infer.loader.weight_plan import WeightPlan
 from infer.log import progress
 from infer.models.model import Model
 from infer.quant.packed import Packed
@@ -72,19 +73,11 @@ class CodeCache:
     path: Path | None  # None: there is nothing to keep, or nowhere
 
     @classmethod
-    def of(cls, model: Model, moves: list[Move], source: ModelSource) -> CodeCache:
-        """The cache of a model that these moves are about to fill."""
+    def of(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> CodeCache:
+        """The cache of a model that these moves are about to fill as planned."""
         found = {move.place.module: projection for move in moves if (projection := move.projection(model))}
-        coded = {
-            move.place.module
-            for move in moves
-            if not (isinstance(move.source, StoredTensor) and move.source.type_name in FLOATS)
-        }
-        made = {
-            name: projection
-            for name, projection in found.items()
-            if name not in coded and projection.scheme != "none"
-        }
+        made = {name: projection for name, projection in found.items() if plan.modules[name].is_rounded}
+        source = plan.headers.source
         with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
             if made:
                 name = f"{codes_prefix(source)}-{_key(made, source)}{_SUFFIX}"

@@ -52,6 +52,12 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) ->
     return DTYPES[name]
 
 
+def settle_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Do, once per model that is loaded, what products in `dtype` need here, and say where they are slow."""
+    avoid_refused_products(dtype, device)
+    warn_if_slow(dtype, device)
+
+
 def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
     """Have bfloat16 multiplied without oneDNN in this process, if oneDNN refuses it on this CPU.
 
@@ -73,7 +79,7 @@ def onednn_refuses_bfloat16() -> bool:
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
-    """Say so, once per model that is loaded, if this CPU computes in `dtype` more slowly than it could."""
+    """Say so if this CPU computes in `dtype` more slowly than it could."""
     if device_kind(device) == "cpu" and (
         dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()
     ):

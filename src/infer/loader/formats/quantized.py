@@ -24,7 +24,6 @@ import torch
 
 from infer.config.foreign import METHODS
 from infer.errors import CheckpointError, ConfigError
-from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
@@ -32,7 +31,7 @@ from infer.loader.formats.kv_scales import LEAVES as KV_LEAVES
 from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
-from infer.quant.coded import CodedRows
+from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
@@ -70,9 +69,9 @@ class QuantizedTensor(StoredTensor):
         return f"{self.format.name}:{self.layout.label}"
 
     @property
-    def coded_form(self) -> CodedForm | None:
-        """In which a GPU keeps its codes as they are."""
-        return self.layout.coded_form
+    def codes(self) -> StoredCodes | None:
+        """What its codes are."""
+        return self.layout.codes
 
     def transpose(self) -> StoredTensor | None:
         """The rows as they are stored, where they are columns of what the name means."""

@@ -28,12 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
-from infer.quant.coded import CodedRows
-from infer.quant.rounding import stored_form
+from infer.quant.coded import CodedRows, StoredCodes
 
 MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
 CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
@@ -200,11 +198,10 @@ def _measure_scaled(module: StoredModule) -> Layout:
         )
     module.check("weight_zero_point", module.leaves[leaf].shape)
     is_integer, has_minima = kind == "int8", "weight_zero_point" in module.leaves
-    coded = None
+    codes = None
     if kind != "e5m2" and (is_integer or not has_minima):
-        codes = "int8" if is_integer else "fp8"
-        coded = stored_form(codes, group_size, size, has_minima=has_minima, scale_rows=row_step)
-    return Layout(num_rows, size, 8, group_size, label, coded)
+        codes = StoredCodes("int8" if is_integer else "fp8", size, group_size, has_minima, row_step)
+    return Layout(num_rows, size, 8, group_size, label, codes)
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
@@ -341,7 +338,7 @@ def _measure_llm_int8(module: StoredModule) -> Layout:
     module.check("SCB", (num_rows,))
     if "weight_format" in module.leaves and module.read("weight_format").flatten().tolist() != [0]:
         module.fail("weight_format is not 0, rows as they are; no other order is supported")
-    return Layout(num_rows, size, 8, size, "int8", coded_form=CodedForm("int8"))
+    return Layout(num_rows, size, 8, size, "int8", StoredCodes("int8", size, size))
 
 
 def _open_llm_int8(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -402,8 +399,8 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
 
 def _integers(num_rows: int, size: int, bits: int, group_size: int, *, has_minima: bool = False) -> Layout:
     """The layout of integers of so many bits, which share a scale in groups."""
-    coded = stored_form("int4" if bits <= 4 else "int8", group_size, size, has_minima=has_minima)
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
+    codes = StoredCodes("int4" if bits <= 4 else "int8", size, group_size, has_minima)
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), codes)
 
 
 def _label(kind: str, group_size: int, size: int) -> str:
