@@ -64,11 +64,7 @@ class ModelHeaders(TextHeaders):
     stored: torch.dtype | None = None  # the weights' dtype in the files; None: they are packed, or unknown
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what the files say about it
     kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, [layers, 2, G], if it has any
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Every token that ends an answer, whichever file names it."""
-        return merge_eos_ids(self.config.eos_ids, self.defaults.eos_ids, vocab_size=self.config.vocab_size)
+    eos_ids: tuple[int, ...] = ()  # every token that ends an answer, whichever file names it
 
 
 def read_headers(source: ModelSource) -> ModelHeaders:
@@ -97,6 +93,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         pooling=text.pooling,
         quantization=settings,
         kv_scales=kv_scales,
+        eos_ids=merge_eos_ids(config.eos_ids, text.defaults.eos_ids, vocab_size=config.vocab_size),
     )
 
 

@@ -116,7 +116,7 @@ def load_model(
     context_len = check_length(max_seq_len, headers.config)
     plan = plan_weights(headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home)
     rule = plan.rule
-    if plan.home == "cpu" and rule.label != AS_STORED:
+    if rule.home == "cpu" and rule.label != AS_STORED:
         log.info("weights are kept as %s (%s)", rule.label, rule.reason)
     settle_products(rule.dtype, chosen_device)
     published = published_as(headers.tensors)

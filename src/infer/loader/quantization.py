@@ -74,6 +74,7 @@ class Rule(NamedTuple):
     reason: str
     scheme: Scheme | None = None  # the scheme that every matrix is brought into
     keeps_codes: bool = False  # each matrix as its file has it: codes stay codes
+    home: str = "cpu"  # the kind of device whose schemes keep the weights: cpu or cuda
 
     @property
     def is_dense(self) -> bool:
@@ -95,7 +96,7 @@ def choose_rule(
     if kind != "cpu":
         is_auto = quantization == "auto"
         label, reason = (AS_STORED, "as the file has it") if is_auto else (quantization, "asked for")
-        return Rule(label, choose_dtype(dtype, device, held.dtype), reason, scheme, keeps_codes=is_auto)
+        return Rule(label, choose_dtype(dtype, device, held.dtype), reason, scheme, is_auto, kind)
     if quantization == "auto":
         return _auto(dtype, device, held)
     if scheme is not None and quantization not in _CPU_FORMS:

@@ -7,7 +7,8 @@
 A `Kept` is the row of the registry that keeps a matrix, the form of its codes, and the tensors that fill it.
 All who want to know read the plan: loading builds the model from it, the memory plan counts the bytes of its
 `skeleton` (the same model without memory), the code cache keeps what it calls rounded, the start line is its
-`describe`.
+`describe`. The plan of one rank of several has the slices of all tensors that the rank holds (slices.py), and
+names the tensors that cannot be cut.
 
 On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes keep theirs where a form has
 the same groups, the parts of a fused matrix where one form holds them all, and numbers of 16 bits are rounded
@@ -28,7 +29,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -39,10 +40,11 @@ from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected, without_weights
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
-from infer.loader.formats.quantized import describe, format_names, published_as, short_bytes
+from infer.loader.formats.quantized import describe, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.loader.headers import ModelHeaders, Source
-from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule, home_of
+from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
+from infer.loader.slices import Cutter, Rank, Slice
 from infer.models.model import Model
 from infer.quant.coded import StoredCodes
 from infer.quant.gpu_schemes import GPUWeights
@@ -67,6 +69,8 @@ class Kept:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
     sources: tuple[Source, ...] = ()  # its matrix, or each part and expert of it, and its bias
+    slices: tuple[Slice, ...] = ()  # what a rank has of each source; (): all of it
+    spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
 
     @property
     def is_dense(self) -> bool:
@@ -96,14 +100,15 @@ class WeightPlan:
     headers: ModelHeaders
     rule: Rule
     device: torch.device
-    home: str  # the kind of device whose schemes keep the weights
     modules: Mapping[str, Kept]
     skeleton: Model  # the network with its projections, without memory
+    rank: Rank = Rank()
+    uncut: Mapping[str, str] = field(default_factory=dict)  # tensors that this rank can have no slice of: why
 
     @property
     def has_codes(self) -> bool:
         """Whether matrices may be kept as codes."""
-        if not self.rule.keeps_codes or self.home == "cpu":
+        if not self.rule.keeps_codes or self.rule.home == "cpu":
             return not self.rule.is_dense
         tensors, settings = self.headers.tensors.values(), self.headers.quantization
         return any(map(form_of, tensors)) or bool(settings and not tensors)
@@ -111,11 +116,15 @@ class WeightPlan:
     @property
     def is_packed(self) -> bool:
         """Whether the integers of a CPU's kernels keep the matrices."""
-        return self.home == "cpu" and self.rule.label in PACKED
+        return self.rule.home == "cpu" and self.rule.label in PACKED
 
     def build(self, context_len: int) -> Model:
         """The model on its device, nothing in it yet, with rotary tables for `context_len` positions."""
         config, name = self.headers.config, self.headers.source.name
+        if self.rank.world_size > 1:
+            raise ConfigError(
+                f"{name} is planned for {self.rank.world_size} ranks, but only one can load a model yet"
+            )
         # learned positions are as many as are stored
         built = config if config.learned_positions else replace(config, context_len=context_len)
         with refused_if_full(name, self.rule.dtype, self.device):
@@ -134,7 +143,8 @@ class WeightPlan:
             layer = model.get_submodule(name)
             if not isinstance(layer, Projected) or (layer is model.head and is_tied and kept.is_dense):
                 continue
-            layer.use(kept.make(replace(layer.spec, device=device, dtype=self.rule.dtype, memory=memory)))
+            assert kept.spec is not None, name
+            layer.use(kept.make(replace(kept.spec, device=device, dtype=self.rule.dtype, memory=memory)))
         weight = model.embedding.weight
         if is_tied and not self.modules["head"].is_dense:
             model.embedding.table = model.head.stored
@@ -148,7 +158,7 @@ class WeightPlan:
     def describe(self) -> str:
         """What a device makes of the weights of a file, for the start line; "": they stay plain numbers."""
         kept = kept_schemes(self.skeleton, self.rule.dtype)
-        if self.home == "cpu" and self.headers.tensors:
+        if self.rule.home == "cpu" and self.headers.tensors:
             return self._describe_packed(kept) if self.is_packed else ""
         if len(kept) == 1:
             return ""
@@ -203,74 +213,76 @@ def plan_weights(
     dtype: str,
     device: torch.device,
     home: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> WeightPlan:
     """Decide what becomes of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
 
     With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
+    With a `world_size` above 1 it is the plan of one `rank`, with its slices.
     """
-    home = home or home_of(device)
+    assert 0 <= rank < world_size, (rank, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
     skeleton = _network(headers, rule.dtype, META)
     by_module: dict[str, list[Source]] = {}
     for source in headers.sources:
         if source.module:
             by_module.setdefault(source.module, []).append(source)
-    modules: dict[str, Kept] = {}
+    cutter = Cutter(headers.config, Rank(rank, world_size))
+    settings, modules = Settings(headers.quantization), dict[str, Kept]()
     for name, module in skeleton.named_modules():
         sources = tuple(by_module.get(name, ()))
         if not isinstance(module, Projected):
             if sources or module is skeleton.embedding:
-                modules[name] = Kept(sources=sources)
+                modules[name] = Kept(sources=sources, slices=cutter.slices(sources))
             continue
-        is_head = module is skeleton.head
-        is_tied = is_head and headers.config.tie_embeddings
-        if is_tied:
-            sources = modules["embedding"].sources
-        kept = _keep(module, rule, home, sources, Settings(headers.quantization), is_head=is_head)
+        is_tied = module is skeleton.head and headers.config.tie_embeddings
+        sources = modules["embedding"].sources if is_tied else sources
+        dense = Kept(
+            sources=sources,
+            slices=cutter.slices(sources, module.parts),
+            spec=cutter.spec(name, module.spec),
+        )
+        kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
+        kept = dense if module.always_dense else kept
         if is_tied and type(kept.make(module.spec)).lookup is Projection.lookup:  # it cannot look up rows
-            kept = Kept(sources=sources)
+            kept = dense
         modules[name] = kept
         if is_tied:
             modules["embedding"] = kept
     plan = WeightPlan(
-        headers=headers, rule=rule, device=device, home=home, modules=modules, skeleton=skeleton
-    )
+        headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
+        rank=cutter.rank, uncut=cutter.uncut,
+    )  # fmt: skip
     plan.give_projections(skeleton, META)
     return plan
 
 
-def _keep(
-    layer: Projected, rule: Rule, home: str, sources: tuple[Source, ...], settings: Settings, *, is_head: bool
-) -> Kept:
+def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:
     """How one matrix is kept, given the tensors that fill it."""
-    tensors = [source.tensor for source in sources if source.leaf == "weight"]
-    if layer.always_dense or rule.is_dense:
-        return Kept(sources=sources)
-    if home == "cpu":
+    tensors, spec = dense.weights, dense.spec
+    assert spec is not None, dense
+    if rule.is_dense:
+        return dense
+    if rule.home == "cpu":
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
-            scheme = SCHEMES["int8"]
-        else:
-            scheme = rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"]
-        return Kept(scheme=scheme, sources=sources)
+            return replace(dense, scheme=SCHEMES["int8"])
+        return replace(dense, scheme=rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"])
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
-        codes = settings.codes(layer.spec.size)
+        codes = settings.codes(spec.size)
         forms = [codes and stored_form(codes)]
-    form = joined_form(forms, layer.spec.size, layer.spec.row_counts)
+    form = joined_form(forms, spec.size, spec.row_counts)
     if rule.scheme is not None:
         asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
         if asked not in FORMS:
-            return Kept(scheme=rule.scheme, sources=sources)
-        form = form if form is not None and form.codes == asked else rounded_form(asked, layer.spec.size)
+            return replace(dense, scheme=rule.scheme)
+        form = form if form is not None and form.codes == asked else rounded_form(asked, spec.size)
     if form is None:
-        return Kept(sources=sources)
+        return dense
     is_int8 = form == CodedForm("int8") and all(form_of(tensor) == form for tensor in tensors)
-    return Kept(
-        scheme=SCHEMES[form.codes],
-        form=form,
-        int8_tokens=is_int8 and settings.has_int8_tokens,
-        sources=sources,
-    )
+    int8_tokens = is_int8 and settings.has_int8_tokens
+    return replace(dense, scheme=SCHEMES[form.codes], form=form, int8_tokens=int8_tokens)
 
 
 def _held(headers: ModelHeaders) -> Held:
@@ -283,7 +295,7 @@ def _held(headers: ModelHeaders) -> Held:
     tensors = [tensor for matrix in matrices.values() for tensor in matrix]
     return Held(
         headers.stored,
-        frozenset(name for tensor in tensors for name in format_names(tensor)),
+        frozenset(name for tensor in tensors for name in tensor.formats),
         frozenset(tensor.type_name for tensor in tensors),
         frozenset(4 if is_four_bit(matrix) else 8 for matrix in matrices.values()),
     )

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 
 from infer.errors import CheckpointError, closest
+from infer.loader.formats.axes import Axes, plain_axes
 from infer.loader.formats.hf_config import read_json
 from infer.quant.coded import CodedRows, StoredCodes
 
@@ -82,6 +83,16 @@ class StoredTensor(ABC):
     def codes(self) -> StoredCodes | None:
         """What its codes are; None: it has plain numbers, or codes without even steps."""
         return None
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The values of `quantization` that its format answers to; none for plain numbers."""
+        return ()
+
+    @property
+    def axes(self) -> Axes:
+        """What runs along the axes of each of its leaves."""
+        return {"weight": plain_axes(len(self.shape))}
 
     @abstractmethod
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
+from infer.loader.formats.axes import Axes, plain_axes
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
-from infer.loader.formats.gguf import GGUFFile, GGUFTensor
+from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize, stored_codes
 from infer.quant.coded import CodedRows, StoredCodes
@@ -116,6 +117,18 @@ class PackedTensor(StoredTensor):
     def codes(self) -> StoredCodes | None:
         """What the codes of its blocks are."""
         return None if self.offset else stored_codes(self.stored.kind, self.stored.shape[-1])
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """One name for all types of blocks."""
+        return ("gguf",)
+
+    @property
+    def axes(self) -> Axes:
+        """Rows, and blocks along them; heads are reordered within, so whole ones can be cut."""
+        *others, last = plain_axes(len(self.shape))
+        step = BLOCK[self.stored.kind][0]
+        return {"weight": (*others, last._replace(step=step, unit="block"))}
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""

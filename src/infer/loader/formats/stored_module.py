@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 import torch
 
 from infer.errors import CheckpointError
+from infer.loader.formats.axes import Axes
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import CodedRows, StoredCodes
 
@@ -196,3 +197,4 @@ class StoredFormat:
     matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # where names are not enough
     measure: Callable[[StoredModule], Layout]
     open: Callable[[StoredModule, Layout, Tensors], ReadRows]
+    axes: Callable[[StoredModule, Layout], Axes]  # leaves that are not named are whole
