@@ -73,20 +73,21 @@ class CodeCache:
     path: Path | None  # None: there is nothing to keep, or nowhere
 
     @classmethod
-    def of(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> CodeCache:
-        """The cache of a model that these moves are about to fill as planned."""
-        found = {move.place.module: projection for move in moves if (projection := move.projection(model))}
-        made = {name: projection for name, projection in found.items() if plan.modules[name].is_rounded}
-        source = plan.headers.source
+    def open(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> tuple[CodeCache, list[Move]]:
+        """The cache of a model that is to be filled as planned, and the moves that it has not made itself."""
+        places = [(move, projection) for move in moves if (projection := move.projection(model))]
+        made = {
+            move.place.module: projection
+            for move, projection in places
+            if plan.modules[move.place.module].is_rounded
+        }
+        cache, source = cls(made, None), plan.headers.source
         with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
             if made:
                 name = f"{codes_prefix(source)}-{_key(made, source)}{_SUFFIX}"
-                return cls(made, codes_dir() / name)
-        return cls(made, None)
-
-    def holds(self, move: Move, model: Model) -> bool:
-        """Whether the file has what a move would bring into place."""
-        return move.place.module in self.projections and move.projection(model) is not None
+                cache = cls(made, codes_dir() / name)
+        held = {id(move) for move, _ in places if move.place.module in made} if cache.read() else set()
+        return cache, [move for move in moves if id(move) not in held]
 
     def read(self) -> bool:
         """Fill the projections from the file; False: there is none, or it is not what was written."""

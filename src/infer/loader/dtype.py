@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,8 +34,6 @@ import torch
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.runtime.dispatch import device_kind
-from infer.loader.formats.checkpoint import FLOATS, StoredTensor
-from infer.loader.formats.quantized import QuantizedTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -98,21 +95,6 @@ def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return dtype
-
-
-def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The dtype that most of the weights are stored in, by bytes; None for block formats.
-
-    Of a checkpoint with quantized matrices it is None whatever lies beside them.
-    """
-    tensors = list(tensors)
-    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
-        return None
-    num_bytes: dict[str, int] = {}
-    for tensor in tensors:
-        num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes
-    most = max(num_bytes, key=lambda name: num_bytes[name], default="")
-    return FLOATS.get(most)
 
 
 def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

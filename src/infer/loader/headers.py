@@ -10,7 +10,7 @@ Everything that a start decides about weights is decided from these (weight_plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.dtype import DTYPES, stored_dtype
+from infer.loader.dtype import DTYPES
 from infer.loader.find.source import ModelSource
-from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor, open_checkpoint
 from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
@@ -32,7 +32,7 @@ from infer.loader.formats.hf_config import (
     read_json,
 )
 from infer.loader.formats.kv_scales import read_kv_scales
-from infer.loader.formats.quantized import check_method, quantized_checkpoint, read_settings
+from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
 from infer.models.registry import Family, find_family
@@ -114,6 +114,21 @@ def headers_of_config(path: Path, name: str) -> ModelHeaders:
         gguf_metadata=None,
         quantization=settings,
     )
+
+
+def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The dtype that most of the weights are stored in, by bytes; None for block formats.
+
+    It is None for a checkpoint with quantized matrices, whatever else it holds.
+    """
+    tensors = list(tensors)
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
+        return None
+    num_bytes: dict[str, int] = {}
+    for tensor in tensors:
+        num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes
+    most = max(num_bytes, key=lambda name: num_bytes[name], default="")
+    return FLOATS.get(most)
 
 
 def find_sources(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> tuple[Source, ...]:

@@ -124,9 +124,8 @@ def load_model(
 
     model = plan.build(context_len)
     moves = plan_moves(model, headers)
-    codes = CodeCache.of(plan, model, moves)
-    is_cached = codes.read()
-    left = [move for move in moves if not (is_cached and codes.holds(move, model))]
+    codes, left = CodeCache.open(plan, model, moves)
+    is_cached = len(left) < len(moves)
     label = f"loading {source.name}"
     if codes.projections and not is_cached:
         label += f", rounding weights to {rule.label}"  # what of these has another form, the start line says

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from infer.errors import ConfigError
@@ -51,36 +50,41 @@ class Slice(NamedTuple):
     leaves: Mapping[str, tuple[Ranges | None, ...]]  # for each axis of each leaf; None: all of it
 
 
+@dataclass(frozen=True, slots=True)
 class Cutter:
     """Cuts matrices and tensors for one rank, and remembers what cannot be cut."""
 
-    def __init__(self, config: ModelConfig, rank: Rank) -> None:
-        self.config, self.rank = config, rank
-        self.uncut: dict[str, str] = {}  # tensors, and why
+    config: ModelConfig
+    rank: Rank
+    uncut: dict[str, str] = field(default_factory=dict)  # names of tensors, and why
 
-    def spec(self, module: str, spec: WeightSpec) -> WeightSpec:
-        """The matrix that the rank has of a layer's; all of it, where that cannot be cut."""
-        kind, share = _kind(module), partial(_share, config=self.config, rank=self.rank)
-        with suppress(ConfigError):  # its tensors say so
-            if kind in BY_ROWS:
-                parts = {part: len(share(part, size)) for part, size in spec.parts.items()}
-                num_rows = sum(parts.values()) or len(share(kind, spec.num_rows))
-                return replace(spec, parts=parts, num_rows=num_rows)
-            if kind in BY_COLUMNS:
-                return replace(spec, size=len(share(kind, spec.size)))
-            if kind in BY_VOCABULARY:
-                return replace(spec, num_rows=len(_vocabulary(spec.num_rows, self.rank)))
-        return spec
-
-    def slices(self, sources: Sequence[Source], parts: Mapping[str, int] | None = None) -> tuple[Slice, ...]:
-        """What the rank has of each tensor of a module with these parts; (): all, or one cannot be cut."""
-        found = []
-        for source in sources if self.rank.world_size > 1 else ():
+    def cut(
+        self, module: str, sources: Sequence[Source], spec: WeightSpec | None = None
+    ) -> tuple[WeightSpec | None, tuple[Slice, ...]]:
+        """The matrix that the rank has of a layer's, and its slice of each tensor; (): all, or uncut."""
+        if self.rank.world_size == 1:
+            return spec, ()
+        parts, found = spec.parts if spec else {}, list[Slice]()
+        for source in sources:
             try:
-                found.append(slice_source(source, parts or {}, self.config, self.rank))
+                found.append(slice_source(source, parts, self.config, self.rank))
             except ConfigError as error:
                 self.uncut[source.name] = str(error)
-        return tuple(found) if len(found) == len(sources) else ()
+        with suppress(ConfigError):  # its tensors have said so
+            spec = spec and cut_spec(module, spec, self.config, self.rank)
+        return spec, tuple(found) if len(found) == len(sources) else ()
+
+
+def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> WeightSpec:
+    """The matrix that a rank has of a layer's."""
+    kind = _kind(module)
+    if kind in BY_ROWS:
+        parts = {part: len(_share(part, size, config, rank)) for part, size in spec.parts.items()}
+        num_rows = sum(parts.values()) or len(_share(kind, spec.num_rows, config, rank))
+        return replace(spec, parts=parts, num_rows=num_rows)
+    if kind in BY_COLUMNS:
+        return replace(spec, size=len(_share(kind, spec.size, config, rank)))
+    return replace(spec, num_rows=len(_vocabulary(spec.num_rows, rank))) if kind in BY_VOCABULARY else spec
 
 
 def slice_source(source: Source, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:

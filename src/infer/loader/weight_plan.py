@@ -234,17 +234,14 @@ def plan_weights(
         sources = tuple(by_module.get(name, ()))
         if not isinstance(module, Projected):
             if sources or module is skeleton.embedding:
-                modules[name] = Kept(sources=sources, slices=cutter.slices(sources))
+                modules[name] = Kept(sources=sources, slices=cutter.cut(name, sources)[1])
             continue
         is_tied = module is skeleton.head and headers.config.tie_embeddings
         sources = modules["embedding"].sources if is_tied else sources
-        dense = Kept(
-            sources=sources,
-            slices=cutter.slices(sources, module.parts),
-            spec=cutter.spec(name, module.spec),
-        )
-        kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
-        kept = dense if module.always_dense else kept
+        spec, slices = cutter.cut(name, sources, module.spec)
+        kept = dense = Kept(sources=sources, slices=slices, spec=spec)
+        if not module.always_dense:
+            kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
         if is_tied and type(kept.make(module.spec)).lookup is Projection.lookup:  # it cannot look up rows
             kept = dense
         modules[name] = kept
