@@ -39,7 +39,7 @@ from infer.models.registry import Family, find_family
 from infer.models.weight_map import Target, WeightMap, find_target
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """A tensor of a checkpoint, and what the weight map says about it."""
 
     name: str
@@ -60,7 +60,7 @@ class ModelHeaders(TextHeaders):
     family: Family
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
-    sources: tuple[Source, ...] = ()
+    sources: tuple[WeightSource, ...] = ()
     stored: torch.dtype | None = None  # the weights' dtype in the files; None: they are packed, or unknown
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what the files say about it
     kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, [layers, 2, G], if it has any
@@ -131,12 +131,12 @@ def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
     return FLOATS.get(most)
 
 
-def find_sources(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> tuple[Source, ...]:
+def find_sources(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> tuple[WeightSource, ...]:
     """Match every tensor with its module, in the order of the files."""
     found = []
     for name, tensor in tensors.items():
         try:
-            found.append(Source(name, tensor, *find_target(name, weight_map)))
+            found.append(WeightSource(name, tensor, *find_target(name, weight_map)))
         except CheckpointError:  # placement says so, about all unknown tensors together
-            found.append(Source(name, tensor, None, ""))
+            found.append(WeightSource(name, tensor, None, ""))
     return tuple(found)

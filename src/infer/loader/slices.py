@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from infer.errors import ConfigError
 from infer.loader.formats.axes import Ranges
-from infer.loader.headers import Source
+from infer.loader.headers import WeightSource
 from infer.models.config import ModelConfig
 from infer.quant.projection import WeightSpec
 
@@ -59,7 +59,7 @@ class Cutter:
     uncut: dict[str, str] = field(default_factory=dict)  # names of tensors, and why
 
     def cut(
-        self, module: str, sources: Sequence[Source], spec: WeightSpec | None = None
+        self, module: str, sources: Sequence[WeightSource], spec: WeightSpec | None = None
     ) -> tuple[WeightSpec | None, tuple[Slice, ...]]:
         """The matrix that the rank has of a layer's, and its slice of each tensor; (): all, or uncut."""
         if self.rank.world_size == 1:
@@ -87,7 +87,7 @@ def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> 
     return replace(spec, num_rows=len(_vocabulary(spec.num_rows, rank))) if kind in BY_VOCABULARY else spec
 
 
-def slice_source(source: Source, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
+def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
     """The part of a tensor that a rank holds; `parts` are those of the layer that it fills."""
     assert source.target is not None, source.name
     tensor, kind, shape = source.tensor, _kind(source.module), source.tensor.shape

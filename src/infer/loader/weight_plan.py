@@ -42,7 +42,7 @@ from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
-from infer.loader.headers import ModelHeaders, Source
+from infer.loader.headers import ModelHeaders, WeightSource
 from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
 from infer.loader.slices import Cutter, Rank, Slice
 from infer.models.model import Model
@@ -68,7 +68,7 @@ class Kept:
     scheme: Scheme = SCHEMES[DENSE]
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
-    sources: tuple[Source, ...] = ()  # its matrix, or each part and expert of it, and its bias
+    sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
     slices: tuple[Slice, ...] = ()  # what a rank has of each source; (): all of it
     spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
 
@@ -224,7 +224,7 @@ def plan_weights(
     assert 0 <= rank < world_size, (rank, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
     skeleton = _network(headers, rule.dtype, META)
-    by_module: dict[str, list[Source]] = {}
+    by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
             by_module.setdefault(source.module, []).append(source)

@@ -24,7 +24,7 @@ from infer.loader.formats.gguf_quants import dequantize
 from infer.loader.formats.gguf_tensors import PackedTensor, _restore_order
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.formats.stored_module import StoredModule
-from infer.loader.headers import ModelHeaders, Source, headers_of_config, read_headers
+from infer.loader.headers import ModelHeaders, WeightSource, headers_of_config, read_headers
 from infer.loader.slices import BY_COLUMNS, BY_ROWS, BY_VOCABULARY, Slice, _kind
 from infer.loader.weight_plan import WeightPlan, plan_weights
 from infer.models.registry import FAMILIES
@@ -130,7 +130,7 @@ def length(ranges: Ranges) -> int:
     return sum(map(len, ranges))
 
 
-def read_slice(source: Source, cut: Slice) -> torch.Tensor:
+def read_slice(source: WeightSource, cut: Slice) -> torch.Tensor:
     """The numbers of a slice, [rows, columns], [rows] or [experts, rows, columns], from its leaves alone."""
     tensor = source.tensor
     assert source.target is not None
@@ -161,7 +161,7 @@ def num_blocks(tensor: PackedTensor) -> int:
     return tensor.stored.shape[-1] // tensor.axes["weight"][-1].step
 
 
-def read_whole(source: Source) -> torch.Tensor:
+def read_whole(source: WeightSource) -> torch.Tensor:
     held = torch.empty(source.tensor.shape)
     if len(held.shape) == 3:
         for number in range(len(held)):
@@ -302,7 +302,7 @@ def test_any_cut_between_words_and_groups_can_be_read(
         leaf: tuple(axis.cut(*ranges[axis.along]) if axis.along else None for axis in axes)
         for leaf, axes in tensor.axes.items()
     }
-    source = Source("m.weight", tensor, Target("m"), "weight")
+    source = WeightSource("m.weight", tensor, Target("m"), "weight")
     found = read_slice(source, Slice((range(*rows),), (range(*columns),), cut))
     assert torch.equal(found, whole[slice(*rows), slice(*columns)])
 
