@@ -28,7 +28,7 @@ from infer.layers.bind import bind
 from infer.layers.linear import ExpertLinear, Linear, Projected
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
-from infer.loader.quantization import kept_bytes
+from infer.loader.weight_plan import kept_bytes
 from infer.quant.coded import CodedRows
 from infer.quant.projection import Neighbours, Projection, Scheme, WeightSpec
 from infer.quant.registry import SCHEMES

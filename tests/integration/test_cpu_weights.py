@@ -29,11 +29,10 @@ from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import kept_bytes
+from infer.loader.weight_plan import kept_bytes, plan_weights
 from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.sampling.params import SamplingParams
-from infer.tools.memory_plan import build_on_meta
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import FAMILIES
 from tests.support.kv_store import fill_store
@@ -247,5 +246,6 @@ def test_the_plan_knows_what_packed_weights_take() -> None:
         headers.source, device="cpu", quantization="int4", max_seq_len=1024, headers=headers
     ).model
     kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear))
-    planned = kept_bytes(build_on_meta(headers, torch.float32, "int4"))
+    plan = plan_weights(headers, quantization="int4", dtype="auto", device=torch.device("cpu"))
+    planned = kept_bytes(plan.skeleton)
     assert planned == pytest.approx(kept, rel=0.01)

@@ -29,15 +29,15 @@ from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.linear.coded import CodedForm
 from infer.layers.linear import ExpertLinear, Projected
 from infer.layers.whole_sequence import WholeSequence
-from infer.loader import quantization
+from infer.loader import weight_plan
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import kept_bytes
 from infer.loader.random_weights import load_random
+from infer.loader.weight_plan import kept_bytes, rounded_form
 from infer.quant.gpu_schemes import GPUWeights
-from infer.quant.rounding import round_rows, rounded_form
+from infer.quant.rounding import round_rows
 from infer.sampling.params import SamplingParams
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -182,7 +182,7 @@ def test_blocks_of_gguf(kind: str, scheme: str, tmp_path: Path) -> None:
 def test_blocks_that_are_rounded_are_not_said_to_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "ROUNDED", {"Q5_1"})  # Q6_K has blocks of 256, more than rows here
+    monkeypatch.setattr(weight_plan, "ROUNDED", {"Q5_1"})  # Q6_K has blocks of 256, more than rows here
     path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q8_0", kinds={"ffn_down": "Q5_1"})
     size = sum(tensor.num_bytes for tensor in read_headers(resolve_model(str(path))).tensors.values()
                if tensor.type_name == "Q5_1")  # fmt: skip

@@ -20,9 +20,8 @@ from infer.layers.linear import ExpertLinear, Linear
 from infer.layers.moe import MixtureOfExperts
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import kept_bytes
+from infer.loader.weight_plan import kept_bytes, num_weights, plan_weights
 from infer.quant.packed import Packed
-from infer.tools.memory_plan import build_on_meta, count_parameters
 from scripts.make_checkpoint import make_checkpoint
 from tests.integration.test_engine_toggles import REQUESTS, expected, run_row
 from tests.support.checkpoints import MOE_FAMILIES, reference_model
@@ -118,7 +117,8 @@ def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str,
     make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
     headers = read_headers(resolve_model(str(tmp_path), show_progress=False))
     model = load(tmp_path, dtype="float32").model
-    num_parameters, _ = count_parameters(headers)
+    plan = plan_weights(headers, quantization="none", dtype="float32", device=torch.device("cpu"))
+    num_parameters = num_weights(plan.skeleton)
     assert num_parameters == sum(parameter.numel() for parameter in model.parameters())
     config, experts = headers.config, headers.config.experts
     assert experts is not None and num_parameters > 2 * 6 * 3 * 64 * experts.size  # layers, experts, matrices
@@ -134,7 +134,8 @@ def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
     model = load(tmp_path, quantization="int8").model
     kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear | ExpertLinear))
     kept += model.embedding.weight.numel() * 2
-    planned = kept_bytes(build_on_meta(headers, torch.float32, "int8"))
+    plan = plan_weights(headers, quantization="int8", dtype="auto", device=torch.device("cpu"))
+    planned = kept_bytes(plan.skeleton)
     assert planned == pytest.approx(kept, rel=0.01)
 
 

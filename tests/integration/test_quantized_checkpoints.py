@@ -27,7 +27,7 @@ from infer.kernels.cpu.library import library
 from infer.layers.linear import Projected
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import kept_bytes
+from infer.loader.weight_plan import kept_bytes
 from infer.quant.packed import Packed
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint

@@ -20,8 +20,8 @@ from infer.frontend.prompts import open_model
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel
-from infer.loader.quantization import bytes_per_weight, kept_bytes
 from infer.loader.random_weights import load_random
+from infer.loader.weight_plan import bytes_per_weight, kept_bytes
 
 # Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
 TINY = {

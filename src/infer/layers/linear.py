@@ -30,8 +30,8 @@ from torch import nn
 
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.quant.dense import Dense
-from infer.quant.projection import Projection, WeightSpec
-from infer.quant.residual import NormedInput, PendingProduct, as_tensor
+from infer.quant.projection import PendingProduct, Projection, WeightSpec
+from infer.quant.residual import NormedInput, as_tensor
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from infer.layers.linear import Linear
-from infer.quant.residual import NormedInput, PendingProduct, as_tensor
+from infer.quant.projection import PendingProduct
+from infer.quant.residual import NormedInput, as_tensor
 
 
 class GatedMLP(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from infer.kernels.elementwise.layer_norm import add_layer_norm
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
-from infer.quant.residual import NormedInput, PendingProduct, ResidualStream, as_tensor
+from infer.quant.residual import NormedInput, PendingUpdate, ResidualStream, as_tensor
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: torch.Tensor | PendingProduct | ResidualStream) -> torch.Tensor | NormedInput:
+    def forward(self, x: torch.Tensor | PendingUpdate | ResidualStream) -> torch.Tensor | NormedInput:
         """Normalise a tensor now; the residual stream is normalised when it is read."""
         if isinstance(x, ResidualStream):
             return NormedInput(self, x)

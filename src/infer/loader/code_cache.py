@@ -34,10 +34,11 @@ from infer.errors import CheckpointError, ModelSourceError
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import ModelSource
-from infer.loader.formats.checkpoint import FLOATS, StoredTensor, read_header, write_safetensors
+from infer.loader.formats.checkpoint import read_header, write_safetensors
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.placement import Move
 from infer.loader.read_ahead import codes_dir, codes_prefix
+from infer.loader.weight_plan import WeightPlan
 from infer.log import progress
 from infer.models.model import Model
 from infer.quant.packed import Packed
@@ -72,28 +73,21 @@ class CodeCache:
     path: Path | None  # None: there is nothing to keep, or nowhere
 
     @classmethod
-    def of(cls, model: Model, moves: list[Move], source: ModelSource) -> CodeCache:
-        """The cache of a model that these moves are about to fill."""
-        found = {move.place.module: projection for move in moves if (projection := move.projection(model))}
-        coded = {
-            move.place.module
-            for move in moves
-            if not (isinstance(move.source, StoredTensor) and move.source.type_name in FLOATS)
-        }
+    def open(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> tuple[CodeCache, list[Move]]:
+        """The cache of a model that is to be filled as planned, and the moves that it has not made itself."""
+        places = [(move, projection) for move in moves if (projection := move.projection(model))]
         made = {
-            name: projection
-            for name, projection in found.items()
-            if name not in coded and projection.scheme != "none"
+            move.place.module: projection
+            for move, projection in places
+            if plan.modules[move.place.module].is_rounded
         }
+        cache, source = cls(made, None), plan.headers.source
         with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
             if made:
                 name = f"{codes_prefix(source)}-{_key(made, source)}{_SUFFIX}"
-                return cls(made, codes_dir() / name)
-        return cls(made, None)
-
-    def holds(self, move: Move, model: Model) -> bool:
-        """Whether the file has what a move would bring into place."""
-        return move.place.module in self.projections and move.projection(model) is not None
+                cache = cls(made, codes_dir() / name)
+        held = {id(move) for move, _ in places if move.place.module in made} if cache.read() else set()
+        return cache, [move for move in moves if id(move) not in held]
 
     def read(self) -> bool:
         """Fill the projections from the file; False: there is none, or it is not what was written."""

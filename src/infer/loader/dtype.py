@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,8 +34,6 @@ import torch
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.runtime.dispatch import device_kind
-from infer.loader.formats.checkpoint import FLOATS, StoredTensor
-from infer.loader.formats.quantized import QuantizedTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,6 +47,12 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) ->
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
+
+
+def settle_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Do, once per model that is loaded, what products in `dtype` need here, and say where they are slow."""
+    avoid_refused_products(dtype, device)
+    warn_if_slow(dtype, device)
 
 
 def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
@@ -73,7 +76,7 @@ def onednn_refuses_bfloat16() -> bool:
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
-    """Say so, once per model that is loaded, if this CPU computes in `dtype` more slowly than it could."""
+    """Say so if this CPU computes in `dtype` more slowly than it could."""
     if device_kind(device) == "cpu" and (
         dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()
     ):
@@ -92,21 +95,6 @@ def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return dtype
-
-
-def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The dtype that most of the weights are stored in, by bytes; None for block formats.
-
-    Of a checkpoint with quantized matrices it is None whatever lies beside them.
-    """
-    tensors = list(tensors)
-    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
-        return None
-    num_bytes: dict[str, int] = {}
-    for tensor in tensors:
-        num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes
-    most = max(num_bytes, key=lambda name: num_bytes[name], default="")
-    return FLOATS.get(most)
 
 
 def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

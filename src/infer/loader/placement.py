@@ -31,8 +31,9 @@ from infer.errors import CheckpointError
 from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.headers import ModelHeaders
 from infer.models.model import Model
-from infer.models.weight_map import WeightMap, find_target, names_an_expert
+from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
 
 MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
@@ -84,13 +85,7 @@ def _complaint(names: list[str], what: str) -> str:
     return f"{len(names)} {what}: {', '.join(names[:MAX_NAMED])}{rest}"
 
 
-def plan_moves(
-    model: Model,
-    tensors: Mapping[str, StoredTensor],
-    weight_map: WeightMap,
-    *,
-    name: str,
-) -> list[Move]:
+def plan_moves(model: Model, headers: ModelHeaders) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
@@ -100,10 +95,9 @@ def plan_moves(
     unexpected, misshapen, unreadable = list[str](), list[str](), list[str]()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
-    for tensor_name, tensor in tensors.items():
-        try:
-            target, leaf = find_target(tensor_name, weight_map)
-        except CheckpointError:
+    name = headers.source.name
+    for tensor_name, tensor, target, leaf in headers.sources:
+        if target is None:
             unexpected.append(tensor_name)
             continue
         is_tied_copy = model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
@@ -136,7 +130,7 @@ def plan_moves(
         else:
             moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
     complaints = {
-        "missing": _missing(model, modules, leaves, taken, weight_map),
+        "missing": _missing(model, modules, leaves, taken, headers.family.weight_map),
         "not part of this model": unexpected,
         "of the wrong shape": misshapen,
         "in a format that cannot be read": unreadable,

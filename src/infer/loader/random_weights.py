@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,12 +21,13 @@ import torch
 from infer.errors import ConfigError
 from infer.layers.linear import Projected
 from infer.layers.norm import RMSNorm
-from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
+from infer.loader.dtype import settle_products
 from infer.loader.formats.hf_config import read_hf_config
-from infer.loader.load import LoadedModel, build_model, check_length, choose_device, refused_if_full
-from infer.loader.quantization import AS_STORED, DENSE, choose_format, describe_kept, make_projections
+from infer.loader.headers import headers_of_config
+from infer.loader.load import LoadedModel, check_length, choose_device
+from infer.loader.quantization import DENSE, home_of
+from infer.loader.weight_plan import plan_weights, refused_if_full
 from infer.models.model import Model
-from infer.models.registry import find_family
 
 WIDTH = 0.02
 
@@ -45,39 +46,32 @@ def load_random(
 
     `quantization` and `home` as in load.py; auto has nothing to keep, and means none.
     """
-    raw = read_hf_config(config_dir)
-    family = find_family(raw)
-    if raw.get("quantization_config"):
+    if read_hf_config(config_dir).get("quantization_config"):
         raise ConfigError(
             f"{config_dir / 'config.json'} has a quantization_config, but random weights are plain numbers; "
             "use the config of the checkpoint that is not quantized"
         )
-    config = family.read_config(raw)
-    chosen_device = choose_device(device)
-    stored = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
-    if quantization in ("auto", DENSE):
-        form, chosen_dtype = AS_STORED, choose_dtype(dtype, chosen_device, stored)
-    else:
-        form, chosen_dtype, _ = choose_format(quantization, dtype, chosen_device, stored, {}, home)
-    avoid_refused_products(chosen_dtype, chosen_device)
-    warn_if_slow(chosen_dtype, chosen_device)
-    context_len = check_length(max_seq_len, config)
-    built = config if config.learned_positions else replace(config, context_len=context_len)
     name = f"{config_dir.resolve().name} (random weights)"
-    model = build_model(family, built, chosen_device, chosen_dtype, name)
-    with refused_if_full(name, chosen_dtype, chosen_device):
-        make_projections(model, form, chosen_device, chosen_dtype, stored, {}, family.weight_map, home=home)
+    headers = headers_of_config(config_dir / "config.json", name)
+    chosen_device = choose_device(device)
+    if quantization in ("auto", DENSE):  # as stored, which is dense
+        quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"
+    plan = plan_weights(headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home)
+    settle_products(plan.rule.dtype, chosen_device)
+    context_len = check_length(max_seq_len, headers.config)
+    model = plan.build(context_len)
+    with refused_if_full(name, plan.rule.dtype, chosen_device):
         fill_random(model, seed)
     return LoadedModel(
         model=model.eval(),
-        config=config,
+        config=headers.config,
         name=name,
-        dtype=chosen_dtype,
+        dtype=plan.rule.dtype,
         device=chosen_device,
         max_seq_len=context_len,
         eos_ids=(),
-        weights=form,
-        kept_as=describe_kept(model, form, chosen_dtype, {}, family.weight_map),
+        weights=plan.rule.label,
+        kept_as=plan.describe(),
     )
 
 

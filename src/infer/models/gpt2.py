@@ -33,7 +33,8 @@ from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 from infer.models.weight_map import IGNORED, Target, WeightMap
-from infer.quant.residual import PendingProduct, ResidualStream
+from infer.quant.projection import PendingProduct
+from infer.quant.residual import ResidualStream
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

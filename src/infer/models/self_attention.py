@@ -20,7 +20,8 @@ from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
-from infer.quant.residual import NormedInput, PendingProduct, as_tensor
+from infer.quant.projection import PendingProduct
+from infer.quant.residual import NormedInput, as_tensor
 
 
 class SelfAttention(nn.Module):

@@ -10,5 +10,5 @@ rounding.py     how weights become codes
 packed.py       int8 or int4 in groups of 32, for the kernels of kernels/cpu
 memory.py       large pages for them
 
-`loader/quantization.py` decides which scheme a layer gets, `layers/bind.py` prepares them all.
+`loader/weight_plan.py` decides which scheme and form a layer gets, `layers/bind.py` prepares them all.
 """

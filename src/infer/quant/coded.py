@@ -1,4 +1,4 @@
-"""Rows of small integers as a file has them: what a published format hands to the scheme that keeps them.
+"""Small integers as a file has them: what a published format tells about them, and hands to a scheme.
 
 A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
 w = code * scale + minimum (GGUF).
@@ -14,6 +14,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+
+class StoredCodes(NamedTuple):
+    """The codes of a matrix with even steps, as the headers of its file describe them."""
+
+    kind: str  # the narrowest codes that hold them: fp8, int8 or int4
+    size: int  # columns
+    group: int  # columns that share a scale; 0: each column names its group
+    has_minima: bool = False
+    scale_rows: int = 1  # rows that share a scale
 
 
 class CodedRows(NamedTuple):

@@ -24,7 +24,7 @@ from infer.kernels.linear.small import (
 from infer.kernels.moe.grouped import experts_mlp
 from infer.kernels.runtime.dispatch import use_triton
 from infer.quant.projection import Choices, Neighbours, Projection, Source
-from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
+from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
 
 
 class Dense(Projection):
@@ -87,7 +87,7 @@ class Dense(Projection):
     def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
         """Add, normalise and multiply, in one launch where there are few tokens."""
         norm, residual, update = x.norm, x.stream.residual_TD, x.stream.update
-        if not use_triton(residual) or isinstance(update, PendingProduct):
+        if not use_triton(residual) or isinstance(update, PendingUpdate):
             return super().project_norm(x, activation)
         first, rest = (residual, None) if update is None else (update, residual)
         y, total = norm_linear(

@@ -33,7 +33,7 @@ from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
 from infer.kernels.runtime.dispatch import seconds_between
 from infer.quant.memory import WeightMemory
-from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
+from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
 
 if TYPE_CHECKING:
     from infer.kernels.linear.coded import CodedForm
@@ -271,6 +271,23 @@ class Projection:
             return down.expert(number).project(self.expert(number).project(x_MD, activation))
 
         return by_expert(x_TD, *choices, one_expert)
+
+
+class PendingProduct(PendingUpdate):
+    """A product that has not been computed, because its result is to be added to the residual stream."""
+
+    __slots__ = ("_product", "projection")
+
+    def __init__(self, projection: Projection, x: torch.Tensor) -> None:
+        super().__init__(x)
+        self.projection = projection
+        self._product: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """Compute the product alone, once."""
+        if self._product is None:
+            self._product = self.projection.project(self.x)
+        return self._product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

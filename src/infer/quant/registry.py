@@ -1,19 +1,15 @@
-"""Every way to keep weights: one row each (docs/adding-a-scheme.md)."""
+"""Every way to keep weights: one row each (docs/adding-a-scheme.md).
+
+A matrix that has a `CodedForm` is kept by `GPUWeights` whatever its row makes: int8 and int4 are integers in
+groups of 32 for a CPU's kernels, and codes in the form of the matrix on a GPU (loader/weight_plan.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from infer.quant.dense import Dense
 from infer.quant.gpu_schemes import GPUWeights
-from infer.quant.packed import Int4, Int8, Packed
-from infer.quant.projection import Projection, Scheme, WeightSpec
-
-
-def _integers(packed: type[Packed]) -> Callable[[WeightSpec], Projection]:
-    """The integers of a CPU's kernels, or those of a GPU where the spec names their form."""
-    return lambda spec: packed(spec) if spec.form is None else GPUWeights(spec)
-
+from infer.quant.packed import Int4, Int8
+from infer.quant.projection import Scheme
 
 SCHEMES: dict[str, Scheme] = {
     row.name: row
@@ -28,13 +24,13 @@ SCHEMES: dict[str, Scheme] = {
         Scheme(
             name="int8",
             devices=("cpu", "cuda"),
-            make=_integers(Int8),
+            make=Int8,
             cost="KL 0.004 on SmolLM2-135M",
         ),
         Scheme(
             name="int4",
             devices=("cpu", "cuda"),
-            make=_integers(Int4),
+            make=Int4,
             cost="KL 0.08 on stories15M",
         ),
     )

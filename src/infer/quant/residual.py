@@ -2,8 +2,9 @@
 
 `norm(stream)` returns a `NormedInput`: the norm of the stream, not computed yet. The projection that receives
 it computes the norm in its prologue, or first. The projection at the end of a sub-layer may return a
-`PendingProduct`: its product, not computed yet. `stream.add` keeps it until the stream is read, which is when
-everything is known that fusing needs: the projection that writes, the norm, the projection that reads.
+`PendingUpdate`: its product, not computed yet. `stream.add` keeps it until the stream is read, which is when
+everything is known that fusing needs: the projection that writes, the norm, the projection that reads. This
+file knows no projections: projection.py, which does, is above it.
 
     writer.add_to(x, residual, norm, reader)  ──►  a `ResidualSum`, if one kernel can multiply, add and begin
                                                    the norm; or the product, alone or in parts
@@ -16,12 +17,9 @@ Shapes:  T tokens, D hidden size, P parts of a product.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from infer.quant.projection import Projection
 
 
 class ResidualNorm(Protocol):
@@ -85,20 +83,13 @@ class Deferred:
     __radd__, __rmul__ = __add__, __mul__
 
 
-class PendingProduct(Deferred):
-    """A product that has not been computed, because its result is to be added to the residual stream."""
+class PendingUpdate(Deferred):
+    """An update of the residual stream that has not been computed: one row for each row of `x`."""
 
-    __slots__ = ("_product", "projection", "x")
+    __slots__ = ("x",)
 
-    def __init__(self, projection: Projection, x: torch.Tensor) -> None:
-        self.projection, self.x = projection, x
-        self._product: torch.Tensor | None = None
-
-    def tensor(self) -> torch.Tensor:
-        """Compute the product alone, once."""
-        if self._product is None:
-            self._product = self.projection.project(self.x)
-        return self._product
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
 
 
 class ResidualStream:
@@ -108,11 +99,11 @@ class ResidualStream:
 
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
-        self.update: torch.Tensor | PendingProduct | None = None
+        self.update: torch.Tensor | PendingUpdate | None = None
         self.unread: NormedInput | None = None  # of the stream as it is now
         self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
 
-    def add(self, update: torch.Tensor | PendingProduct) -> None:
+    def add(self, update: torch.Tensor | PendingUpdate) -> None:
         """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum.
 
         An output whose input was read before rows were selected (a parallel block) keeps the same rows.
@@ -120,7 +111,7 @@ class ResidualStream:
         if self.update is not None or self.unread is not None:
             self.settle()
         if self._selected is not None:
-            rows = update.x if isinstance(update, PendingProduct) else update
+            rows = update.x if isinstance(update, PendingUpdate) else update
             if len(rows) == self._selected[0]:
                 update = as_tensor(update).index_select(0, self._selected[1])
         self.update = update

@@ -4,9 +4,9 @@
     int8    w = scale * code             code: -127 .. 127, one scale per row
     int4    w = scale * (code - zero)    code and zero: 0 .. 15, groups of 128 columns (or 64, 32: whole ones)
 
-That is what `rounded_form` chooses. A file's own groups, blocks and zeros are other values of a `CodedForm`
-(kernels/linear/coded.py), and its codes stay what they are. All arithmetic is float32, a few rows at a time,
-on the device that keeps the weights.
+A file's own groups, blocks and zeros are other values of a `CodedForm` (kernels/linear/coded.py), and its
+codes stay what they are. loader/weight_plan.py decides which form a matrix gets. All arithmetic is float32, a
+few rows at a time, on the device that keeps the weights.
 
 Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
 tries narrower ranges as well, fits the scale to each by least squares, and keeps what errs least. With a
@@ -18,8 +18,6 @@ Shapes:  R rows, K columns, G groups of a row.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +29,6 @@ from infer.quant.coded import CodedRows
 E4M3_MAX = 448.0
 BLOCK_ROWS = 128  # of FP8 in blocks: the only rows that share a scale in memory
 TINY = 1e-12  # a scale must not be 0, also where all weights are
-GROUPS = (128, 64, 32)  # that codes may have
 _RANGES = (1.0, 0.92, 0.84, 0.76)  # of a group's own, tried for int4
 
 
@@ -42,51 +39,6 @@ class CodedPart(NamedTuple):
     scales: torch.Tensor  # float32, [R, G]
     minima: torch.Tensor | None = None  # the same
     zeros: torch.Tensor | int = 0  # of int4, [R, G]
-
-
-# -- which form ---------------------------------------------------------------------------------------
-
-
-def rounded_form(scheme: str, size: int) -> CodedForm:
-    """The form of a matrix with `size` columns that is rounded; int8, where no group fits int4."""
-    if scheme != "int4":
-        return CodedForm(scheme)
-    group = next((group for group in GROUPS if size % group == 0), 0)
-    return CodedForm("int4", group) if group else CodedForm("int8")
-
-
-def stored_form(
-    codes: str, group: int, size: int, *, has_minima: bool = False, scale_rows: int = 1
-) -> CodedForm | None:
-    """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
-    is_shared = scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and codes != "int4" and not has_minima
-    rows = BLOCK_ROWS if is_shared else 1  # else each of the 128 has a copy of its own
-    if group >= size:
-        return CodedForm(codes, 0, has_minima, rows)
-    steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
-    shared = next((step for step in steps if group and group % step == 0), None)
-    return None if shared is None else CodedForm(codes, shared, has_minima, rows)
-
-
-def joined(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[int]) -> CodedForm | None:
-    """The form that holds all parts of a fused matrix, of so many rows each; None: there is none."""
-    found = [form for form in forms if form is not None]
-    kinds = {form.codes for form in found}
-    if not found or len(found) < len(forms) or ("fp8" in kinds and len(kinds) > 1):
-        return None
-    group = math.gcd(*(form.group or size for form in found))
-    is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
-    is_blocked = is_blocked and all(count % BLOCK_ROWS == 0 for count in row_counts[:-1])
-    return stored_form(
-        "int8" if len(kinds) > 1 else found[0].codes,
-        size if all(form.group == 0 for form in found) else group,
-        size,
-        has_minima=any(form.has_minima for form in found),
-        scale_rows=BLOCK_ROWS if is_blocked else 1,
-    )
-
-
-# -- into it ------------------------------------------------------------------------------------------
 
 
 def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:

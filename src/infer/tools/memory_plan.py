@@ -6,9 +6,9 @@ Weights, activations and bytes per token are arithmetic (cache/memory.py); what 
 cache, and the cache divided by a context is how many sequences of that length run at once. The plan ends in
 flags: started with them, the engine has exactly the cache that was planned.
 
-The number of parameters is counted on a model built without memory (PyTorch's `meta` device), so it is
-the number that would be loaded, fused matrices and tied heads included; where there are headers, every
-tensor in them is matched with its place first, as loading does.
+Parameters and their bytes are counted on the skeleton of a weight plan, a model without memory, so they are
+what would be loaded, fused matrices and tied heads included (loader/weight_plan.py); where there are headers,
+every tensor in them is matched with its place first, as loading does.
 
 Every start asks a shorter question first (`check_settings`): can this model be served with these knobs at
 all? What cannot is refused before minutes are spent on reading weights.
@@ -16,17 +16,14 @@ all? What cannot is refused before minutes are spent on reading weights.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from infer.cache.layout import KVLayout, blocks_of_sequence, longest_sequence
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
-    NO_SCRATCH,
     CacheSize,
     DeviceMemory,
     StepBytes,
@@ -43,29 +40,15 @@ from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, fit_to_device, fit_to_memory, kept_as, kept_cache, scratch_of
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
-from infer.errors import CheckpointError, ConfigError, NoRoom
+from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
-from infer.loader.dtype import DTYPES, stored_dtype
-from infer.loader.find.source import ModelSource, read_hub_id, resolve_model
-from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
-from infer.loader.formats.quantized import check_method, read_settings
-from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
+from infer.loader.dtype import DTYPES
+from infer.loader.find.source import read_hub_id, resolve_model
+from infer.loader.headers import ModelHeaders, headers_of_config, read_headers
+from infer.loader.load import LoadChoice, check_length, choose_device
 from infer.loader.placement import plan_moves
-from infer.loader.quantization import (
-    AS_STORED,
-    DENSE,
-    choose_format,
-    home_of,
-    is_scheme,
-    kept_bytes,
-    make_projections,
-    matrix_of_config,
-    num_weights,
-    stored_matrices,
-)
-from infer.models.model import Model
-from infer.models.registry import find_family
-from infer.models.weight_map import find_target
+from infer.loader.quantization import AS_STORED
+from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_weights
 from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
@@ -174,21 +157,13 @@ class MemoryPlan:
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
     resolved = resolve_for(config, choice)
-    counted = weigh(choice, stored_parameters(choice.headers))
-    scratch = scratch_of(counted.kept, resolved.scheduler) if counted.kept else NO_SCRATCH
+    model = choice.plan.skeleton
+    scratch = scratch_of(model, resolved.scheduler)
     try:
-        fit_to_device(resolved, choice, weight_bytes=counted.num_bytes, scratch=scratch)
+        fit_to_device(resolved, choice, weight_bytes=kept_bytes(model), scratch=scratch)
     except NoRoom as error:
         advice = _what_fits(config, choice, machine_on(choice.device, config.cache.device_memory))
         raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
-
-
-class WeightCount(NamedTuple):
-    """The weights of a model: how many, and their bytes in the form that keeps them, tables included."""
-
-    num_parameters: int
-    num_bytes: int
-    kept: Model | None  # without memory; None: all of it is dense
 
 
 def plan_memory(
@@ -196,22 +171,23 @@ def plan_memory(
     headers: ModelHeaders,
     machine: MachineMemory,
     *,
-    counted: WeightCount | None = None,
+    choice: LoadChoice | None = None,
     advises: bool = True,
 ) -> MemoryPlan:
-    """Divide the memory of a machine, or say what would fit if it `advises`; `counted`: weights, if known."""
-    choice = choose_load(config, headers, machine)
-    max_seq_len = choice.max_seq_len
-    num_parameters, weights, kept_in = counted or weigh(choice, *count_parameters(headers))
+    """Divide the memory of a machine, or say what would fit if it `advises`; `choice`, if it was made."""
+    choice = choice or choose_load(config, headers, machine)
+    max_seq_len, weights = choice.max_seq_len, weight_bytes(choice.plan)
+    if headers.tensors:
+        plan_moves(choice.plan.skeleton, headers)
     resolved = machine.resolve(config, choice)
     config = resolved.settings
-    step = steps_of(resolved, choice, kept_in)
+    step = steps_of(resolved, choice)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
     beside = machine.unloaded.with_weights(weights)
     left = beside.room
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    needed = max(step.total, LOADING_BYTES if kept_in and machine.kind == "gpu" else 0)
+    needed = max(step.total, _loading_bytes(choice, machine))
     if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
         needs = f"{in_form(choice.weights)} needs {parts}"
         raise NoRoom(_too_small(config, choice, machine, needs, step) if advises else needs)
@@ -222,7 +198,7 @@ def plan_memory(
         choice=choice,
         resolved=resolved,
         machine=machine,
-        num_parameters=num_parameters,
+        num_parameters=num_weights(choice.plan.skeleton),
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
         weights=weights,
         step=step,
@@ -246,9 +222,20 @@ def plan_memory(
     return plan
 
 
-def steps_of(resolved: ResolvedConfig, choice: LoadChoice, kept: Model | None) -> StepBytes:
-    """Return what steps take; `kept` is the model with its projections, where these are not all dense."""
-    return compute_step(resolved, choice, scratch_of(kept, resolved.scheduler) if kept else NO_SCRATCH)
+def steps_of(resolved: ResolvedConfig, choice: LoadChoice) -> StepBytes:
+    """What steps take."""
+    return compute_step(resolved, choice, scratch_of(choice.plan.skeleton, resolved.scheduler))
+
+
+def weight_bytes(plan: WeightPlan) -> int:
+    """The bytes of the weights as they are kept, and of the tables that the model computes for itself."""
+    tables = sum(table.numel() * table.element_size() for table in plan.skeleton.buffers())
+    return kept_bytes(plan.skeleton) + tables
+
+
+def _loading_bytes(choice: LoadChoice, machine: MachineMemory) -> int:
+    """What bringing weights into codes takes of a GPU while they are loaded."""
+    return LOADING_BYTES if choice.plan.has_codes and machine.kind == "gpu" else 0
 
 
 def _too_small(
@@ -267,7 +254,7 @@ def _too_small(
 
 
 def in_form(weight_format: str) -> str:
-    """The form of weights, to stand behind what has it."""
+    """The form of weights, in words that follow the name of what has it."""
     return weight_format if weight_format == AS_STORED else f"in {weight_format}"
 
 
@@ -277,7 +264,6 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory)
     Of the forms that weights can be rounded to, every one that fits is named.
     """
     headers, model = choice.headers, choice.config
-    counts = count_parameters(headers)
     advice, forms = "give more memory", dict[str, list[str]]()
     for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
         form = settings.load.quantization
@@ -285,14 +271,12 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory)
         if any(form in names for names in forms.values()):
             continue
         choice = choose_load(settings, headers, machine)
-        _, weights, kept_in = weigh(choice, *counts)
-        step = steps_of(machine.resolve(settings, choice), choice, kept_in)
+        step = steps_of(machine.resolve(settings, choice), choice)
         kept = kept_as(config.cache, choice.dtype).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
-        loading = LOADING_BYTES if kept_in and machine.kind == "gpu" else 0
-        beside = max(step.total, loading) + 2 * config.cache.block_size * token
+        beside = max(step.total, _loading_bytes(choice, machine)) + 2 * config.cache.block_size * token
         share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
-        needed = weights + int(beside / share) + machine.runtime
+        needed = weight_bytes(choice.plan) + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
         if needed <= machine.memory:
@@ -337,46 +321,6 @@ def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[
     return found
 
 
-def weigh(choice: LoadChoice, num_parameters: int, num_table_bytes: int = 0) -> WeightCount:
-    """The weights of a model in the form that they would have."""
-    kept = kept_model(choice)
-    num_bytes = kept_bytes(kept) if kept else num_parameters * choice.dtype.itemsize
-    return WeightCount(num_parameters, num_bytes + num_table_bytes, kept)
-
-
-def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
-    """The parameters of the model, shared ones once, and the bytes of the tables it computes for itself."""
-    model = build_on_meta(headers, torch.float32, "as stored")
-    if headers.tensors:
-        plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
-    return num_weights(model), sum(table.numel() * table.element_size() for table in model.buffers())
-
-
-def build_on_meta(headers: ModelHeaders, dtype: torch.dtype, weight_format: str, home: str = "cpu") -> Model:
-    """The model without memory, with the projections that loading would give it."""
-    meta, weight_map = torch.device("meta"), headers.family.weight_map
-    with meta:
-        model = headers.family.build(headers.config).to(dtype)
-    make_projections(
-        model, weight_format, meta, dtype, _stored(headers), headers.tensors, weight_map,
-        headers.quantization, home,
-    )  # fmt: skip
-    return model
-
-
-def stored_parameters(headers: ModelHeaders) -> int:
-    """The number of parameters, from the headers' shapes: quick, where building a network takes a second."""
-    total = 0
-    for name, tensor in headers.tensors.items():
-        try:
-            target, _ = find_target(name, headers.family.weight_map)
-        except CheckpointError:  # loading will say so, of all such tensors together
-            continue
-        is_copy = target.module == "head" and headers.config.tie_embeddings
-        total += 0 if target.ignored or is_copy else math.prod(tensor.shape)
-    return total
-
-
 # -- what is planned, and for what --------------------------------------------------------------------
 
 
@@ -387,33 +331,17 @@ def find_headers(model: str | None, *, revision: str | None, show_progress: bool
     """
     path = None if model is None else Path(model).expanduser()
     if path is not None and path.is_file() and path.suffix == ".json":
-        return _headers_of_config(
+        return headers_of_config(
             path, path.resolve().parent.name if path.name == "config.json" else path.stem
         )
     if path is not None and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        return _headers_of_config(path / "config.json", path.resolve().name)
+        return headers_of_config(path / "config.json", path.resolve().name)
     if model is not None and path is not None and read_hub_id(model) == (model, None) and not path.exists():
         from infer.loader.find import hub
 
         file = hub.fetch_file(model, "config.json", revision=revision, show_progress=show_progress)
-        return _headers_of_config(file, model)
+        return headers_of_config(file, model)
     return read_headers(resolve_model(model, revision=revision, show_progress=show_progress))
-
-
-def _headers_of_config(path: Path, name: str) -> ModelHeaders:
-    raw = read_json(path, MAX_CONFIG_BYTES)
-    family = find_family(raw)
-    settings = read_settings(raw, path.parent)
-    check_method(settings)
-    return ModelHeaders(
-        source=ModelSource(path=path, name=name, is_gguf=False),
-        family=family,
-        config=family.read_config(raw),
-        tensors={},
-        defaults=GenerationDefaults(),
-        gguf_metadata=None,
-        quantization=settings,
-    )
 
 
 def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:
@@ -436,48 +364,10 @@ def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
-    """How the model would be loaded there; a GPU need not be here, and is taken to know bfloat16.
-
-    Its weights are in a form of loader/quantization.py, or in the dtype.
-    """
-    load, stored = config.load, _stored(headers)
-    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
-    if not headers.tensors and headers.quantization:  # of a lone config.json, as far as it says
-        matrices = {"layers": matrix_of_config(headers.quantization)}
-    is_open = load.dtype == "auto" and machine.kind == "gpu"
-    asked = "bfloat16" if is_open else load.dtype
-    form, dtype, _ = choose_format(load.quantization, asked, machine.device, stored, matrices)
-    if is_open and stored is not None and stored in DTYPES.values():
-        dtype = stored
-    is_kept = is_scheme(form) and form != DENSE
-    if not is_kept and not (form == AS_STORED and _has_codes(headers, home_of(machine.device))):
-        form = str(dtype).removeprefix("torch.")
-    max_seq_len = check_length(load.max_seq_len, headers.config)
-    return LoadChoice(
-        headers=headers, device=machine.device, dtype=dtype, weights=form, max_seq_len=max_seq_len
-    )
-
-
-def kept_model(choice: LoadChoice) -> Model | None:
-    """The model without memory, where its projections are not all dense; else None."""
-    headers, form, home = choice.headers, choice.weights, home_of(choice.device)
-    if not is_scheme(form) and not (form == AS_STORED and _has_codes(headers, home)):
-        return None
-    return build_on_meta(headers, choice.dtype, form, home)
-
-
-def _has_codes(headers: ModelHeaders, home: str) -> bool:
-    """Whether a GPU may keep matrices of a checkpoint as codes."""
-    may_have = any(tensor.coded_form is not None for tensor in headers.tensors.values())
-    return home != "cpu" and (may_have or bool(headers.quantization and not headers.tensors))
-
-
-def _stored(headers: ModelHeaders) -> torch.dtype | None:
-    """The dtype of the weights: of the tensors, or what a lone config.json says of them."""
-    if headers.tensors:
-        return stored_dtype(headers.tensors.values())
-    if headers.quantization:
-        return None
-    raw = read_json(headers.source.path, MAX_CONFIG_BYTES)
-    name = raw.get("dtype") or raw.get("torch_dtype")
-    return DTYPES.get(str(name).removeprefix("torch."))
+    """How the model would be loaded there; a GPU need not be here, and is taken to know bfloat16."""
+    load, dtype = config.load, config.load.dtype
+    if dtype == "auto" and machine.kind == "gpu":
+        dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
+    plan = plan_weights(headers, quantization=load.quantization, dtype=dtype, device=machine.device)
+    form = plan.rule.label if plan.has_codes else str(plan.rule.dtype).removeprefix("torch.")
+    return LoadChoice(plan=plan, weights=form, max_seq_len=check_length(load.max_seq_len, headers.config))

@@ -14,17 +14,9 @@ from dataclasses import dataclass, replace
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.layers.linear import ExpertLinear, Projected
-from infer.loader.load import ModelHeaders
-from infer.loader.quantization import home_of, kept_bytes
+from infer.loader.headers import ModelHeaders
 from infer.models.model import Model
-from infer.tools.memory_plan import (
-    MachineMemory,
-    WeightCount,
-    build_on_meta,
-    choose_load,
-    count_parameters,
-    plan_memory,
-)
+from infer.tools.memory_plan import MachineMemory, choose_load, plan_memory, weight_bytes
 
 FORMS = {"gpu": ("auto", "none", "fp8", "int8", "int4"), "cpu": ("auto", "none", "int8", "int4")}
 
@@ -47,7 +39,6 @@ class SchemePlan:
 
 def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> list[SchemePlan]:
     """Every form that the model can have there, in the order of the knob's values, and the one asked for."""
-    num_parameters, num_table_bytes = count_parameters(headers)
     found: list[SchemePlan] = []
     for name in dict.fromkeys((*FORMS[machine.kind], config.load.quantization)):
         asked = replace(config, load=replace(config.load, quantization=name))
@@ -55,18 +46,16 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
             choice = choose_load(asked, headers, machine)
         except ConfigError:  # this file or this machine cannot have it
             continue
-        model = build_on_meta(headers, choice.dtype, choice.weights, home_of(machine.device))
-        counted = WeightCount(num_parameters, kept_bytes(model) + num_table_bytes, model)
         tokens = None
         with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
-            plan = plan_memory(asked, headers, machine, counted=counted, advises=False)
+            plan = plan_memory(asked, headers, machine, choice=choice, advises=False)
             tokens = plan.cache.num_tokens
         row = SchemePlan(
             quantization=name,
             kept_as=choice.weights,
             is_chosen=name == config.load.quantization,
-            weights=counted.num_bytes,
-            bytes_per_token=bytes_per_token(model),
+            weights=weight_bytes(choice.plan),
+            bytes_per_token=bytes_per_token(choice.plan.skeleton),
             num_cache_tokens=tokens,
         )
         found.append(row)

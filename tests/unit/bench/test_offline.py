@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -39,7 +38,6 @@ from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, mak
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
-from infer.loader.quantization import make_projections
 from infer.models.registry import find_family
 from scripts.make_checkpoint import make_checkpoint
 
@@ -265,12 +263,7 @@ def test_packed_weights_are_counted_by_their_size() -> None:
         "int8": num_weights * 8.5 / 8,
         "int4": shape.layer_params * 5 / 8 + shape.head_params * 8.5 / 8,
     }.items():
-        model = copy.deepcopy(target.loaded.model)
-        cpu = torch.device("cpu")
-        make_projections(model, form, cpu, torch.float32, None, {}, {})
-        packed = dataclasses.replace(
-            target, loaded=dataclasses.replace(target.loaded, model=model, weights=form)
-        )
+        packed = open_target({"device": "cpu", "quantization": form}, is_tiny=True)
         assert packed.shape().weight_bytes == pytest.approx(kept / num_weights)
         assert packed.shape().kv_bytes == 4
         assert target.weight_bytes - packed.weight_bytes == num_weights * 4 - kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from infer.frontend.llm import LLM
 from infer.loader import load
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadChoice, ModelHeaders, read_headers
+from infer.loader.quantization import Rule
+from infer.loader.weight_plan import WeightPlan, num_weights, plan_weights
 from infer.models.config import ModelConfig
-from infer.tools.memory_plan import count_parameters, find_machine, plan_memory, stored_parameters
+from infer.tools.memory_plan import find_machine, plan_memory
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -35,6 +38,10 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(load, "_fill", fill)
+
+
+def plan_of(headers: ModelHeaders) -> WeightPlan:
+    return plan_weights(headers, quantization="none", dtype="float32", device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def test_what_would_do_nothing_on_a_gpu_is_refused(knobs: dict[str, Any], messag
 def test_weights_that_leave_no_room_are_counted_before_they_are_read(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_parameters, _ = count_parameters(read_headers(resolve_model(checkpoint)))
+    num_parameters = num_weights(plan_of(read_headers(resolve_model(checkpoint))).skeleton)
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 4 * num_parameters + 1000)
     with pytest.raises(ConfigError, match="1000 B are free once the weights are there"):
         LLM(checkpoint, device="cpu", dtype="float32")
@@ -118,7 +125,8 @@ def test_what_may_work_goes_on_to_the_weights(checkpoint: str) -> None:
 def test_the_headers_count_as_many_parameters_as_the_network(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path / family)
     headers = read_headers(resolve_model(str(tmp_path / family)))
-    assert stored_parameters(headers) == count_parameters(headers)[0]
+    stored = sum(math.prod(source.tensor.shape) for source in headers.sources if source.module)
+    assert stored == num_weights(plan_of(headers).skeleton)
 
 
 def model_of(
@@ -189,13 +197,13 @@ def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_all_prompts(
 
 @pytest.mark.parametrize(("model", "mixed"), [(MODEL_1B, 8192), (MODEL_8B, 128)])
 def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: ModelConfig, mixed: int) -> None:
-    choice = LoadChoice(
+    plan = dataclasses.replace(
+        plan_of(headers),
         headers=dataclasses.replace(headers, config=model),
         device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        weights="as stored",
-        max_seq_len=4096,
+        rule=Rule("as stored", torch.bfloat16, "as the file has it", keeps_codes=True),
     )
+    choice = LoadChoice(plan=plan, weights="as stored", max_seq_len=4096)
     assert resolve_for(EngineConfig.from_knobs(), choice).scheduler.prefill_tokens_while_decoding == mixed
 
 

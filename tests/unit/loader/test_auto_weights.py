@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from infer.loader import quantization as quantization_module
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.quantization import StoredMatrix, choose_format, stored_matrices
-from infer.loader.quantization import kept_bytes as bytes_of
+from infer.loader.quantization import Held, choose_rule
+from infer.loader.weight_plan import is_four_bit, num_weights, plan_weights, stored_matrices
+from infer.loader.weight_plan import kept_bytes as bytes_of
 from infer.quant.packed import Packed
-from infer.tools.memory_plan import build_on_meta, count_parameters, stored_parameters
 from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
@@ -128,14 +129,14 @@ def test_one_form_for_all_is_what_one_form_says(asked: str, others: int, tmp_pat
 
 
 def test_what_decides_before_the_file_does() -> None:
-    held = {"layers.0.mlp.down": StoredMatrix(4)}
+    held = Held(None, bits=frozenset({4}))
     with use_library(None):
-        assert choose_format("auto", "auto", CPU, None, held).name == "fp32"
+        assert choose_rule("auto", "auto", CPU, held).label == "fp32"
         with pytest.raises(ConfigError, match="needs the C kernels"):
-            choose_format("int4+int8", "auto", CPU, None, held)
-    assert choose_format("auto", "float32", CPU, None, held).name == "fp32"
+            choose_rule("int4+int8", "auto", CPU, held)
+    assert choose_rule("auto", "float32", CPU, held).label == "fp32"
     with pytest.raises(ConfigError, match="int4\\+int8 computes in float32, but dtype is bfloat16"):
-        choose_format("int4+int8", "bfloat16", CPU, None, held)
+        choose_rule("int4+int8", "bfloat16", CPU, held)
 
 
 @needs_c
@@ -181,10 +182,13 @@ def test_the_plan_counts_what_is_kept(family: str, kinds: dict[str, str], tmp_pa
     model = reference_model(family, hidden_size=256, intermediate_size=512)
     path = write_gguf(tmp_path / "m.gguf", model, kind="Q4_0", kinds=kinds)
     headers, loaded = read_headers(resolve_model(str(path), show_progress=False)), load(path)
-    assert count_parameters(headers)[0] == stored_parameters(headers)
-    planned, all_int8, all_int4 = (
-        bytes_of(build_on_meta(headers, torch.float32, form)) for form in (loaded.weights, "int8", "int4")
-    )
+    skeletons = [
+        plan_weights(headers, quantization=form, dtype="auto", device=CPU).skeleton
+        for form in (loaded.weights, "int8", "int4")
+    ]
+    stored = sum(math.prod(source.tensor.shape) for source in headers.sources if source.module)
+    assert num_weights(skeletons[0]) == num_weights(loaded.model) == stored
+    planned, all_int8, all_int4 = map(bytes_of, skeletons)
     assert planned == pytest.approx(kept_bytes(loaded), rel=0.02)
     assert planned == all_int4 if not kinds else 1.05 * all_int4 < planned < 0.95 * all_int8
 
@@ -231,14 +235,18 @@ def test_what_counts_as_a_matrix_of_the_layers(tmp_path: Path) -> None:
     """Neither embedding, head and router, nor norms; parts of a fused one and all experts are one."""
     path = write_gguf(tmp_path / "m.gguf", reference("mixtral"), kind="Q4_0", kinds={"ffn_down_exps": "Q8_0"})
     headers = read_headers(resolve_model(str(path), show_progress=False))
-    found = stored_matrices(headers.tensors, headers.family.weight_map)
+    found = stored_matrices(headers)
     assert {name.partition(".")[2].partition(".")[2] for name in found} == {
         "attention.qkv",
         "attention.out",
         "mlp.gate_up",
         "mlp.down",
     }
-    bits = {name.removeprefix("layers.2."): matrix.bits for name, matrix in found.items() if ".2." in name}
+    bits = {
+        name.removeprefix("layers.2."): 4 if is_four_bit(tensors) else 8
+        for name, tensors in found.items()
+        if ".2." in name
+    }
     assert bits == {"attention.qkv": 4, "attention.out": 4, "mlp.gate_up": 4, "mlp.down": 8}
 
 

@@ -24,8 +24,8 @@ from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.loader.formats.stored_formats import CODES
-from infer.loader.formats.stored_module import StoredModule
-from infer.loader.quantization import form_of_config
+from infer.loader.formats.stored_module import Settings, StoredModule
+from infer.loader.weight_plan import form_of, is_four_bit, stored_form
 from infer.quant.coded import CodedRows
 from infer.quant.packed import QuantizedRows, quantized_rows
 from scripts.unpickle import main as unpickle
@@ -184,7 +184,7 @@ def test_gptq_with_columns_that_name_their_groups(bits: int, tmp_path: Path) -> 
     leaves["g_idx"] = torch.from_numpy(order.astype(np.int32))
     tensor = opened(tmp_path, leaves, settings)
     assert torch.equal(numbers(tensor).double(), meant(codes, scales, np.maximum(zeros, 1), order))
-    assert tensor.layout.group_size == 0 and not tensor.is_four_bit
+    assert tensor.layout.group_size == 0 and not is_four_bit([tensor])
     assert "int" in tensor.type_name and tensor.type_name.endswith("-actorder")
     assert all(isinstance(rows, torch.Tensor) for rows in as_kept(tensor, 4))
 
@@ -302,7 +302,7 @@ def test_int8_with_a_scale_per_row(tmp_path: Path) -> None:
     codes = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     scale = torch.rand(N, 1).bfloat16()
     tensor = opened(tmp_path, {"weight": codes, "weight_scale": scale})
-    assert tensor.format.name == "compressed-tensors" and not tensor.is_four_bit
+    assert tensor.format.name == "compressed-tensors" and not is_four_bit([tensor])
     assert torch.equal(numbers(tensor).double(), codes.double() * scale.double())
 
 
@@ -454,7 +454,7 @@ def from_integers(tensor: QuantizedTensor, bits: int) -> torch.Tensor:
 def test_codes_of_four_bits_or_less_stay_as_they_are(bits: int, tmp_path: Path) -> None:
     leaves, expected, settings = gptq(bits, symmetric=True)
     tensor = opened(tmp_path, leaves, settings)
-    assert tensor.is_four_bit
+    assert is_four_bit([tensor])
     for kept in (4, 8):  # a head has 8
         assert torch.equal(from_integers(tensor, kept), expected)
 
@@ -465,7 +465,7 @@ def test_zeros_become_minima_within_a_part_in_two_thousand(
 ) -> None:
     leaves, expected = make()
     tensor = opened(tmp_path, leaves, {"sym": False})
-    assert tensor.is_four_bit and torch.equal(from_integers(tensor, 8), expected)
+    assert is_four_bit([tensor]) and torch.equal(from_integers(tensor, 8), expected)
     zeros_times_scales = 16 * 0.1
     assert float((from_integers(tensor, 4) - expected).abs().max()) <= zeros_times_scales / 2048
 
@@ -476,7 +476,7 @@ def test_int8_stays_as_it_is(tmp_path: Path) -> None:
         (*compressed(8, symmetric=True), {}),
     ):
         tensor = opened(tmp_path, leaves, settings)
-        assert not tensor.is_four_bit and torch.equal(from_integers(tensor, 8), expected)
+        assert not is_four_bit([tensor]) and torch.equal(from_integers(tensor, 8), expected)
 
 
 def test_what_has_no_such_form_is_handed_out_as_numbers(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_what_has_no_such_form_is_handed_out_as_numbers(tmp_path: Path) -> None:
     for leaves, expected in (groups_of_16, eight_bits, nf4(nested=True)):
         tensor = opened(tmp_path, leaves, {"sym": False})
         chunks = list(as_kept(tensor, 8))
-        assert not tensor.is_four_bit and all(isinstance(rows, torch.Tensor) for rows in chunks)
+        assert not is_four_bit([tensor]) and all(isinstance(rows, torch.Tensor) for rows in chunks)
         assert torch.equal(torch.cat(chunks).double(), expected.double())  # type: ignore[arg-type]
 
 
@@ -581,13 +581,14 @@ def test_a_config_alone_says_what_the_file_would(bits: int, symmetric: bool | No
     if symmetric is not None:
         settings["sym"] = symmetric
     leaves = {name: tensor for name, tensor in leaves.items() if name != "g_idx"}
-    form = opened(tmp_path, leaves, settings).coded_form
+    form = form_of(opened(tmp_path, leaves, settings))
     assert form is not None and form.has_minima == (bits == 8 and not symmetric)
-    assert form_of_config(settings, K) == form
+    codes = Settings(settings).codes(K)
+    assert codes is not None and stored_form(codes) == form
     weights = {"num_bits": bits, "type": "int", "group_size": 32}
     for said in ({}, {"symmetric": True}, {"symmetric": False}):
         group = {"weights": weights | said}
-        planned = form_of_config({"quant_method": "compressed-tensors", "config_groups": {"g": group}}, K)
+        planned = Settings({"quant_method": "compressed-tensors", "config_groups": {"g": group}}).codes(K)
         assert planned is not None and planned.has_minima == (bits == 8 and said == {"symmetric": False})
 
 

@@ -7,8 +7,8 @@ import torch
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.quant.dense import Dense
-from infer.quant.projection import WeightSpec
-from infer.quant.residual import NormedInput, PendingProduct, ResidualStream
+from infer.quant.projection import PendingProduct, WeightSpec
+from infer.quant.residual import NormedInput, ResidualStream
 
 CPU = torch.device("cpu")
 

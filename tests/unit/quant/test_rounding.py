@@ -9,9 +9,10 @@ import torch
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import look_up
 from infer.loader.formats.gguf import GGMLType
-from infer.loader.formats.gguf_quants import ROUNDED, SUPPORTED, coded_form_of, coded_rows, dequantize
-from infer.quant.coded import CodedRows
-from infer.quant.rounding import CodedPart, fit_rows, joined, round_rows, rounded_form, stored_form
+from infer.loader.formats.gguf_quants import ROUNDED, SUPPORTED, coded_rows, dequantize, stored_codes
+from infer.loader.weight_plan import joined_form, rounded_form, stored_form
+from infer.quant.coded import CodedRows, StoredCodes
+from infer.quant.rounding import CodedPart, fit_rows, round_rows
 from tests.unit.loader.test_gguf_quants import random_blocks
 
 
@@ -105,7 +106,8 @@ def test_every_type_of_gguf(name: str) -> None:
     kind = GGMLType[name]
     packed = torch.from_numpy(random_blocks(kind, rows=7, blocks=4))
     expected, rows = dequantize(packed, kind), coded_rows(packed, kind)
-    form = coded_form_of(kind)
+    codes = stored_codes(kind, 512)
+    form = codes and stored_form(codes)
     if isinstance(rows, torch.Tensor):
         assert form is None and torch.equal(rows, expected)
         return
@@ -139,7 +141,7 @@ def test_codes_of_a_file_are_not_touched(bits: int, group: int, has_zeros: bool)
         zeros if has_zeros else 1 << bits - 1, group,
     )  # fmt: skip
     kind = "int4" if bits <= 4 else "int8"
-    form = stored_form(kind, group, size, has_minima=kind == "int8" and has_zeros)
+    form = stored_form(StoredCodes(kind, size, group, kind == "int8" and has_zeros))
     assert form is not None
     fitted = fit_rows(rows, form)
     assert fitted is not None
@@ -150,33 +152,37 @@ def test_what_fits_no_form() -> None:
     codes = torch.zeros(2, 64, dtype=torch.uint8)
     by_column = CodedRows(codes, 4, torch.ones(2, 2), 8, torch.arange(64) % 2)
     assert fit_rows(by_column, CodedForm("int4", 32)) is None
-    assert stored_form("int4", 0, 64) is None and stored_form("int4", 48, 96) is None
+    assert stored_form(StoredCodes("int4", 64, 0)) is None
+    assert stored_form(StoredCodes("int4", 96, 48)) is None
     assert fit_rows(CodedRows(codes, 8, torch.ones(2, 1), 0, 64), CodedForm("int4")) is None
     wide = CodedRows(codes + 255, 8, torch.ones(2, 1), 0, 64)
     assert fit_rows(wide, CodedForm("int8")) is None  # 255 is no signed byte
 
 
 def test_rows_share_scales_only_where_a_layout_has_them() -> None:
-    assert stored_form("fp8", 128, 512, scale_rows=128) == CodedForm("fp8", 128, False, 128)
-    assert stored_form("fp8", 64, 512, scale_rows=128) == CodedForm("fp8", 64)
-    assert stored_form("fp8", 192, 512, scale_rows=128) == CodedForm("fp8", 64)
-    assert stored_form("int8", 128, 512, scale_rows=128, has_minima=True) == CodedForm("int8", 128, True)
+    def form_of(kind: str, group: int, has_minima: bool = False) -> CodedForm | None:
+        return stored_form(StoredCodes(kind, 512, group, has_minima, scale_rows=128))
+
+    assert form_of("fp8", 128) == CodedForm("fp8", 128, False, 128)
+    assert form_of("fp8", 64) == CodedForm("fp8", 64)
+    assert form_of("fp8", 192) == CodedForm("fp8", 64)
+    assert form_of("int8", 128, True) == CodedForm("int8", 128, True)
     for group in (32, 64, 96, 128, 256, 384):
         for codes, has_minima in (("fp8", False), ("int8", False), ("int8", True), ("int4", False)):
-            form = stored_form(codes, group, 512, scale_rows=128, has_minima=has_minima)
+            form = form_of(codes, group, has_minima)
             assert form is not None
             form.check()
 
 
 def test_the_form_of_a_fused_matrix() -> None:
     four, eight, blocks = CodedForm("int4", 128), CodedForm("int8"), CodedForm("fp8", 128, False, 128)
-    assert joined([four, CodedForm("int4", 32, True)], 256, [64, 64]) == CodedForm("int4", 32, True)
-    assert joined([four, eight], 256, [64, 64]) == CodedForm("int8", 128)
-    assert joined([eight, eight], 100, [7, 5]) == eight
-    assert joined([blocks, blocks], 256, [128, 100]) == blocks
-    assert joined([blocks, blocks], 256, [96, 128]) == CodedForm("fp8", 128)
-    assert joined([CodedForm("int8", 128, False, 128), CodedForm("int8", 128, True)], 256, [128, 8]) == (
+    assert joined_form([four, CodedForm("int4", 32, True)], 256, [64, 64]) == CodedForm("int4", 32, True)
+    assert joined_form([four, eight], 256, [64, 64]) == CodedForm("int8", 128)
+    assert joined_form([eight, eight], 100, [7, 5]) == eight
+    assert joined_form([blocks, blocks], 256, [128, 100]) == blocks
+    assert joined_form([blocks, blocks], 256, [96, 128]) == CodedForm("fp8", 128)
+    assert joined_form([CodedForm("int8", 128, False, 128), CodedForm("int8", 128, True)], 256, [128, 8]) == (
         CodedForm("int8", 128, True)
     )
-    assert joined([four, None], 256, [64, 64]) is None and joined([], 256, [64]) is None
-    assert joined([four, CodedForm("fp8")], 256, [64, 64]) is None
+    assert joined_form([four, None], 256, [64, 64]) is None and joined_form([], 256, [64]) is None
+    assert joined_form([four, CodedForm("fp8")], 256, [64, 64]) is None

@@ -29,9 +29,9 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 
 from infer.errors import CheckpointError, closest
-from infer.kernels.linear.coded import CodedForm
+from infer.loader.formats.axes import Axes, plain_axes
 from infer.loader.formats.hf_config import read_json
-from infer.quant.coded import CodedRows
+from infer.quant.coded import CodedRows, StoredCodes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -80,14 +80,19 @@ class StoredTensor(ABC):
         return True
 
     @property
-    def is_four_bit(self) -> bool:
-        """Whether 4 bits keep all of it."""
-        return self.coded_form is not None and self.coded_form.codes == "int4"
+    def codes(self) -> StoredCodes | None:
+        """What its codes are; None: it has plain numbers, or codes without even steps."""
+        return None
 
     @property
-    def coded_form(self) -> CodedForm | None:
-        """In which a GPU keeps its codes; None: it has none, or they fit no coding."""
-        return None
+    def formats(self) -> tuple[str, ...]:
+        """The values of `quantization` that its format answers to; none for plain numbers."""
+        return ()
+
+    @property
+    def axes(self) -> Axes:
+        """What runs along the axes of each of its leaves."""
+        return {"weight": plain_axes(len(self.shape))}
 
     @abstractmethod
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:

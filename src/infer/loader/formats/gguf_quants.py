@@ -37,11 +37,10 @@ from typing import TypeVar
 import torch
 
 from infer.errors import CheckpointError
-from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats import gguf_grids
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
-from infer.quant.coded import CodedRows
+from infer.quant.coded import CodedRows, StoredCodes
 
 _GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
 
@@ -79,15 +78,15 @@ def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor
     return CodedRows(codes.reshape(num_rows, -1), bits, by_row[0], zeros, group, *by_row[1:])
 
 
-def coded_form_of(kind: GGMLType) -> CodedForm | None:
-    """In which a GPU keeps blocks of a type; None: plain numbers.
+def stored_codes(kind: GGMLType, size: int) -> StoredCodes | None:
+    """The codes of blocks of a type in rows of `size` columns; None: plain numbers.
 
     4 bits stay 4, all others have 8. Types with groups of 16 (`ROUNDED`) are not kept: they are rounded to 8
     bits in groups of 32, which errs by 0.0045 of the weights' size for Q6_K, and the start line says so.
     """
     if kind in _DENSE or kind.name not in SUPPORTED:
         return None
-    return CodedForm("int4" if kind in FOUR_BITS else "int8", _GROUP, kind in _SHIFTED)
+    return StoredCodes("int4" if kind in FOUR_BITS else "int8", size, _GROUP, kind in _SHIFTED)
 
 
 def _f32(blocks: torch.Tensor) -> torch.Tensor:

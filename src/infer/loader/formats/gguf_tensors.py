@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
-from infer.kernels.linear.coded import CodedForm
+from infer.loader.formats.axes import Axes, plain_axes
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
-from infer.loader.formats.gguf import GGUFFile, GGUFTensor
+from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.formats.gguf_quants import SUPPORTED, coded_form_of, coded_rows, dequantize
-from infer.quant.coded import CodedRows
+from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize, stored_codes
+from infer.quant.coded import CodedRows, StoredCodes
 
 # fmt: off
 _DENSE = {
@@ -114,9 +114,21 @@ class PackedTensor(StoredTensor):
         return self.type_name in SUPPORTED
 
     @property
-    def coded_form(self) -> CodedForm | None:
-        """In which a GPU keeps its blocks."""
-        return None if self.offset else coded_form_of(self.stored.kind)
+    def codes(self) -> StoredCodes | None:
+        """What the codes of its blocks are."""
+        return None if self.offset else stored_codes(self.stored.kind, self.stored.shape[-1])
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """One name for all types of blocks."""
+        return ("gguf",)
+
+    @property
+    def axes(self) -> Axes:
+        """Rows, and blocks along them; heads are reordered within, so whole ones can be cut."""
+        *others, last = plain_axes(len(self.shape))
+        step = BLOCK[self.stored.kind][0]
+        return {"weight": (*others, last._replace(step=step, unit="block"))}
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""

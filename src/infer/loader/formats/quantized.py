@@ -24,15 +24,14 @@ import torch
 
 from infer.config.foreign import METHODS
 from infer.errors import CheckpointError, ConfigError
-from infer.kernels.linear.coded import CodedForm
+from infer.loader.formats.axes import WHOLE, Axes
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.formats.kv_scales import LEAVES as KV_LEAVES
 from infer.loader.formats.stored_formats import CODES, FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
-from infer.quant.coded import CodedRows
+from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
@@ -70,9 +69,21 @@ class QuantizedTensor(StoredTensor):
         return f"{self.format.name}:{self.layout.label}"
 
     @property
-    def coded_form(self) -> CodedForm | None:
-        """In which a GPU keeps its codes as they are."""
-        return self.layout.coded_form
+    def codes(self) -> StoredCodes | None:
+        """What its codes are."""
+        return self.layout.codes
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The names of its format: its own, and the config's for it."""
+        return tuple(filter(None, {self.format.name, self.module.settings.method}))
+
+    @property
+    def axes(self) -> Axes:
+        """What runs along the axes of each leaf; scales of activations are whole."""
+        known = self.format.axes(self.module, self.layout)
+        leaves = self.module.leaves.items()
+        return {leaf: known.get(leaf, (WHOLE,) * len(tensor.shape)) for leaf, tensor in leaves}
 
     def transpose(self) -> StoredTensor | None:
         """The rows as they are stored, where they are columns of what the name means."""
@@ -199,15 +210,6 @@ def check_method(settings: Mapping[str, Any]) -> None:
             f"this checkpoint is quantized with {method!r}, which is not supported; supported: "
             f"{', '.join(KNOWN_METHODS)}; or use its weights in float16, bfloat16 or float32"
         )
-
-
-def format_names(tensor: StoredTensor) -> tuple[str, ...]:
-    """The values of `quantization` that a tensor's format answers to: its own, and the config's for it."""
-    if isinstance(tensor, PackedTensor):
-        return ("gguf",)
-    if not isinstance(tensor, QuantizedTensor):
-        return ()
-    return tuple(filter(None, {tensor.format.name, tensor.module.settings.method}))
 
 
 def describe(tensors: Collection[StoredTensor]) -> str:

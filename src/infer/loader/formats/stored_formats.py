@@ -23,17 +23,17 @@ Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.linear.coded import CodedForm
+from infer.loader.formats.axes import COLUMNS, ROWS, WHOLE, Axes, Axis, groups, words
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
-from infer.quant.coded import CodedRows
-from infer.quant.rounding import stored_form
+from infer.quant.coded import CodedRows, StoredCodes
 
 MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
 CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
@@ -93,6 +93,14 @@ def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRo
     return rows
 
 
+def _axes_gptq(module: StoredModule, layout: Layout) -> Axes:
+    group, bits = groups("columns", layout.group_size, layout.size), layout.bits
+    return {
+        "qweight": (words("columns", bits), ROWS), "qzeros": (group, words("rows", bits)),
+        "scales": (group, ROWS), "g_idx": (COLUMNS,), "lookup_table": (ROWS, WHOLE),
+    }  # fmt: skip
+
+
 # -- AWQ ----------------------------------------------------------------------------------------------
 
 
@@ -121,6 +129,11 @@ def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
         return CodedRows(codes, 4, scales[part], zeros[part], layout.group_size)
 
     return rows
+
+
+def _axes_awq(module: StoredModule, layout: Layout) -> Axes:
+    group, eight = groups("columns", layout.group_size, layout.size), words("rows", 4)
+    return {"qweight": (COLUMNS, eight), "qzeros": (group, eight), "scales": (group, ROWS)}
 
 
 # -- compressed-tensors, packed -----------------------------------------------------------------------
@@ -176,6 +189,21 @@ def _open_packed(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     return rows
 
 
+def _axes_packed(module: StoredModule, layout: Layout) -> Axes:
+    bits, group = layout.bits, groups("columns", layout.group_size, layout.size)
+    is_padded = module.leaves["weight_packed"].shape[1] != _word_counts(layout.size, bits)[0]
+
+    def packed(along: str) -> Axis:
+        return Axis(along, 32 // bits, unit="word") if is_padded else words(along, bits)
+
+    zeros = module.leaves.get("weight_zero_point")
+    is_packed = zeros is not None and zeros.type_name == "I32"
+    return {
+        "weight_packed": (ROWS, packed("columns")), "weight_scale": (ROWS, group),
+        "weight_zero_point": (packed("rows") if is_packed else ROWS, group), "weight_g_idx": (COLUMNS,),
+    }  # fmt: skip
+
+
 # -- numbers of 8 bits: fp8, and the unpacked integers of compressed-tensors ---------------------------
 
 
@@ -200,11 +228,10 @@ def _measure_scaled(module: StoredModule) -> Layout:
         )
     module.check("weight_zero_point", module.leaves[leaf].shape)
     is_integer, has_minima = kind == "int8", "weight_zero_point" in module.leaves
-    coded = None
+    codes = None
     if kind != "e5m2" and (is_integer or not has_minima):
-        codes = "int8" if is_integer else "fp8"
-        coded = stored_form(codes, group_size, size, has_minima=has_minima, scale_rows=row_step)
-    return Layout(num_rows, size, 8, group_size, label, coded)
+        codes = StoredCodes("int8" if is_integer else "fp8", size, group_size, has_minima, row_step)
+    return Layout(num_rows, size, 8, group_size, label, codes)
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
@@ -252,6 +279,14 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
         return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
 
     return rows
+
+
+def _axes_scaled(module: StoredModule, layout: Layout) -> Axes:
+    leaf, (num_rows, size) = _scale_leaf(module.leaves), layout[:2]
+    row_step, group_size = _blocks(module, leaf, num_rows, size)
+    block = groups("rows", row_step, num_rows, "block"), groups("columns", group_size, size, "block")
+    scales = block[: len(module.leaves[leaf].shape)]
+    return {"weight": (ROWS, COLUMNS), leaf: scales, "weight_zero_point": scales}
 
 
 # -- bitsandbytes -------------------------------------------------------------------------------------
@@ -336,12 +371,28 @@ def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
     return rows
 
 
+def _axes_nf4(module: StoredModule, layout: Layout) -> Axes:
+    """Blocks run on from row to row: whole rows that begin with a block can be cut, columns cannot."""
+    state, size = _read_state(module), layout.size
+
+    def numbers(count: int) -> Axis:
+        common = math.gcd(size, count)
+        return Axis("rows", count // common, size // common, "run of blocks")
+
+    sides = numbers(2), Axis("columns", size, unit="run of blocks")
+    is_column = module.leaves["weight"].shape[1] == 1
+    return {
+        "weight": sides if is_column else sides[::-1], "weight.absmax": (numbers(state.block),),
+        "weight.nested_absmax": (numbers(state.block * max(1, state.nested_block)),),
+    }  # fmt: skip
+
+
 def _measure_llm_int8(module: StoredModule) -> Layout:
     num_rows, size = module.shape("weight", 2)
     module.check("SCB", (num_rows,))
     if "weight_format" in module.leaves and module.read("weight_format").flatten().tolist() != [0]:
         module.fail("weight_format is not 0, rows as they are; no other order is supported")
-    return Layout(num_rows, size, 8, size, "int8", coded_form=CodedForm("int8"))
+    return Layout(num_rows, size, 8, size, "int8", StoredCodes("int8", size, size))
 
 
 def _open_llm_int8(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -376,6 +427,13 @@ def _measure_squeezellm(module: StoredModule) -> Layout:
     return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}")
 
 
+def _axes_squeezellm(module: StoredModule, layout: Layout) -> Axes:
+    num_rows, size = layout[:2]
+    sparse = {leaf: (Axis("rows", num_rows, unit="sparse matrix"),) for leaf in ("rows", "vals")}
+    columns = {"cols": (Axis("columns", size, unit="sparse matrix"),)}
+    return {**_axes_gptq(module, layout), **sparse, **columns}
+
+
 def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
     num_rows, size, bits = layout[:3]
     table = module.finite("lookup_table", tensors["lookup_table"])
@@ -402,8 +460,8 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
 
 def _integers(num_rows: int, size: int, bits: int, group_size: int, *, has_minima: bool = False) -> Layout:
     """The layout of integers of so many bits, which share a scale in groups."""
-    coded = stored_form("int4" if bits <= 4 else "int8", group_size, size, has_minima=has_minima)
-    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), coded_form=coded)
+    codes = StoredCodes("int4" if bits <= 4 else "int8", size, group_size, has_minima)
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), codes)
 
 
 def _label(kind: str, group_size: int, size: int) -> str:
@@ -418,24 +476,24 @@ FORMATS: tuple[StoredFormat, ...] = (
     StoredFormat(
         name="gptq", needs=_INT_GROUPS, may_have={"g_idx": ("I32",)},
         matches=lambda leaves: _last(leaves, "qweight") == _last(leaves, "scales"),
-        measure=_measure_gptq, open=_open_gptq,
+        measure=_measure_gptq, open=_open_gptq, axes=_axes_gptq,
     ),
     StoredFormat(
         name="awq", needs=_INT_GROUPS,
         matches=lambda leaves: 8 * _last(leaves, "qweight") == _last(leaves, "scales"),
-        measure=_measure_awq, open=_open_awq,
+        measure=_measure_awq, open=_open_awq, axes=_axes_awq,
     ),
     StoredFormat(
         name="compressed-tensors",
         needs={"weight_packed": ("I32",), "weight_scale": _SCALES, "weight_shape": ("I64", "I32")},
         may_have={"weight_zero_point": ("I32", "I8"), "weight_g_idx": ("I32",), **_INPUTS},
-        measure=_measure_packed, open=_open_packed,
+        measure=_measure_packed, open=_open_packed, axes=_axes_packed,
     ),
     StoredFormat(
         name="squeezellm", needs={"qweight": ("I32",), "lookup_table": _SCALES},
         may_have={"rows": ("I32",), "cols": ("I32",), "vals": _SCALES, "startrows": ("I32",),
                   "full_rows": _SCALES, "full_row_indices": ("I32",)},
-        measure=_measure_squeezellm, open=_open_squeezellm,
+        measure=_measure_squeezellm, open=_open_squeezellm, axes=_axes_squeezellm,
     ),
     *(
         StoredFormat(
@@ -443,20 +501,21 @@ FORMATS: tuple[StoredFormat, ...] = (
             needs={"weight": ("U8",), "weight.absmax": ("F32", "U8"), "weight.quant_map": _SCALES,
                    state: ("U8",)},
             may_have={"weight.nested_absmax": ("F32",), "weight.nested_quant_map": _SCALES},
-            measure=_measure_nf4, open=_open_nf4,
+            measure=_measure_nf4, open=_open_nf4, axes=_axes_nf4,
         )
         for state in _STATES
     ),
     StoredFormat(
         name="bitsandbytes", needs={"weight": ("I8",), "SCB": ("F32",)}, may_have={"weight_format": ("U8",)},
         measure=_measure_llm_int8, open=_open_llm_int8,
+        axes=lambda module, layout: {"weight": (ROWS, COLUMNS), "SCB": (ROWS,)},
     ),
     *(
         StoredFormat(
             name=name, needs={"weight": types, leaf: _SCALES},
             may_have={"weight_zero_point": ("I8", *_FLOAT8), **_INPUTS},
             matches=_has_weight_of(types),
-            measure=_measure_scaled, open=_open_scaled,
+            measure=_measure_scaled, open=_open_scaled, axes=_axes_scaled,
         )
         for name, types, leaf in (
             ("fp8", _FLOAT8, "weight_scale"),

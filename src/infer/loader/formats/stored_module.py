@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 import torch
 
 from infer.errors import CheckpointError
-from infer.kernels.linear.coded import CodedForm
+from infer.loader.formats.axes import Axes
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.quant.coded import CodedRows
+from infer.quant.coded import CodedRows, StoredCodes
 
 _BLOCK = 128  # rows and columns that share a scale where nothing says otherwise
+_INTEGERS = ("gptq", "awq", "auto-round", "compressed-tensors")  # methods whose configs name bits and groups
 
 Tensors = Mapping[str, torch.Tensor]
 ReadRows = Callable[[slice], CodedRows | torch.Tensor]  # codes, or float32 where codes have no even steps
@@ -32,7 +33,7 @@ class Layout(NamedTuple):
     bits: int  # of a code
     group_size: int  # columns that share a scale; 0: neighbours do not
     label: str  # of the start line: int4-g128
-    coded_form: CodedForm | None = None  # in which they can be kept as they are; None: steps are not even
+    codes: StoredCodes | None = None  # None: steps are not even
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,22 @@ class Settings:
             if isinstance(group, Mapping) and _is_int8(group.get("weights"))
         ]
         return bool(wanted) and all(_is_int8(each) and each.get("symmetric", True) for each in wanted)
+
+    def codes(self, size: int) -> StoredCodes | None:
+        """The codes of a matrix with `size` columns, where there are no tensors yet; None: unpacked ones."""
+        if self.method == "fp8":
+            blocks = self.hints("weight_block_size") or [1, size]
+            return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
+        bits, group = self.bits, (self.hints("group_size", "q_group_size") or [size])[0]
+        if not bits or self.method not in _INTEGERS or self.raw.get("desc_act"):
+            return None
+        kind = "int4" if bits <= 4 else "fp8" if "float" in str(self.raw.get("format")) else "int8"
+        return StoredCodes(kind, size, group, has_minima=kind == "int8" and self.has_minima(bits))
+
+    @property
+    def bits(self) -> int:
+        """The most bits of a code that are named; 0: none are."""
+        return max(self.hints("bits", "num_bits", "w_bit", "wbits"), default=0)
 
     def hints(self, *keys: str) -> list[int]:
         """Every integer under one of these keys, of the config itself and of its groups."""
@@ -180,3 +197,4 @@ class StoredFormat:
     matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # where names are not enough
     measure: Callable[[StoredModule], Layout]
     open: Callable[[StoredModule, Layout, Tensors], ReadRows]
+    axes: Callable[[StoredModule, Layout], Axes]  # leaves that are not named are whole

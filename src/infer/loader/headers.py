@@ -1,0 +1,142 @@
+"""What a model's files say before any weight is read: enough to plan with, and to tokenize for it.
+
+    config      config.json, or the header of a GGUF file
+    tensors     names, types and shapes; a quantized matrix is one tensor, whatever leaves it has on disk
+    sources     the same tensors, each with the module of ours that the family's weight map names for it
+    stored      the dtype that most weights are stored in
+
+Everything that a start decides about weights is decided from these (weight_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.dtype import DTYPES
+from infer.loader.find.source import ModelSource
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor, open_checkpoint
+from infer.loader.formats.gguf import read_gguf
+from infer.loader.formats.gguf_config import hf_config_from_gguf
+from infer.loader.formats.gguf_tensors import gguf_checkpoint
+from infer.loader.formats.hf_config import (
+    MAX_CONFIG_BYTES,
+    GenerationDefaults,
+    merge_eos_ids,
+    read_hf_config,
+    read_json,
+)
+from infer.loader.formats.kv_scales import read_kv_scales
+from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
+from infer.loader.text_headers import TextHeaders, read_text_headers
+from infer.models.config import ModelConfig
+from infer.models.registry import Family, find_family
+from infer.models.weight_map import Target, WeightMap, find_target
+
+
+class WeightSource(NamedTuple):
+    """A tensor of a checkpoint, and what the weight map says about it."""
+
+    name: str
+    tensor: StoredTensor
+    target: Target | None  # None: the map does not know it
+    leaf: str  # weight or bias
+
+    @property
+    def module(self) -> str:
+        """The module of ours that it fills; "": it fills none."""
+        return "" if self.target is None or self.target.ignored else self.target.module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHeaders(TextHeaders):
+    """The headers of a checkpoint, or a config.json alone, which has no tensors yet."""
+
+    family: Family
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+    sources: tuple[WeightSource, ...] = ()
+    stored: torch.dtype | None = None  # the weights' dtype in the files; None: they are packed, or unknown
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # what the files say about it
+    kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, [layers, 2, G], if it has any
+    eos_ids: tuple[int, ...] = ()  # every token that ends an answer, whichever file names it
+
+
+def read_headers(source: ModelSource) -> ModelHeaders:
+    """Read the config and the headers of the weights."""
+    file = read_gguf(source.path) if source.is_gguf else None
+    if file is not None:
+        raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
+    else:
+        raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
+    family = find_family(raw)
+    config = family.read_config(raw)
+    settings = {} if source.is_gguf else read_settings(raw, source.path)
+    kv_scales = read_kv_scales(tensors, settings, family.weight_map, config.num_layers, config.num_kv_heads)
+    if not source.is_gguf:
+        tensors = quantized_checkpoint(tensors, family.weight_map, settings)
+    text = read_text_headers(source, file)
+    return ModelHeaders(
+        source=source,
+        family=family,
+        config=config,
+        tensors=tensors,
+        sources=find_sources(tensors, family.weight_map),
+        stored=stored_dtype(tensors.values()),
+        defaults=text.defaults,
+        gguf_metadata=text.gguf_metadata,
+        pooling=text.pooling,
+        quantization=settings,
+        kv_scales=kv_scales,
+        eos_ids=merge_eos_ids(config.eos_ids, text.defaults.eos_ids, vocab_size=config.vocab_size),
+    )
+
+
+def headers_of_config(path: Path, name: str) -> ModelHeaders:
+    """The headers of a config.json alone: a shape, and what it says about the weights to come."""
+    raw = read_json(path, MAX_CONFIG_BYTES)
+    family = find_family(raw)
+    settings = read_settings(raw, path.parent)
+    check_method(settings)
+    named = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+    return ModelHeaders(
+        source=ModelSource(path=path, name=name, is_gguf=False),
+        family=family,
+        config=family.read_config(raw),
+        tensors={},
+        stored=None if settings else DTYPES.get(named),
+        defaults=GenerationDefaults(),
+        gguf_metadata=None,
+        quantization=settings,
+    )
+
+
+def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The dtype that most of the weights are stored in, by bytes; None for block formats.
+
+    It is None for a checkpoint with quantized matrices, whatever else it holds.
+    """
+    tensors = list(tensors)
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
+        return None
+    num_bytes: dict[str, int] = {}
+    for tensor in tensors:
+        num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes
+    most = max(num_bytes, key=lambda name: num_bytes[name], default="")
+    return FLOATS.get(most)
+
+
+def find_sources(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> tuple[WeightSource, ...]:
+    """Match every tensor with its module, in the order of the files."""
+    found = []
+    for name, tensor in tensors.items():
+        try:
+            found.append(WeightSource(name, tensor, *find_target(name, weight_map)))
+        except CheckpointError:  # placement says so, about all unknown tensors together
+            found.append(WeightSource(name, tensor, None, ""))
+    return tuple(found)

@@ -1,0 +1,148 @@
+"""Which part of every tensor one rank of several holds, where a model is spread over devices.
+
+    module                 is cut along         one rank has
+    attention.qkv          rows of each part    heads of q, and the heads of k and v that serve them
+    attention.out          columns              the columns of its heads of q
+    mlp.gate_up, mlp.up    rows of each part    an equal share; of experts, a share of each expert
+    mlp.down               columns              the same share: the columns that its rows of gate and up feed
+    embedding, head        rows                 a range of the vocabulary; the last rank a shorter one
+    all others             neither              everything: norms, routers, positions
+
+Rows and columns are those of W [out, in]. A product cut along rows gives each rank some outputs. The next
+one, cut along columns, reads just these and gives sums that are added up: two cuts, one exchange. So a bias
+is cut with its rows, and one that follows a cut along columns is added by rank 0 alone. Where ranks outnumber
+heads of k and v, several ranks hold the same head.
+
+What a slice is in the words, groups and scales of a format is in its `leaves` (formats/axes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from infer.errors import ConfigError
+from infer.loader.formats.axes import Ranges
+from infer.loader.headers import WeightSource
+from infer.models.config import ModelConfig
+from infer.quant.projection import WeightSpec
+
+BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up")
+BY_COLUMNS = ("attention.out", "mlp.down")
+BY_VOCABULARY = ("embedding", "head")
+_ALIGNED = 32  # rows of the vocabulary: codes of any number of bits along them fill whole words
+
+
+class Rank(NamedTuple):
+    """One of the processes that share a model."""
+
+    number: int = 0
+    world_size: int = 1
+
+
+class Slice(NamedTuple):
+    """The part of one tensor that a rank holds."""
+
+    rows: Ranges  # rows of the matrix, or numbers of the bias; (): none, the tensor is another rank's
+    columns: Ranges  # columns of the matrix; (): a bias or norm has none
+    leaves: Mapping[str, tuple[Ranges | None, ...]]  # for each axis of each leaf; None: all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts matrices and tensors for one rank, and remembers what cannot be cut."""
+
+    config: ModelConfig
+    rank: Rank
+    uncut: dict[str, str] = field(default_factory=dict)  # names of tensors, and why
+
+    def cut(
+        self, module: str, sources: Sequence[WeightSource], spec: WeightSpec | None = None
+    ) -> tuple[WeightSpec | None, tuple[Slice, ...]]:
+        """The matrix that the rank has of a layer's, and its slice of each tensor; (): all, or uncut."""
+        if self.rank.world_size == 1:
+            return spec, ()
+        parts, found = spec.parts if spec else {}, list[Slice]()
+        for source in sources:
+            try:
+                found.append(slice_source(source, parts, self.config, self.rank))
+            except ConfigError as error:
+                self.uncut[source.name] = str(error)
+        with suppress(ConfigError):  # its tensors have said so
+            spec = spec and cut_spec(module, spec, self.config, self.rank)
+        return spec, tuple(found) if len(found) == len(sources) else ()
+
+
+def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> WeightSpec:
+    """The matrix that a rank has of a layer's."""
+    kind = _kind(module)
+    if kind in BY_ROWS:
+        parts = {part: len(_share(part, size, config, rank)) for part, size in spec.parts.items()}
+        num_rows = sum(parts.values()) or len(_share(kind, spec.num_rows, config, rank))
+        return replace(spec, parts=parts, num_rows=num_rows)
+    if kind in BY_COLUMNS:
+        return replace(spec, size=len(_share(kind, spec.size, config, rank)))
+    return replace(spec, num_rows=len(_vocabulary(spec.num_rows, rank))) if kind in BY_VOCABULARY else spec
+
+
+def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
+    """The part of a tensor that a rank holds; `parts` are those of the layer that it fills."""
+    assert source.target is not None, source.name
+    tensor, kind, shape = source.tensor, _kind(source.module), source.tensor.shape
+    is_swapped = source.target.transposed and len(shape) == 2
+    num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
+    rows: Ranges = (range(num_rows),)
+    columns: Ranges = (range(size[0]),) if size else ()
+    if kind in BY_VOCABULARY:
+        rows = (_vocabulary(num_rows, rank),)
+    elif kind in BY_ROWS:
+        part = source.target.part
+        rows = _part_rows({part: num_rows} if part else parts or {kind: num_rows}, config, rank)
+    elif kind in BY_COLUMNS and columns:
+        columns = (_share(kind, size[0], config, rank),)
+    elif kind in BY_COLUMNS and rank.number:
+        rows = ()
+    ranges = {"rows": (rows, num_rows), "columns": (columns, size[0] if size else 0)}
+    leaves = {}
+    for leaf, axes in tensor.axes.items():
+        axes = axes[::-1] if is_swapped and tensor.transpose() is None else axes
+        cut = tuple(axis.cut(*ranges[axis.along]) if axis.along else None for axis in axes)
+        leaves[leaf if size else source.leaf] = cut
+    return Slice(rows, columns, leaves)
+
+
+def _kind(module: str) -> str:
+    return ".".join(module.split(".")[-2:])
+
+
+def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ranges:
+    """The rows that a rank has of each part, in a matrix of these parts."""
+    found, first = [], 0
+    for part, size in parts.items():
+        share = _share(part, size, config, rank)
+        found.append(range(first + share.start, first + share.stop))
+        first += size
+    return tuple(found)
+
+
+def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
+    """An equal share of the rows of a part, or of the columns of a matrix, in whole heads."""
+    number, count = rank
+    units, what = size, "rows or columns"
+    if part in ("k", "v"):
+        units, what = config.num_kv_heads, "kv heads"
+        if count > units and count % units == 0:  # several ranks have the same head
+            number, count = number * units // count, units
+    elif part in ("q", "attention.out"):
+        units, what = config.num_heads, "heads"
+    if units % count:
+        raise ConfigError(f"{units} {what} cannot be shared equally by {count} ranks")
+    return range(number * size // count, (number + 1) * size // count)
+
+
+def _vocabulary(size: int, rank: Rank) -> range:
+    """A range of the vocabulary."""
+    step = -(-size // rank.world_size // _ALIGNED) * _ALIGNED
+    return range(min(rank.number * step, size), min((rank.number + 1) * step, size))

@@ -1,0 +1,433 @@
+"""Which form every matrix of a model is kept in: decided once, from headers alone, before a weight is read.
+
+    headers ──► Held ──► Rule ─────────┐
+    (headers.py)         (quantization.py) ├──► {module: Kept}  ──► the model, its bytes, its start line
+    the network, without memory ───────┘
+
+A `Kept` is the row of the registry that keeps a matrix, the form of its codes, and the tensors that fill it.
+All who want to know read the plan: loading builds the model from it, the memory plan counts the bytes of its
+`skeleton` (the same model without memory), the code cache keeps what it calls rounded, the start line is its
+`describe`. The plan of one rank of several has the slices of all tensors that the rank holds (slices.py), and
+names the tensors that cannot be cut.
+
+On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes keep theirs where a form has
+the same groups, the parts of a fused matrix where one form holds them all, and numbers of 16 bits are rounded
+to a form that suits the matrix:
+
+    file, part by part          ──►  form of the fused matrix
+    int4 g128, int4 g128             int4, groups of 128
+    int4 g128, int4 g32              int4, groups of 32: scales of the first part are repeated
+    int4, int8                       int8: codes of 4 bits are integers of 8
+    int4, BF16                       none: the matrix is unpacked to the dtype
+
+On a CPU a matrix has 4 bits if all its parts have, and the head always has 8 (quant/packed.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from infer.errors import ConfigError
+from infer.kernels.linear.coded import FORMS, CodedForm
+from infer.kernels.runtime.dispatch import device_kind
+from infer.layers.linear import Projected, without_weights
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor
+from infer.loader.formats.gguf_quants import ROUNDED
+from infer.loader.formats.quantized import describe, published_as, short_bytes
+from infer.loader.formats.stored_module import Settings
+from infer.loader.headers import ModelHeaders, WeightSource
+from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
+from infer.loader.slices import Cutter, Rank, Slice
+from infer.models.model import Model
+from infer.quant.coded import StoredCodes
+from infer.quant.gpu_schemes import GPUWeights
+from infer.quant.memory import WeightMemory
+from infer.quant.projection import Projection, Scheme, WeightSpec
+from infer.quant.registry import SCHEMES
+from infer.quant.rounding import BLOCK_ROWS
+
+GROUPS = (128, 64, 32)  # columns that may share a scale in a form
+META = torch.device("meta")
+_ROUNDING_COSTS = {  # measured on a CPU (docs/features/cpu.md)
+    "int8": ", about +0.3% perplexity on the default model",
+    "int4": ", about +25% perplexity on the default model",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """How the weights of one module are kept, and the tensors that fill it."""
+
+    scheme: Scheme = SCHEMES[DENSE]
+    form: CodedForm | None = None  # form of the codes on a GPU
+    int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
+    sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
+    slices: tuple[Slice, ...] = ()  # what a rank has of each source; (): all of it
+    spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its weights are plain numbers."""
+        return self.scheme.name == DENSE
+
+    @property
+    def weights(self) -> list[StoredTensor]:
+        """The tensors of its matrices."""
+        return [source.tensor for source in self.sources if source.leaf == "weight"]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its codes are made from plain numbers while they are loaded."""
+        return not self.is_dense and all(tensor.type_name in FLOATS for tensor in self.weights)
+
+    def make(self, spec: WeightSpec) -> Projection:
+        """An empty projection for the weights."""
+        spec = replace(spec, form=self.form, int8_tokens=self.int8_tokens)
+        return self.scheme.make(spec) if self.form is None else GPUWeights(spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlan:
+    """What becomes of every tensor of a checkpoint on a device."""
+
+    headers: ModelHeaders
+    rule: Rule
+    device: torch.device
+    modules: Mapping[str, Kept]
+    skeleton: Model  # the network with its projections, without memory
+    rank: Rank = Rank()
+    uncut: Mapping[str, str] = field(default_factory=dict)  # tensors that this rank can have no slice of: why
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether matrices may be kept as codes."""
+        if not self.rule.keeps_codes or self.rule.home == "cpu":
+            return not self.rule.is_dense
+        tensors, settings = self.headers.tensors.values(), self.headers.quantization
+        return any(map(form_of, tensors)) or bool(settings and not tensors)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the integers of a CPU's kernels keep the matrices."""
+        return self.rule.home == "cpu" and self.rule.label in PACKED
+
+    def build(self, context_len: int) -> Model:
+        """The model on its device, nothing in it yet, with rotary tables for `context_len` positions."""
+        config, name = self.headers.config, self.headers.source.name
+        if self.rank.world_size > 1:
+            raise ConfigError(
+                f"{name} is planned for {self.rank.world_size} ranks, but only one can load a model yet"
+            )
+        # learned positions are as many as are stored
+        built = config if config.learned_positions else replace(config, context_len=context_len)
+        with refused_if_full(name, self.rule.dtype, self.device):
+            model = _network(replace(self.headers, config=built), self.rule.dtype, self.device)
+            self.give_projections(model, self.device)
+        return model
+
+    def give_projections(self, model: Model, device: torch.device) -> None:
+        """Give every linear layer and every stack of experts an empty projection of its scheme.
+
+        A tied embedding reads its rows from the head, unless the head is dense: then it is its own table.
+        """
+        memory = WeightMemory() if device_kind(device) == "cpu" else None
+        is_tied = model.config.tie_embeddings
+        for name, kept in self.modules.items():
+            layer = model.get_submodule(name)
+            if not isinstance(layer, Projected) or (layer is model.head and is_tied and kept.is_dense):
+                continue
+            assert kept.spec is not None, name
+            layer.use(kept.make(replace(kept.spec, device=device, dtype=self.rule.dtype, memory=memory)))
+        weight = model.embedding.weight
+        if is_tied and not self.modules["head"].is_dense:
+            model.embedding.table = model.head.stored
+            shell = torch.empty(weight.shape, device="meta")  # without any memory
+            model.embedding.weight = nn.Parameter(shell, requires_grad=False)
+        elif self.is_packed:
+            tables = (tensor.dtype for tensor in self.modules["embedding"].weights)
+            half = torch.bfloat16 if torch.bfloat16 in (self.headers.stored, *tables) else torch.float16
+            model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
+
+    def describe(self) -> str:
+        """What a device makes of the weights of a file, for the start line; "": they stay plain numbers."""
+        kept = kept_schemes(self.skeleton, self.rule.dtype)
+        if self.rule.home == "cpu" and self.headers.tensors:
+            return self._describe_packed(kept) if self.is_packed else ""
+        if len(kept) == 1:
+            return ""
+        if self.rule.scheme is not None:
+            return f"rounded to {_spell_sizes(kept)}{self.rule.scheme.cost and ', ' + self.rule.scheme.cost}"
+        return self._describe_codes(kept)
+
+    def _describe_codes(self, kept: Mapping[str, int]) -> str:
+        """`kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices whose format fits no codes are named.
+
+        So are those of GGUF whose short groups are rounded: `Q6_K 0.6GiB rounded to int8`.
+        """
+        unpacked, rounded = list[StoredTensor](), list[StoredTensor]()
+        for name, module in self.modules.items():
+            layer = self.skeleton.get_submodule(name)
+            is_embedding = name == "head" and self.headers.config.tie_embeddings and module.is_dense
+            if not isinstance(layer, Projected) or is_embedding:
+                continue
+            for weight in module.weights:
+                if weight.dtype is None and module.is_dense:
+                    unpacked.append(weight)
+                elif weight.type_name in ROUNDED:
+                    rounded.append(weight)
+        text = _spell_sizes(kept) + (f", {describe(rounded)} rounded to int8" if rounded else "")
+        return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
+
+    def _describe_packed(self, kept: Mapping[str, int]) -> str:
+        """`Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers.
+
+        `BF16 256.5MiB, rounded to ...` with the cost for plain numbers, `Q6_K ..., in int8 ...` where it
+        depends on the block format (cpu.md). A file with codes and plain numbers has both.
+        """
+        label, made, tensors = self.rule.label, Counter[str](), self.headers.tensors
+        stored = [tensor for tensor in tensors.values() if len(tensor.shape) >= 2]
+        found = "" if published_as(tensors) else f"{describe(stored)}, "
+        if all(tensor.type_name in FLOATS for tensor in stored):
+            return f"{found}rounded to {_spell_sizes(kept)}{_ROUNDING_COSTS.get(label, '')}"
+        for name, module in self.modules.items():
+            layer = self.skeleton.get_submodule(name)
+            if module.is_rounded and isinstance(layer, Projected):
+                made[module.scheme.name] += layer.stored.num_bytes()
+        from_file = {name: size - made[name] for name, size in kept.items() if size > made[name]}
+        is_kept = label == "int4" and _held(self.headers).bits <= {4}
+        text = f"{found}{'kept as' if is_kept else 'in'} {_spell_sizes(from_file)}"
+        return f"{text}, rounded to {_spell_sizes(made)}" if made else text
+
+
+def plan_weights(
+    headers: ModelHeaders,
+    *,
+    quantization: str,
+    dtype: str,
+    device: torch.device,
+    home: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> WeightPlan:
+    """Decide what becomes of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
+
+    With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
+    With a `world_size` above 1 it is the plan of one `rank`, with its slices.
+    """
+    assert 0 <= rank < world_size, (rank, world_size)
+    rule = choose_rule(quantization, dtype, device, _held(headers), home)
+    skeleton = _network(headers, rule.dtype, META)
+    by_module: dict[str, list[WeightSource]] = {}
+    for source in headers.sources:
+        if source.module:
+            by_module.setdefault(source.module, []).append(source)
+    cutter = Cutter(headers.config, Rank(rank, world_size))
+    settings, modules = Settings(headers.quantization), dict[str, Kept]()
+    for name, module in skeleton.named_modules():
+        sources = tuple(by_module.get(name, ()))
+        if not isinstance(module, Projected):
+            if sources or module is skeleton.embedding:
+                modules[name] = Kept(sources=sources, slices=cutter.cut(name, sources)[1])
+            continue
+        is_tied = module is skeleton.head and headers.config.tie_embeddings
+        sources = modules["embedding"].sources if is_tied else sources
+        spec, slices = cutter.cut(name, sources, module.spec)
+        kept = dense = Kept(sources=sources, slices=slices, spec=spec)
+        if not module.always_dense:
+            kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
+        if is_tied and type(kept.make(module.spec)).lookup is Projection.lookup:  # it cannot look up rows
+            kept = dense
+        modules[name] = kept
+        if is_tied:
+            modules["embedding"] = kept
+    plan = WeightPlan(
+        headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
+        rank=cutter.rank, uncut=cutter.uncut,
+    )  # fmt: skip
+    plan.give_projections(skeleton, META)
+    return plan
+
+
+def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:
+    """How one matrix is kept, given the tensors that fill it."""
+    tensors, spec = dense.weights, dense.spec
+    assert spec is not None, dense
+    if rule.is_dense:
+        return dense
+    if rule.home == "cpu":
+        if is_head and rule.label in PACKED:  # its errors go straight into the logits
+            return replace(dense, scheme=SCHEMES["int8"])
+        return replace(dense, scheme=rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"])
+    forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
+    if not tensors and settings.raw and not is_head:
+        codes = settings.codes(spec.size)
+        forms = [codes and stored_form(codes)]
+    form = joined_form(forms, spec.size, spec.row_counts)
+    if rule.scheme is not None:
+        asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
+        if asked not in FORMS:
+            return replace(dense, scheme=rule.scheme)
+        form = form if form is not None and form.codes == asked else rounded_form(asked, spec.size)
+    if form is None:
+        return dense
+    is_int8 = form == CodedForm("int8") and all(form_of(tensor) == form for tensor in tensors)
+    int8_tokens = is_int8 and settings.has_int8_tokens
+    return replace(dense, scheme=SCHEMES[form.codes], form=form, int8_tokens=int8_tokens)
+
+
+def _held(headers: ModelHeaders) -> Held:
+    """What the files hold, from headers; from the config, where there are no tensors yet."""
+    if not headers.tensors and headers.quantization:
+        said = Settings(headers.quantization)
+        bits = 4 if 0 < said.bits <= 4 else 8
+        return Held(headers.stored, formats=frozenset({said.method}), bits=frozenset({bits}))
+    matrices = stored_matrices(headers)
+    tensors = [tensor for matrix in matrices.values() for tensor in matrix]
+    return Held(
+        headers.stored,
+        frozenset(name for tensor in tensors for name in tensor.formats),
+        frozenset(tensor.type_name for tensor in tensors),
+        frozenset(4 if is_four_bit(matrix) else 8 for matrix in matrices.values()),
+    )
+
+
+def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
+    """The matrices of the layers by module: the tensors of all parts and experts of each."""
+    found: dict[str, list[StoredTensor]] = {}
+    for source in headers.sources:
+        if source.leaf == "weight" and source.module.startswith("layers."):
+            found.setdefault(source.module, []).append(source.tensor)
+    return {
+        module: tensors
+        for module, tensors in found.items()
+        if not module.endswith(".router") and any(len(tensor.shape) >= 2 for tensor in tensors)
+    }
+
+
+# -- forms of codes -----------------------------------------------------------------------------------
+
+
+def form_of(tensor: StoredTensor) -> CodedForm | None:
+    """The form that holds a tensor's codes as they are; None: it has none, or they fit no form."""
+    return None if tensor.codes is None else stored_form(tensor.codes)
+
+
+def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
+    """Whether 4 bits keep all of these."""
+    forms = [form_of(tensor) for tensor in tensors]
+    return bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
+
+
+def stored_form(stored: StoredCodes) -> CodedForm | None:
+    """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
+    kind, size, group, has_minima, scale_rows = stored
+    is_shared = scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind != "int4" and not has_minima
+    rows = BLOCK_ROWS if is_shared else 1  # else each of the 128 rows has a copy of its own
+    if group >= size:
+        return CodedForm(kind, 0, has_minima, rows)
+    steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
+    shared = next((step for step in steps if group and group % step == 0), None)
+    return None if shared is None else CodedForm(kind, shared, has_minima, rows)
+
+
+def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[int]) -> CodedForm | None:
+    """The form that holds all parts of a fused matrix, which have these numbers of rows; None: none does."""
+    found = [form for form in forms if form is not None]
+    kinds = {form.codes for form in found}
+    if not found or len(found) < len(forms) or ("fp8" in kinds and len(kinds) > 1):
+        return None
+    group = math.gcd(*(form.group or size for form in found))
+    is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
+    is_blocked = is_blocked and all(count % BLOCK_ROWS == 0 for count in row_counts[:-1])
+    kind = "int8" if len(kinds) > 1 else found[0].codes
+    group = size if all(form.group == 0 for form in found) else group
+    has_minima = any(form.has_minima for form in found)
+    return stored_form(StoredCodes(kind, size, group, has_minima, BLOCK_ROWS if is_blocked else 1))
+
+
+def rounded_form(scheme: str, size: int) -> CodedForm:
+    """The form of a matrix with `size` columns that is rounded; int8, where no group fits int4."""
+    if scheme != "int4":
+        return CodedForm(scheme)
+    group = next((group for group in GROUPS if size % group == 0), 0)
+    return CodedForm("int4", group) if group else CodedForm("int8")
+
+
+# -- a network, and what it keeps ---------------------------------------------------------------------
+
+
+def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device) -> Model:
+    """The network without its matrices, nothing in it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device, without_weights():
+            return headers.family.build(headers.config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Let weights that find no memory be a `ConfigError` that says so."""
+    try:
+        yield
+    except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one
+        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+            raise ConfigError(
+                f"{name} in {dtype} does not fit into the memory of {device}: {error}"
+            ) from None
+        raise
+
+
+def kept_bytes(model: Model) -> int:
+    """The bytes of all weights of a model, shared ones once; those of projections as they are kept."""
+    return sum(kept_schemes(model, torch.float32).values())
+
+
+def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
+    """The bytes of all weights by the scheme that keeps them, most first; dense ones by their dtype."""
+    dense = str(dtype).removeprefix("torch.")
+    found = {dense: sum(parameter.numel() * parameter.element_size() for parameter in _others(model))}
+    for layer in _layers(model):
+        name = dense if layer.stored.scheme == DENSE else layer.stored.scheme
+        found[name] = found.get(name, 0) + layer.stored.num_bytes()
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
+    """The average over matrices that are kept in another form than `dtype`; without any, its own size."""
+    packed = [layer for layer in _layers(model) if layer.stored.scheme != DENSE]
+    numbers = sum(layer.spec.num_weights for layer in packed)
+    kept = sum(layer.stored.num_bytes() for layer in packed)
+    return kept / numbers if numbers else float(dtype.itemsize)
+
+
+def num_weights(model: Model) -> int:
+    """The numbers that a model has learnt, shared ones once, whatever they are kept in."""
+    return sum(layer.spec.num_weights for layer in _layers(model)) + sum(
+        parameter.numel() for parameter in _others(model)
+    )
+
+
+def _spell_sizes(sizes: Mapping[str, int]) -> str:
+    return " + ".join(f"{name} {short_bytes(size)}" for name, size in sizes.items())
+
+
+def _layers(model: Model) -> list[Projected]:
+    return [layer for layer in model.modules() if isinstance(layer, Projected)]
+
+
+def _others(model: Model) -> Iterable[nn.Parameter]:
+    """The parameters that belong to no projection; a tied embedding is its head's."""
+    projected = {id(tensor) for layer in _layers(model) for tensor in layer.stored.tensors.values()}
+    if model.embedding.table is not None:
+        projected.add(id(model.embedding.weight))
+    return [parameter for parameter in model.parameters() if id(parameter) not in projected]
