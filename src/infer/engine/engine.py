@@ -317,8 +317,7 @@ class Engine:
         try:
             outputs += self._retire(all_but=1)
             last = (self._flights[0].plan, self._read()) if self._flights else None
-            numbers = self._guided.fill(plan, last, step.masks)
-            masks = step.sample(numbers, plan.chunks.stops[numbers].tolist())
+            masks = step.sample(*self._guided.fill(plan, last, step.masks))
             self._observer.on_masks(plan.step, masks)
         except DeviceLost:
             self._unreported += outputs + self._conclude_read()

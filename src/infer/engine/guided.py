@@ -9,10 +9,10 @@ The engine owns the steps and asks; the request table owns outputs and ends, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import ge
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -26,18 +26,39 @@ from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from infer.engine.requests import RequestTable, Sampled
+from infer.scheduling.sequence import Sequence, SequenceGroup
 
 Read = tuple[StepPlan, StepResult]  # a step, and what came of it
+Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]  # its ids, and their logprobs
+
+
+class Outputs(Protocol):
+    """What guided sequences ask of the request table."""
+
+    num_output_tokens: int
+
+    def describe(
+        self,
+        seq: Sequence,
+        ids: tuple[int, ...],
+        logprobs: Seq[RowLogprobs | None],
+        *,
+        has_ended: bool = False,
+    ) -> StepOutput:
+        """The output of a step that says more than its ids."""
+        ...
+
+    def end(
+        self, group: SequenceGroup, ended: Seq[Sequence], reason: str, *, error: str | None = None
+    ) -> list[StepOutput]:
+        """Finish sequences of a request before their time."""
+        ...
 
 
 class GuidedRequests:
     """The guides of all sequences that have one. One engine thread owns it."""
 
-    def __init__(self, requests: RequestTable, scheduler: Scheduler) -> None:
+    def __init__(self, requests: Outputs, scheduler: Scheduler) -> None:
         self.guides: dict[int, Guide] = {}  # by seq_id
         self.jumps = True  # whether ids that must follow are appended without a step for each
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
@@ -70,23 +91,24 @@ class GuidedRequests:
         plan: StepPlan,
         last: Read | None,
         memory: Callable[[int], np.ndarray],
-        drafts: Mapping[int, Seq[int]] = {},
-    ) -> list[int]:
-        """Write the masks of a plan into `memory(number of masks)`; returns the number of each one's chunk.
+    ) -> tuple[list[int], list[int]]:
+        """Write the masks of a plan into `memory(number of masks)`; returns each one's chunk and position.
 
         `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
-        a mask for its next id, and one for the id after each of its `drafts`.
+        a mask for its next id, and one for the id after each draft of its sequence.
         """
         drawn = {} if last is None else self._show(*last)
-        turns, numbers = list[Turn](), list[int]()
+        turns, numbers, positions = list[Turn](), list[int](), list[int]()
+        sequences, stops = plan.chunks.sequences, plan.chunks.stops.tolist()
         for number in plan.chunks.draws.nonzero()[0].tolist():
-            seq_id = plan.chunks.sequences[number].seq_id
-            guide = self.guides.get(seq_id)
-            if guide is not None and guide.error is None and (guide.has_mask or number in drafts):
-                turns.append((guide, drawn.get(seq_id), drafts.get(number, ())))
-                numbers += [number] * (1 + len(turns[-1][2]))
+            seq, stop = sequences[number], stops[number]
+            guide, num_drafts = self.guides.get(seq.seq_id), len(seq.drafts)
+            if guide is not None and guide.error is None and (guide.has_mask or num_drafts):
+                turns.append((guide, drawn.get(seq.seq_id), seq.drafts))
+                numbers += [number] * (1 + num_drafts)
+                positions += range(stop - num_drafts, stop + 1)
         self._broken = self._masks.fill(turns, memory(len(numbers)))
-        return numbers
+        return numbers, positions
 
     def _show(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Let guides consume what a step has drawn; returns ids, by seq_id, that are left to their masks."""

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from infer.constraints.compiler import Grammar
-from infer.engine.guided import GuidedRequests
+from infer.engine.guided import GuidedRequests, Sampled
 from infer.errors import RequestError
 from infer.execution.device import StepResult
 from infer.sampling.params import RowLogprobs
@@ -35,9 +35,6 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
-
-# a sequence, its ids, their logprobs
-Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]
 
 ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
 

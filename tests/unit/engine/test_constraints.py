@@ -405,13 +405,17 @@ def test_masks_are_asked_for_by_chunk_and_position() -> None:
     names = [seq.request_id for seq in plan.chunks.sequences]
     first, second = names.index("a"), names.index("b")
     digit, letter = token_of("1"), token_of("x")
-    numbers = guided.fill(plan, None, memory, {second: [digit, letter, digit]})
+    seq, stop = plan.chunks.sequences[second], int(plan.chunks.stops[second])
+    seq.drafts = (digit, letter, digit)
+    numbers, positions = guided.fill(plan, None, memory)
     assert numbers == sorted([first, *[second] * 4]), "none of the free one"
+    assert positions[numbers.index(second) :][:4] == [stop - 3, stop - 2, stop - 1, stop]
     masks = [set(bits_of(line, VOCAB_SIZE).tolist()) for line in lines[0]]
     own = masks[numbers.index(second) :][:4]
     assert own[0] == own[1] == masks[numbers.index(first)] and digit in own[0] and letter not in own[0]
     assert own[2] == own[3] == set(range(VOCAB_SIZE)), "after one that may not follow"
-    assert guided.fill(plan, None, memory) == sorted([first, second])
+    seq.drafts = ()
+    assert guided.fill(plan, None, memory) == (sorted([first, second]), [stop, stop])
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])
