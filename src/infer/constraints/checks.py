@@ -3,7 +3,7 @@
 Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
 
     no constraint can follow it     `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
-    it means nothing                a type that JSON does not have, a bound that is no number, `enum: []`
+    it means nothing                a type that JSON does not have, a bound that is not a number, `enum: []`
     it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
 
 A compiler says all this too, but not where, and only after it has spent the time. Every schema is visited
@@ -23,18 +23,18 @@ from infer.errors import RequestError, show_value
 
 MAX_DEPTH = 100  # schemas inside of schemas, references followed
 MAX_SCHEMAS = 20_000  # all of them
-MAX_PROPERTIES = 1_000  # of one object
-MAX_OPTIONAL = 400  # of them not required: any of them may come next, and a step follows so many at most
-MAX_ALTERNATIVES = 1_000  # of one anyOf or oneOf
+MAX_PROPERTIES = 1_000  # properties of one object
+MAX_OPTIONAL = 400  # properties that are not required: any may come next, and a step follows 400 at most
+MAX_ALTERNATIVES = 1_000  # schemas of one anyOf or oneOf
 MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
 MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
-MAX_RULES = 1_000  # of a grammar; its compiler calls itself for a rule that a rule refers to
-MAX_EBNF_RULES = 200  # of a grammar in EBNF, which is translated first, in time that is no longer linear
+MAX_RULES = 1_000  # rules of a grammar; its compiler calls itself for a rule that a rule refers to
+MAX_EBNF_RULES = 200  # rules of a grammar in EBNF, whose translation takes more than linear time
 MAX_EBNF_LEN = 16_384  # characters
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
-MAX_PATTERNS_SIZE = 1_000_000  # of all the expressions of a grammar
+MAX_PATTERNS_SIZE = 1_000_000  # characters of all the expressions of a grammar
 
 _ANY_OF = "list the cases with anyOf"
 UNSUPPORTED = {  # keyword: what to do instead
@@ -60,7 +60,7 @@ UNSUPPORTED = {  # keyword: what to do instead
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-MAX_BOUND = 2**53 - 1  # of a number: beyond it the compiler computes with others, or ends the process
+MAX_BOUND = 2**53 - 1  # largest number; beyond it the compiler computes with others, or ends the process
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties")
@@ -78,7 +78,7 @@ _COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
-_RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
+_RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # rules of a grammar; a rule begins a line
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _REPEAT = re.compile(r"\{\s*+([0-9]*+)\s*+(?:,\s*+([0-9]*+)\s*+)?\}")
 _BLANKS = re.compile(r"\s*")
@@ -104,7 +104,7 @@ def close_objects(schema: Any) -> bool:
 
     It changes `schema` itself. What is allowed then was allowed before. Names are those of `properties` and
     `required` and the patterns; an object without `properties` and patterns names none and stays free. A
-    schema that combines objects (`allOf`, or properties beside `anyOf`) is left as it is: each of its parts
+    schema that combines objects (`allOf`, or properties next to `anyOf`) is left as it is: each of its parts
     names some of the properties.
     """
     found, stack = [], [schema]
@@ -213,7 +213,7 @@ def _read_lark(grammar: str, param: str) -> list[_Token]:
 
 
 def _json_end(grammar: str, start: int, directive: str, param: str) -> int:
-    """Where the JSON behind a directive ends; a schema is checked."""
+    """The end of the JSON after a directive; a schema is checked."""
     try:
         value, end = _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError):
@@ -276,7 +276,7 @@ def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
     """How many characters a terminal matches, at most, as `_written_out` counts them."""
     groups, last, most, is_counted = [0], 0, 0, False
     for kind, text, size in (*body, ("sign", "", 0)):
-        if is_counted and (kind == "number" or text in (",", ".")):  # of {2,3} or ~2..3
+        if is_counted and (kind == "number" or text in (",", ".")):  # the counts of {2,3} or ~2..3
             most = max(most, _count(text if kind == "number" else ""))
             continue
         if is_counted:
@@ -587,7 +587,7 @@ def _unsupported_in(pattern: str) -> str | None:
 
 def _written_out(pattern: str) -> int:
     """How many characters and classes a regular expression has, once its repetitions are written out."""
-    sizes, last, i = [0], 0, 0  # of each open group; of the part before `i`
+    sizes, last, i = [0], 0, 0  # sizes of open groups; the size of the part before `i`
     while i < len(pattern):
         char, end = pattern[i], i + 1
         if char == "(":

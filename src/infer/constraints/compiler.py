@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_SIZE = 250_000
-MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a request
-MAX_KEPT_STATES = 10_000  # of a lexer that later requests may use
+MAX_LEXER_STATES = 50_000  # states of all sequences of a request, one or two kilobytes each
+MAX_KEPT_STATES = 10_000  # states of a lexer that later requests may use
 MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
 MAX_KEPT = 64  # lexers of all constraints, a megabyte each as a rule; beyond that, requests share them
-STACK_BYTES = 256 << 20  # of address space: the library calls itself for a rule inside of a rule
+STACK_BYTES = 256 << 20  # address space; the library calls itself for a rule inside a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
@@ -56,7 +56,7 @@ class Lexer:
 
     def __init__(self, matcher: LLMatcher, *, is_own: bool) -> None:
         self._matcher = matcher
-        self.is_own = is_own  # of one request, which may have all of the states
+        self.is_own = is_own  # the lexer of one request, which may have all of the states
         self.users: WeakSet[Grammar] = WeakSet()  # now
         self.is_full = False  # a limit was reached: of no use to other requests
 
@@ -237,7 +237,7 @@ _SAYINGS = {
     "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before it says anything",
     "Expecting object schema to apply options": "false allows no value",
 }
-# `1(3): Expected token ':', found '\n' (at "\n" ('\n'))`; a newline is put behind a grammar that has none
+# `1(3): Expected token ':', found '\n' (at "\n" ('\n'))`; a newline is put after a grammar that has none
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*?)(?:, found .*?)?(?: \(at (\".*\") \(.*\)\))?")
 _LINE_END = r'"\n"'
 _LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'

@@ -6,8 +6,8 @@
 
 A constraint holds for the whole output, unless it waits for something:
 
-    reasoning ... </think> {"a": 1}         `Reasoning.end_id`: free before it, constrained behind it
-    text <tool_call>{...}</tool_call> text  `triggers`: free until one of them, and again behind each match
+    reasoning ... </think> {"a": 1}         `Reasoning.end_id`: free before it, constrained after it
+    text <tool_call>{...}</tool_call> text  `triggers`: free until one of them, and again after each match
 
     Structured.json_schema(Person)               a class of pydantic, a dict, or JSON text
     Structured.choice(["yes", "no"])
@@ -44,7 +44,7 @@ MAX_SCHEMA_DEPTH = 32  # objects and lists inside each other
 MAX_REGEX_BYTES = 16 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1000
-MAX_CHOICE_BYTES = 64 << 10  # of all choices together, as JSON
+MAX_CHOICE_BYTES = 64 << 10  # bytes of all choices together, as JSON
 MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
@@ -66,7 +66,7 @@ class Structured:
 
     kind: Kind
     text: str = ""  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
-    triggers: tuple[str, ...] = ()  # texts behind which it begins; none: it holds from the start
+    triggers: tuple[str, ...] = ()  # texts after which it begins; none: it holds from the start
     whitespace: str | None = None  # a pattern for blanks between JSON tokens; None: up to 8
     param: str = "structured"  # the field that the client gave it in, for errors
 
@@ -226,7 +226,7 @@ class Reasoning:
     """How an output's reasoning ends: it begins inside it, and a constraint waits until it is over."""
 
     end_id: int  # the token that ends it
-    max_tokens: int | None = None  # of reasoning; then `forced` is appended, as if the model had said it
+    max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it
     forced: tuple[int, ...] = ()  # ids that end it early, with `end_id` among them; none: `end_id` alone
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class Reasoning:
 
 
 def check_schema(schema: object, param: str) -> None:
-    """Refuse what is no JSON schema at all, or is nested too deep; its keywords are not looked at."""
+    """Refuse what is not a JSON schema at all, or is nested too deep; its keywords are not looked at."""
     if not isinstance(schema, dict | bool):
         raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
     level: list[Any] = [schema] if schema is not True and schema is not False else []
@@ -290,7 +290,7 @@ def _parse(text: str, param: str) -> Any:
 
 
 def _dump(value: object, param: str) -> str:
-    """As JSON; what has no end, or is no JSON, is the client's mistake."""
+    """The value as JSON; what has no end, or is not JSON, is the client's mistake."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

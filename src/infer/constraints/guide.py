@@ -158,7 +158,7 @@ class Guide:
     def take(self, ids: Sequence[int], stop_ids: Container[int]) -> tuple[int, bool]:
         """Consume ids, unless `advance` has: how many of them are the output's, and whether it is complete.
 
-        None behind the first that stops it, completes it, or was not possible.
+        None after the first that stops it, completes it, or was not possible.
         """
         taken, self._taken = self._taken, None
         return self._take(ids, stop_ids) if taken is None else taken
