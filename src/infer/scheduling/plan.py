@@ -88,17 +88,6 @@ class Chunks(Sequence[Chunk]):
             seq_ids, starts, stops, num_samples, np.array(rows, dtype=np.int64), sequences=list(sequences)
         )
 
-    def select(self, numbers: np.ndarray) -> Chunks:
-        """The chunks with these numbers, in this order."""
-        return Chunks(
-            self.seq_ids[numbers],
-            self.starts[numbers],
-            self.stops[numbers],
-            self.num_samples[numbers],
-            self.rows[numbers],
-            sequences=[self.sequences[number] for number in numbers.tolist()],
-        )
-
     @property
     def num_tokens(self) -> int:
         """How many tokens the model will see."""
