@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_rows import SampleScratch, sample_rows, sample_rows_reference
-from infer.kernels.sampling.sample_state import NUM_FIELDS, SampleLine, SampleState, enter_rows
+from infer.kernels.sampling.sample_state import SampleState, enter_rows
 
 VOCAB_SIZE = 151_936
 # name: temperature, top_k, top_p, min_p, how far the logits spread

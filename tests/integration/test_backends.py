@@ -162,7 +162,7 @@ def test_graphs_are_off_where_the_reference_reads_lengths() -> None:
     facts = ModelFacts(max_seq_len=64, num_layer_weights=9)
     settings = EngineConfig.from_knobs(decode_attention_backend="torch_ref")
     assert not resolve(settings, GPU, facts).use_cuda_graphs
-    assert resolve(settings, GPU, facts).uses_gpu_runner
+    assert resolve(settings, GPU, facts).uses_gpu_device
 
 
 def test_every_operation_has_a_reference_and_a_fast_one_on_every_device() -> None:

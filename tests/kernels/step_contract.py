@@ -33,6 +33,7 @@ from infer.kernels.elementwise.step_state import (
     gather_step,
 )
 from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_rows import (
     MAX_CANDIDATES,
     NO_TOKEN,
@@ -45,8 +46,6 @@ from infer.kernels.sampling.sample_state import (
     IN_PROMPT,
     IS_BANNED,
     MAX_COUNT,
-    NUM_FIELDS,
-    SampleLine,
     SampleState,
     count_uses,
     enter_rows,

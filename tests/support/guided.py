@@ -13,7 +13,7 @@ import numpy as np
 
 from infer.constraints.guide import ENDED, Guide
 from infer.engine.engine import Engine
-from infer.execution.device import PendingStep, Ready
+from infer.execution.device import PendingStep, ReadyResult
 from infer.execution.order import StepOrder
 from infer.sampling.params import SamplingParams, sequence_seed
 from tests.support import words
@@ -40,7 +40,9 @@ class MaskedOracle(OracleDevice):
 
     def run(self, order: StepOrder) -> PendingStep:
         seen = self.forward(order)
-        return PendingStep(order.flags, lambda masks: Ready(self.draw(order, seen, masks)), self._memory)
+        return PendingStep(
+            order.flags, lambda masks: ReadyResult(self.draw(order, seen, masks)), self._memory
+        )
 
     def choose(self, seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
         return draw(seen, seed, allowed)

@@ -105,7 +105,7 @@ class ResolvedConfig(ModelFacts):
     use_prefix_caching: bool
     backends: Chosen  # what computes each operation
     gathers_kv: bool  # whether attention copies keys and values together before it reads them
-    uses_gpu_runner: bool  # whether the state of the batch is kept on the device
+    uses_gpu_device: bool  # whether the state of the batch is kept on the device
     use_cuda_graphs: bool
     steps_ahead: int  # steps launched before one is read
     record_cpu_step: bool
@@ -127,7 +127,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     _check_deterministic(config, machine, model)
     _check_cache_dtype(config, machine)
     run, cache, backends = config.run, config.cache, choose_backends(config, machine)
-    on_gpu = uses_gpu_runner(config, machine)
+    on_gpu = uses_gpu_device(config, machine)
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
         steps_ahead = machine.profile.steps.steps_ahead if model.is_small(machine.profile) else 1
@@ -146,7 +146,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         use_prefix_caching=cache.caches_prefixes,
         backends=Chosen("invariant", "invariant", "kernels") if run.deterministic and on_gpu else backends,
         gathers_kv=not on_gpu and backends[:2] != ("c", "c"),
-        uses_gpu_runner=on_gpu,
+        uses_gpu_device=on_gpu,
         use_cuda_graphs=captures,
         steps_ahead=steps_ahead,
         record_cpu_step=run.record_cpu_step is not False,
@@ -216,7 +216,7 @@ def resolve_scheduler(
     return ResolvedScheduler(**(known | decided))
 
 
-def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:
+def uses_gpu_device(config: EngineConfig, machine: Machine) -> bool:
     """Whether attention is computed by kernels that read state kept on a GPU."""
     return machine.has_gpu_kernels and config.cache.attention_backend not in PLAIN
 
@@ -224,7 +224,7 @@ def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:
 def _captures(config: EngineConfig, machine: Machine) -> bool:
     """Whether steps can be CUDA graphs: references read lengths, and which experts were chosen, back."""
     chosen = config.cache.decode_attention_backend, config.run.mlp_backend
-    return uses_gpu_runner(config, machine) and REFERENCE not in chosen
+    return uses_gpu_device(config, machine) and REFERENCE not in chosen
 
 
 def check_machine(config: EngineConfig, machine: Machine) -> None:
@@ -232,7 +232,7 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     check_backends(config, machine)
     can_have = {
         "use_cuda_graphs": _captures(config, machine),
-        "use_overlap": uses_gpu_runner(config, machine),
+        "use_overlap": uses_gpu_device(config, machine),
     }
     for name, can in can_have.items():
         if getattr(config.run, name) and not can:

@@ -1,7 +1,7 @@
 """From settings and a loaded model to a running engine: the composition root.
 
     EngineConfig ─► resolve ─┬─► pool (books) ───► scheduler ─┐
-    LoadedModel ─────────────┴─► store (tensors) ─► runner ───┴─► Engine
+    LoadedModel ─────────────┴─► store (tensors) ─► device ───┴─► Engine
 
 Nothing is decided here: `config/resolve.py` decides, `cache_fit.py` sizes the cache, this file composes.
 `resolve_for` and `fit_to_device` need none of the weights, so `memory_plan.check_settings` asks them before a
@@ -281,7 +281,7 @@ def _rehearse(
     config: ResolvedConfig, loaded: LoadedModel, wait_for_linears: Callable[[], bool]
 ) -> StepBytes | None:
     """Return what the largest step takes of a GPU, by running it; None: it is only computed."""
-    if not (config.uses_gpu_runner and is_gpu(loaded.device)):
+    if not (config.uses_gpu_device and is_gpu(loaded.device)):
         return None
     cache = config.settings.cache
     enforce_limit(loaded.device, cache.device_memory)
@@ -323,7 +323,7 @@ def make_device(
     config: ResolvedConfig, loaded: LoadedModel, store: KVStore, shape: StateShape, graph_bytes: int = 0
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C."""
-    if not config.uses_gpu_runner:
+    if not config.uses_gpu_device:
         return TorchDevice(
             loaded.model,
             store,

@@ -43,7 +43,7 @@ from infer.execution.order import (
     RowFacts,
     StepOrder,
 )
-from infer.kernels.sampling.sample_state import NUM_FIELDS, SampleLine
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.sampling.params import sequence_seed
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.beam import num_logprobs
@@ -120,7 +120,7 @@ class HostHalf:
             slots=slots,
             next_tokens=_followers(chunks, reading),
             known=known,
-            tables=_diffs(plan.table_changes, [self._table(seq) for seq in arrived]),
+            table_changes=_diffs(plan.table_changes, [self._table(seq) for seq in arrived]),
             transfers=_moves(plan),
             lines=lines,
             facts=facts,
@@ -274,7 +274,7 @@ def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
     """
     num_lines = len(changes) // 3 + sum(map(len, tables))
     if not num_lines:
-        return EMPTY.tables
+        return EMPTY.table_changes
     padding = [PADDING] * 3 * ((1 << (num_lines - 1).bit_length()) - num_lines)
     diffs_D3 = np.array(changes + padding, dtype=np.int32).reshape(-1, 3)
     return np.concatenate([diffs_D3, *tables]) if tables else diffs_D3

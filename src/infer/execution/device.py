@@ -60,7 +60,7 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Ready(NamedTuple):
+class ReadyResult(NamedTuple):
     """A result that is there already."""
 
     result: StepResult
@@ -137,7 +137,7 @@ class SyncDevice(ABC):
 
     def run(self, order: StepOrder) -> PendingStep:
         """Execute an order at once; one that awaits masks, when these are there."""
-        return PendingStep(order.flags, lambda masks: Ready(self.compute(order, masks)), self._memory)
+        return PendingStep(order.flags, lambda masks: ReadyResult(self.compute(order, masks)), self._memory)
 
     def _memory(self, count: int) -> np.ndarray:
         return np.empty((count, -(-self.vocab_size // 32)), dtype=np.int32)

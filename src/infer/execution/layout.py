@@ -47,8 +47,8 @@ class HostRows:
 
     def apply(self, order: StepOrder) -> None:
         """Take over what an order says has changed."""
-        if len(order.tables):
-            rows, indices, blocks = order.tables[order.tables[:, 0] != PADDING].T
+        if len(order.table_changes):
+            rows, indices, blocks = order.table_changes[order.table_changes[:, 0] != PADDING].T
             self._lines[rows, indices] = blocks
         if order.known.size:
             rows, tokens, _ = order.known

@@ -20,7 +20,7 @@ the draft it was drawn next to: 1 to `count` ids come back.
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 
     lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
-    tables                  blocks that tables have got: row (of all tables, counted through), index, block
+    table_changes           blocks that tables have got: row (of all tables, counted through), index, block
     known                   last tokens that the device has not drawn: row, id, position
     transfers               blocks to move before anything else: kind, source, destination
 
@@ -35,6 +35,7 @@ X transfers, A arrivals, E extras.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -50,7 +51,7 @@ READS_PROMPTS: Final = 8  # of some rows every hidden state is read: logprobs of
 TRANSFERS: Final = ("copy", "swap_out", "swap_in")  # kinds of transfers, by number
 POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
 NONE: Final = -1  # no logprobs are asked for
-PADDING: Final = -1  # in place of a row: a line of `tables` that says nothing
+PADDING: Final = -1  # in place of a row: a line of `table_changes` that says nothing
 
 
 class StepOrder(NamedTuple):
@@ -59,7 +60,7 @@ class StepOrder(NamedTuple):
     step: int
     flags: int
     starts: np.ndarray
-    tables: np.ndarray
+    table_changes: np.ndarray
     transfers: np.ndarray
     rows: np.ndarray  # this and all below stay as they are while rows go on decoding
     counts: np.ndarray
@@ -97,10 +98,10 @@ class StepOrder(NamedTuple):
         return len(self.facts) > 0
 
     def repeat(
-        self, step: int, flags: int, starts: np.ndarray, tables: np.ndarray, transfers: np.ndarray
+        self, step: int, flags: int, starts: np.ndarray, table_changes: np.ndarray, transfers: np.ndarray
     ) -> StepOrder:
         """The order of the same rows, further on."""
-        return StepOrder(step, flags, starts, tables, transfers, *self[5:])
+        return StepOrder(step, flags, starts, table_changes, transfers, *self[5:])
 
     def moves(self) -> list[tuple[str, int, int]]:
         """The transfers, as the KV store takes them."""
@@ -130,7 +131,7 @@ class StepOrder(NamedTuple):
         """
         first = self.select(np.arange(number + (num_first > 0)))
         rest = self.select(np.arange(number, self.num_rows))
-        state = {name: getattr(self, name) for name in ("known", "tables", "lines", "facts", "extras")}
+        state = {name: getattr(self, name) for name in ("known", "table_changes", "lines", "facts", "extras")}
         first = first._replace(**state)
         if not num_first:
             return first, rest
@@ -165,8 +166,9 @@ class RowFacts(NamedTuple):
 _ARRAYS: Final = (
     ("known", "<i8", "3U"), ("lines", "<i8", "AL"), ("rows", "<i4", "N"), ("starts", "<i4", "N"),
     ("counts", "<i4", "N"), ("tokens", "<u4", "T"), ("slots", "<i4", "KT"), ("next_tokens", "<u4", "M"),
-    ("tables", "<i4", "D3"), ("transfers", "<i4", "X3"), ("facts", "<i4", "AF"), ("extras", "<u4", "E"),
-    ("num_sampled", "<i2", "N"), ("num_draws", "<i2", "N"), ("adapters", "<i2", "N"), ("kinds", "<i1", "N"),
+    ("table_changes", "<i4", "D3"), ("transfers", "<i4", "X3"), ("facts", "<i4", "AF"),
+    ("extras", "<u4", "E"), ("num_sampled", "<i2", "N"), ("num_draws", "<i2", "N"),
+    ("adapters", "<i2", "N"), ("kinds", "<i1", "N"),
 )  # fmt: skip
 _COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
 _LENGTHS: Final = "NTKMUDXALFE"  # the header has these, in this order
@@ -216,7 +218,7 @@ def read(buffer: memoryview) -> StepOrder:
     end = _HEADER.size
     for name, dtype, letters in _ARRAYS:
         shape = [int(length) if length.isdigit() else lengths[length] for length in letters]
-        size = _SIZES[dtype] * int(np.prod(shape, dtype=object))
+        size = _SIZES[dtype] * prod(shape)
         start, end = end, end + size
         if end > len(buffer):
             raise ValueError(f"the order has at least {end} bytes, and {len(buffer)} are there")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from infer.execution.order import NONE, POOLINGS, RowFacts, StepOrder
-from infer.kernels.sampling.sample_state import SampleLine
+from infer.kernels.sampling.sample_line import SampleLine
 from infer.sampling.params import SamplingParams, sequence_seed
 from infer.sampling.sampler import SampleRow
 

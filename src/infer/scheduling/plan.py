@@ -46,7 +46,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of a plan as columns, in the order in which the runner lays them out."""
+    """The chunks of a plan as columns, in the order in which a device lays them out."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RequestFailure:
     """The facts of an error that a client is told; `ApiError` (protocol/errors.py) writes them as JSON."""
 
     status: int
@@ -82,7 +82,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
-    error: Failure | None = None  # sent in place of an answer, or at the end of half of one
+    error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
 
     def mark(self, stage: str, at: float | None = None) -> None:

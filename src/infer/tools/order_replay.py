@@ -34,7 +34,8 @@ from infer.execution.order import (
     RowFacts,
     StepOrder,
 )
-from infer.kernels.sampling.sample_state import MAX_BIASED, NUM_FIELDS, SampleLine
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
+from infer.kernels.sampling.sample_state import MAX_BIASED
 from infer.tools.record import Masked, Ordered, Ran, Record
 
 
@@ -155,7 +156,7 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
         return f"tokens are not within {limits.vocab_size}"
     if not (_within(order.known[0], shape.num_rows) and _within(order.known[2], max_len)):
         return "known tokens are not of its rows"
-    rows, indices, blocks = order.tables[order.tables[:, 0] != PADDING].T
+    rows, indices, blocks = order.table_changes[order.table_changes[:, 0] != PADDING].T
     sizes = (
         (rows, shape.num_rows * shape.num_tables),
         (indices, shape.max_blocks),

@@ -3,7 +3,7 @@
 A record is JSON lines: data only, one object per line, safe to open. The first line holds the facts of
 the run (engine/run_manifest.py); then everything that happens, in order:
 
-    {"kind": "header", "version": 1, "model": ..., "knobs": {...}, "cache": {...}, "cost": {...}}
+    {"kind": "header", "version": 2, "model": ..., "knobs": {...}, "cache": {...}, "cost": {...}}
     {"kind": "add",   "step": 0, "t": 0.01, "request": {...}}      accepted after step 0
     {"kind": "step",  "step": 1, "t": 0.05, "chunks": [[0, 0, 9, 1]], "preempted": [], "transfers": [],
                       "ids": [[42]]}                               the plan that ran, and what it sampled

@@ -77,7 +77,7 @@ def test_what_runs_a_step_follows_from_the_machine_and_the_knobs(
     machine: Machine, model: ModelFacts, knobs: dict[str, Any], expected: tuple[bool, bool, int]
 ) -> None:
     config = resolved(machine, model, **knobs)
-    assert (config.uses_gpu_runner, config.use_cuda_graphs, config.steps_ahead) == expected
+    assert (config.uses_gpu_device, config.use_cuda_graphs, config.steps_ahead) == expected
 
 
 def test_decisions_have_reasons_and_what_was_given_has_none() -> None:

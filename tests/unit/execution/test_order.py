@@ -56,7 +56,7 @@ def make_order(seed: int = 0) -> StepOrder:
         slots=rng.integers(0, 256, (1, num_given)).astype(np.int32),
         next_tokens=rng.integers(0, 1000, 5).astype(np.uint32),
         known=rng.integers(0, 16, (3, 2)),
-        tables=rng.integers(0, 8, (4, 3)).astype(np.int32),
+        table_changes=rng.integers(0, 8, (4, 3)).astype(np.int32),
         transfers=np.array([[0, 5, 6], [1, 6, 3], [2, 3, 9]], dtype=np.int32),
     )
 
@@ -115,7 +115,7 @@ def test_parts_of_an_order_compute_the_same() -> None:
     assert rest.starts[0] == order.starts[1] + 2
     assert first.num_sampled.tolist() == [1, 0], "what a row samples comes with its last token"
     assert first.next_tokens[1] == order.tokens[2]
-    assert len(first.tables) and not len(rest.tables), "differences of state are said once"
+    assert len(first.table_changes) and not len(rest.table_changes), "differences of state are said once"
     assert not len(first.transfers) and not len(rest.transfers)
     whole, none = order.cut(3, 0)
     assert whole.num_rows == 3 and none.num_rows == 2
@@ -147,7 +147,7 @@ def test_a_damaged_buffer_is_refused_or_says_something_impossible() -> None:
         assert (
             order.rows.max() < 16 and order.slots.max(initial=0) < 256 and order.tokens.max(initial=0) < 1000
         )
-        assert order.tables.max(initial=0) < 64 and order.stops.max() <= 32
+        assert order.table_changes.max(initial=0) < 64 and order.stops.max() <= 32
     assert num_refused > 1500
 
 
@@ -160,7 +160,7 @@ def test_a_damaged_buffer_is_refused_or_says_something_impossible() -> None:
         ("counts", [2, 6, 3, 1, 1]),
         ("kinds", [0, 1, 2, 0, 3]),
         ("num_sampled", [1, 7, 3, 1, 0]),
-        ("tables", [[0, 0, 64]]),
+        ("table_changes", [[0, 0, 64]]),
         ("transfers", [[1, 0, 4]]),
         ("transfers", [[3, 0, 0]]),
         ("known", [[0], [1000], [0]]),

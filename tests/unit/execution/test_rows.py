@@ -246,10 +246,10 @@ def test_of_an_order_that_repeats_the_last_one_tables_alone_are_sent() -> None:
     world.grow(1, [9, 9, 9])
     order = world.running.order(Chunk(1, 5, 6, 1))
     blocks = world.running.pool.block_tables(1)[0]
-    assert order.tables.tolist() == [[0, 3, blocks[3]]]
+    assert order.table_changes.tolist() == [[0, 3, blocks[3]]]
     with mock.patch.object(device_rows, "send", wraps=sending.send) as send:
         world.rows.apply_tables(order)
-        world.rows.apply_tables(order._replace(tables=order.tables[:0]))
+        world.rows.apply_tables(order._replace(table_changes=order.table_changes[:0]))
     assert send.call_count == 1
     world.check()
     assert world.rows.last_token_R.tolist() == [9] * 4

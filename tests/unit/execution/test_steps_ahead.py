@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from infer.errors import DeviceLost
-from infer.execution.device import Pending, PendingStep, Ready, StepResult
+from infer.execution.device import Pending, PendingStep, ReadyResult, StepResult
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.readback import Readback
 from infer.execution.order import AWAITS_MASKS, NO_MASKS, StepMasks, StepOrder
@@ -190,7 +190,7 @@ def test_a_late_failure_of_one_that_left_does_not_end_who_has_its_id_now() -> No
     num_ahead(world, 6)
     flights = world.engine._flights
     broken = flights[0].step.wait()._replace(ids=[(NO_TOKEN,), (7,)])
-    flights[0] = flights[0]._replace(step=pending_step(lambda masks: Ready(broken)))
+    flights[0] = flights[0]._replace(step=pending_step(lambda masks: ReadyResult(broken)))
     world.engine.abort("a")
     world.tokens.clear()
     world.add("a", prompt_of(9, start=3), max_tokens=10)

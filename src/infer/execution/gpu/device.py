@@ -31,7 +31,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
-from infer.execution.device import Pending, PendingStep, Ready, StateShape, StepResult
+from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.readback import Asked, Readback
@@ -198,7 +198,7 @@ class GpuDevice:
                 kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
                 result = self._smaller.run(order._replace(transfers=EMPTY.transfers), kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
-                return Ready(result)
+                return ReadyResult(result)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
 
@@ -426,7 +426,7 @@ class GpuDevice:
     ) -> Pending[StepResult]:
         """The end of a ragged step without an id to sample: there may be something to wait for."""
         if not (asked or pooled):  # the middle of a prompt
-            return Ready(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
+            return ReadyResult(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
         pending = self._readback.take(order.step, self._scratch.ids_S[:0], order.num_rows)
         return pending.scatter([], asked, pooled)
 
@@ -443,7 +443,7 @@ class GpuDevice:
         if pooled is not None:
             arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter([], pooled=pooled)
             result = result._replace(pooled=arrival.wait().pooled)
-        return Ready(result)
+        return ReadyResult(result)
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
@@ -466,7 +466,7 @@ class GpuDevice:
 
 def _nothing(masks: StepMasks) -> Pending[StepResult]:
     """The result of an order without rows."""
-    return Ready(StepResult([], [], {}))
+    return ReadyResult(StepResult([], [], {}))
 
 
 def _raising(error: torch.OutOfMemoryError) -> Sampler:

@@ -23,7 +23,8 @@ from infer.execution.gpu.sending import send, send_into, send_together
 from infer.execution.order import NONE, PADDING, StepOrder
 from infer.execution.row_book import RowBook, RowEntry
 from infer.kernels.elementwise.step_state import advance_rows, apply_table_diffs
-from infer.kernels.sampling.sample_state import NUM_FIELDS, SampleState, count_uses, enter_rows, pack_biases
+from infer.kernels.sampling.sample_line import NUM_FIELDS
+from infer.kernels.sampling.sample_state import SampleState, count_uses, enter_rows, pack_biases
 
 
 class DeviceRows:
@@ -52,8 +53,8 @@ class DeviceRows:
             for entry in self.book.enter(order):
                 self._begin(entry)
             parcels.append((order.lines, lambda entries: enter_rows(self.sampling, entries)))
-        if len(order.tables):
-            parcels.append((order.tables, self._put_blocks))
+        if len(order.table_changes):
+            parcels.append((order.table_changes, self._put_blocks))
         if order.known.size:
             parcels.append((_padded_tokens(order.known), self._put_tokens))
         sent = send_together([numbers for numbers, _ in parcels], self.device) if parcels else []
@@ -62,8 +63,8 @@ class DeviceRows:
 
     def apply_tables(self, order: StepOrder) -> None:
         """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
-        if len(order.tables):
-            self._put_blocks(send(torch.from_numpy(order.tables), self.device))
+        if len(order.table_changes):
+            self._put_blocks(send(torch.from_numpy(order.table_changes), self.device))
 
     def send_padding(self) -> None:
         """Send what changes nothing: the kernels that unpack it are then compiled and loaded."""

@@ -25,10 +25,9 @@ import torch
 
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_state import (
     MAX_COUNT,
-    NUM_FIELDS,
-    SampleLine,
     SampleState,
     constant,
     field,

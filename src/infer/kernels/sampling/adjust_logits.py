@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, jit, tl, triton
+from infer.kernels.sampling.sample_line import SampleLine
 from infer.kernels.sampling.sample_state import (
     IN_PROMPT,
     IS_BANNED,
     MAX_BIASED,
     MAX_COUNT,
-    SampleLine,
     SampleState,
     constant,
     field,

@@ -71,10 +71,9 @@ from infer.kernels.sampling.adjust_logits import (
 from infer.kernels.sampling.gumbel import argmax_rows, gumbel_noise
 from infer.kernels.sampling.gumbel import noise_keys as noise_keys_on_host
 from infer.kernels.sampling.logprob_table import logprob_table
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SMALLEST_TEMPERATURE
 from infer.kernels.sampling.sample_state import (
     MAX_BIASED,
-    NUM_FIELDS,
-    SMALLEST_TEMPERATURE,
     SampleState,
     constant,
     field,

@@ -26,7 +26,7 @@ import re
 import orjson
 
 from infer.errors import shorten
-from infer.server.state import Failure
+from infer.server.state import RequestFailure
 
 MAX_LOGGED_REASON = 300
 MAX_NAME_LEN = 64
@@ -47,7 +47,7 @@ _KEY_IN_NAME = re.compile(
 )
 
 
-def redacted_reason(error: Failure) -> str:
+def redacted_reason(error: RequestFailure) -> str:
     """The end of a log line: code and param, where there are such, and what of the message is ours."""
     is_named = error.param is not None and _is_name(error.param)
     said = _hide_quoted(error.message)

@@ -53,7 +53,7 @@ from infer.errors import (
     shorten,
     show_value,
 )
-from infer.server.state import Failure, current_id, current_record
+from infer.server.state import RequestFailure, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ FOREIGN_ROUTES = {  # of another API: what does the same here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiError(Failure):
+class ApiError(RequestFailure):
     """A failure in the forms that clients read."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
