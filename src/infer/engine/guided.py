@@ -113,10 +113,9 @@ class GuidedRequests:
     def _show(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Let guides consume what a step has drawn; returns ids, by seq_id, that are left to their masks."""
         guides, drawn = self.guides, dict[int, int]()
-        counts = plan.chunks.num_samples.tolist()  # the sequences' own take half a microsecond each
-        for seq, ids, num_samples in zip(plan.chunks.sequences, result.ids, counts, strict=True):
+        for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
             guide = guides.get(seq.seq_id)
-            if guide is None or not ids or seq.finish_reason is not None or num_samples != 1:
+            if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
                 continue
             if guide.matcher is not None and len(ids) == 1 and ids[0] not in seq.stop_ids:
                 if result.is_whole or ids[0] != NO_TOKEN:

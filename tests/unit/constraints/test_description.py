@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -208,10 +206,3 @@ def test_a_schema_is_read_once_on_its_way_to_the_compiler(monkeypatch: pytest.Mo
 def test_a_text_that_nothing_has_checked_is_refused_when_it_is_compiled(text: str) -> None:
     with pytest.raises(RequestError, match="structured: the schema cannot be compiled"):
         words.compiled(Structured(kind="json_schema", text=text))
-
-
-def test_a_description_is_cheap_to_import() -> None:
-    """The process that answers HTTP checks constraints, and compiles none."""
-    code = "import sys, infer.constraints.description; assert not {'torch', 'llguidance'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
