@@ -17,7 +17,7 @@ of a real vocabulary, which may be smaller than the model's: ids without a token
 
 Runs alternate. The cost is 1 - (tokens per second over those of `free` in the same round), in per cent; the
 cost of a step is its time over that of `free`, less 1. Then the times of one step's work on the host: all
-masks of a step in which every row has one, ids consumed, and the compilation of ordinary schemas. At last
+masks of a step in which every row has one, one consumed id, and the compilation of ordinary schemas. At last
 where a step of `json` spends its time on the host, in microseconds, in the order of the step (engine.py); of
 `wait` it works on nothing.
 """
@@ -260,6 +260,7 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         "order": [(HostHalf, "order")],
         "begin": [(type(engine._device), "run")],
         "wait": [(Engine, "_read")],
+        "consume": [(GuidedRequests, "_show")],
         "fill": [(MaskFiller, "fill")],
         "sample": [(PendingStep, "sample")],
         "report": [(Engine, "_conclude")],
@@ -276,8 +277,9 @@ def where_time_goes(engine: Engine, args: argparse.Namespace, vocab_size: int) -
         for name, lists in calls.items()
     }
     step_us = found.pop("step")
-    found["rest"] = step_us - sum(found.values())
-    return {f"host_{name}_us": us for name, us in found.items()}
+    return {"consume_mean_us": found["consume"] / args.rows} | {
+        f"host_{name}_us": us for name, us in (found | {"rest": step_us - sum(found.values())}).items()
+    }
 
 
 def num_chars(tokenizer: Tokenizer, outputs: list[list[int]]) -> int:

@@ -47,15 +47,32 @@ MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
 MAX_KEPT = 64  # lexers of all constraints, a megabyte each as a rule; beyond that, requests share them
+NEWEST = 0.25  # the weight of the last time that masks took in what they should take
 STACK_BYTES = 256 << 20  # address space; the library calls itself for a rule inside a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
+
+
+class MaskCost:
+    """What a mask, or those of a step, should take; 0: not known."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Take note of the last time that it took."""
+        self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
+
+
+MaskCosts = tuple[MaskCost, MaskCost]  # of masks after a narrow one, and after a wide one
 
 
 class Lexer:
     """A compiled constraint at its start, and the requests that use copies of it."""
 
-    def __init__(self, matcher: LLMatcher, *, is_own: bool) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, costs: MaskCosts, *, is_own: bool) -> None:
+        self._matcher, self.costs = matcher, costs
         self.is_own = is_own  # the lexer of one request, which may have all of the states
         self.users: WeakSet[Grammar] = WeakSet()  # now
         self.is_full = False  # a limit was reached: of no use to other requests
@@ -90,7 +107,7 @@ class Grammar:
             thread = ThreadPoolExecutor(1, "infer-grammar")
             try:
                 with deep_stacks():
-                    made = thread.submit(_compile, self._structured, self.tokenizer, is_own=True)
+                    made = thread.submit(_compile, self._structured, self.tokenizer, full.costs, is_own=True)
                 self.lexer = made.result()
             except Exception as error:
                 logger.warning("constraint not compiled again error=%r", error)
@@ -113,8 +130,9 @@ class Compiler:
         key = structured.kind, structured.text, structured.whitespace or WHITESPACE
         with self._lock:
             lexer, is_own = self._free_one(key), self._fills_lexers(key)
+            costs = next((each.costs for each in self._kept.get(key, ())), (MaskCost(), MaskCost()))
         try:
-            lexer = lexer or _compile(structured, self.token_bytes.tokenizer(), is_own=is_own)
+            lexer = lexer or _compile(structured, self.token_bytes.tokenizer(), costs, is_own=is_own)
         except RequestError as error:
             raise constraint_error(str(error), structured.param) from None
         with self._lock:
@@ -172,7 +190,7 @@ def limits(*, is_own: bool) -> LLParserLimits:
     )
 
 
-def _compile(structured: Structured, tokenizer: LLTokenizer, *, is_own: bool) -> Lexer:
+def _compile(structured: Structured, tokenizer: LLTokenizer, costs: MaskCosts, *, is_own: bool) -> Lexer:
     from llguidance import LLMatcher
 
     try:
@@ -185,10 +203,10 @@ def _compile(structured: Structured, tokenizer: LLTokenizer, *, is_own: bool) ->
         if first.is_error():
             matcher = first
     if not is_own and "too many states" in matcher.get_error():
-        return _compile(structured, tokenizer, is_own=True)
+        return _compile(structured, tokenizer, costs, is_own=True)
     if matcher.is_error():
         raise RequestError(_explain(structured, matcher.get_error()))
-    return Lexer(matcher, is_own=is_own)
+    return Lexer(matcher, costs, is_own=is_own)
 
 
 def _to_grammar(structured: Structured) -> str:

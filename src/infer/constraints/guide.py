@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infer.constraints.compiler import Grammar, Lexer
+from infer.constraints.compiler import Grammar, Lexer, MaskCost
 from infer.constraints.description import Reasoning
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "due", "error",
-        "grammar", "matcher", "reasoning", "state",
+        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "error",
+        "grammar", "is_wide", "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
@@ -51,10 +51,11 @@ class Guide:
         self._matched: list[int] = []  # ids that it was given
         self.error: str | None = None  # why it cannot go on
         self._num_reasoned = 0  # tokens
-        self.due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
+        self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
         self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
+        self.is_wide = False  # its last mask allowed any letter, and the next is probably as soon filled
         self.state = REASONING
         if reasoning is None:
             self._begin()
@@ -75,28 +76,37 @@ class Guide:
         """Whether the next id is not free."""
         return self.matcher is not None or self._is_early_end
 
+    @property
+    def mask_cost(self) -> MaskCost:
+        """What its next mask should take. Only where it has a matcher."""
+        assert self._lexer is not None
+        return self._lexer.costs[self.is_wide]
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Those of the ids that must come next which are known without asking the grammar."""
+        return self._due or ()
+
     def forced(self) -> tuple[int, ...]:
         """Ids that must come next, whatever the model says; none: it has a choice."""
-        if self.due is None:
+        if self._due is None:
             assert self.matcher is not None
-            self.due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
-        return self.due
+            self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
+        return self._due
 
     def fill(self, mask_W: np.ndarray) -> None:
-        """Write which ids may come next; a bit each, the lowest first. Without a mask, all of them may.
+        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
 
-        Where ids must come, only the first of them may: the grammar's own mask allows no other.
+        Of ids that must come, the first: the grammar's own mask allows no other.
         """
-        if self.due:
+        if known := self.known:
             mask_W[:] = 0
-            mask_W.view(np.uint32)[self.due[0] // 32] = 1 << self.due[0] % 32
+            mask_W.view(np.uint32)[known[0] // 32] = 1 << known[0] % 32
             return
-        if self.matcher is not None and self.error is None:
-            self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-            if self.matcher.is_error() and self._starts_over():
-                self.fill(mask_W)
-        if self.matcher is None or self.error is not None:
-            mask_W[:] = -1
+        assert self.matcher is not None, f"a guide that is {self.state} has no mask"
+        self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self.matcher.is_error():
+            self.refill(mask_W)
 
     def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
         """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
@@ -127,6 +137,22 @@ class Guide:
             self._replay(self.grammar.lexer)
         return num_valid
 
+    def refill(self, mask_W: np.ndarray) -> bool:
+        """Whether the mask could be filled after all, where the matcher has reached a limit."""
+        if self._starts_over():
+            self.fill(mask_W)
+        return self.error is None
+
+    def note_mask(self, *, is_wide: bool) -> tuple[int, ...]:
+        """Take note of the mask that was filled last, which is that of the next id; returns what is forced.
+
+        One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
+        """
+        self.is_wide = is_wide
+        if is_wide and self._due is None:
+            self._due = ()
+        return self.forced() if self._due is None else self._due
+
     def _starts_over(self) -> bool:
         """Whether the matcher had reached a limit that others have used up, and was replaced by another.
 
@@ -145,11 +171,6 @@ class Guide:
         """Whether a new matcher, which replaces the last, allows what that one was given."""
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
-
-    def advance_one(self, token_id: int, *, is_matched: bool | None = None) -> None:
-        """Consume a drawn id that stops nothing; `is_matched`: its matcher has it, and allowed it or not."""
-        self._match(token_id, is_matched)
-        self._taken = 1, self.state == ENDED and self.error is None
 
     def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
         """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""
@@ -183,8 +204,8 @@ class Guide:
         if self.matcher is not None:
             self._match(token_id)
         elif self._is_early_end:
-            self.due = (self.due or ())[1:]
-            if not self.due:
+            self._due = (self._due or ())[1:]
+            if not self._due:
                 self._begin()
         elif self.state == REASONING:
             self._reason(token_id)
@@ -203,11 +224,11 @@ class Guide:
         assert self.reasoning is not None
         limit = self.reasoning.max_tokens
         if limit is not None and self._num_reasoned >= limit:
-            self.due, self._is_early_end = self.reasoning.forced, True
+            self._due, self._is_early_end = self.reasoning.forced, True
 
     def _begin(self) -> None:
         """Let the constraint hold from here on, or watch for what starts it."""
-        self.due, self._is_early_end = (), False
+        self._due, self._is_early_end = (), False
         if self.grammar is None:
             self.state = ENDED
         elif self.grammar.triggers:
@@ -218,7 +239,7 @@ class Guide:
     def _start(self, matcher: LLMatcher) -> None:
         assert self.grammar is not None
         self.state, self.matcher, self._lexer = CONSTRAINED, matcher, self.grammar.lexer
-        self.due, self._matched, self._tail = None, [], b""
+        self._due, self._matched, self._tail = None, [], b""
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -254,18 +275,16 @@ class Guide:
         self.error = AT_LIMIT + matcher.get_error().splitlines()[0]
         return None
 
-    def _match(self, token_id: int, is_matched: bool | None = None) -> None:
-        matcher, due = self.matcher, self.due
+    def _match(self, token_id: int) -> None:
+        matcher, due = self.matcher, self._due
         assert matcher is not None and self.grammar is not None and self._lexer is not None
-        self.due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
+        self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
-        if is_matched is None:
-            is_matched = matcher.consume_token(token_id)
-        if is_matched and not matcher.is_stopped():
+        if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
         if LOOKED_TOO_FAR in matcher.get_error():
             self._replay(self._lexer)
         self._starts_over()
         if self.matcher is not None and self.matcher.is_stopped():
-            self.matcher, self.due, self._tail = None, (), b""
+            self.matcher, self._due, self._tail = None, (), b""
             self.state = FREE if self.grammar.triggers else ENDED

@@ -1,124 +1,100 @@
-"""The masks of a step: ids that were drawn go to matchers, which say what may follow.
+"""Masks of several rows at once: most take some 5 microseconds each, those of other states 20 and more.
 
-A matcher takes 3 microseconds for an id and 3 for a mask in the middle of a text, elsewhere 20 and more. So
-32 rows keep a core busy for half of a fast model's step, and leave nothing of the engine's own in its caches.
-Many rows are therefore handed to threads:
-
-    engine     ids ──┬──► thread 1: rows  0..7 ──► native thread 1: consume, fill ──┬──► sample
-    (waits)          └──► thread 2: rows 8..15 ──► native thread 2: consume, fill ──┘
-
-Each has a native thread of its own (an `LLExecutor` with one), which works without the interpreter's lock and
-sees the same matchers in every step, so that they stay in its core's caches. One pool for all rows moves
-matchers between cores, which takes as long as it saves (docs/log.md).
+Threads pay for themselves where masks take long. Those of plain texts are filled sooner than threads wake up
+and fetch the matchers into the caches of their cores (one H200's host, 32 rows, the median and the 99th of a
+hundred steps, ms: 0.31 and 0.86 in one thread, 0.35 and 1.1 in eight, 0.33 and 0.75 where each step goes the
+way that suits it). A mask in the middle of a text allows any letter and is quick; so is, as a rule, the one
+after it. What a row takes in one thread is kept with its constraint (`MaskCost`), for rows whose last mask
+was *wide* and for the others: constraints differ a hundredfold. From that follows what a step would take in
+one thread, and what steps of that size took in several is kept as well. The way that should be quicker now is
+used, and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from queue import SimpleQueue
-from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import finalize
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infer.constraints.compiler import MaskCost
 from infer.constraints.guide import Guide
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
-    _Row = tuple[int, Guide, LLMatcher, int | None]  # its number, and the id that its matcher has not seen
+    Groups = defaultdict[MaskCost, list[tuple[LLMatcher, int]]]  # matchers and rows that should take as long
 
 MAX_THREADS = 8
-ROWS_PER_THREAD = 6  # fewer are not worth a thread
-
-
-# a guide whose next id is drawn under a mask; the id before it, if its matcher has not seen that (it stops
-# nothing); ids proposed to follow, each with another mask after it
-Turn = tuple[Guide, int | None, Sequence[int]]
-
-
-class _Job(NamedTuple):
-    pairs: list[tuple[LLMatcher, int]]  # ids to consume
-    rows: list[tuple[LLMatcher, int]]  # masks to fill
-    place: tuple[int, int, int]  # address of the first mask, bytes of each, number of them
-    number: int  # place among the jobs of a step
-    answers: SimpleQueue[tuple[int, list[bool] | Exception]]  # which ids were allowed
+TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at last
 
 
 def num_threads() -> int:
-    """The number of threads that fill masks: one for each core of this process, but for the engine's own."""
+    """How many threads fill masks: as many as this process has cores, but for the engine's own."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_THREADS, num_cores - 1))
 
 
 class MaskFiller:
-    """Fills the masks of a step; its threads begin with the first step that has many."""
+    """Fills the masks of a step; its threads begin with the second step that has two."""
 
     def __init__(self) -> None:
-        self._num_threads = num_threads()
-        self._threads: list[SimpleQueue[_Job | None]] = []
+        self._executor: LLExecutor | None = None
+        self._has_cores = num_threads() > 1  # beside the engine's own
+        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # of steps, by their size (`_size_of`)
+        self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
-    def fill(self, turns: Iterable[Turn], masks_KW: np.ndarray) -> list[Guide]:
+    def fill(self, windows: Iterable[tuple[Guide, Sequence[int]]], masks_KW: np.ndarray) -> list[Guide]:
         """Write the masks of guides and their drafts, in order; returns guides that have reached a limit.
 
         A guide has a row for its next id, and one for the id after each draft. The row of a guide that has
-        reached a limit, or whose constraint has ended with its last id, allows everything.
+        reached a limit allows everything: what it draws is not wanted.
         """
-        assert masks_KW.flags.c_contiguous
-        guides: list[Guide | None] = []  # None: a row of a guide with drafts
-        rows: list[_Row] = []
-        for guide, token_id, drafts in turns:
-            number = len(guides)
-            if token_id is not None and (drafts or guide.due):
-                guide.advance_one(token_id)
-                token_id = None
+        rows, broken = list[Guide | None](), list[Guide]()  # None: a row of a guide with drafts
+        groups: Groups = defaultdict(list)
+        for guide, drafts in windows:
+            row, matcher = len(rows), guide.matcher
             if drafts:
-                guide.fill_window(drafts, masks_KW[number : number + 1 + len(drafts)])
-                guides += [None] * (1 + len(drafts))
+                guide.fill_window(drafts, masks_KW[row : row + 1 + len(drafts)])
+                rows += [None] * (1 + len(drafts))
                 continue
-            guides.append(guide)
-            if guide.matcher is None or guide.due:
-                guide.fill(masks_KW[number])
+            rows.append(guide)
+            if matcher is None or (guide.known if guide.is_wide else guide.forced()):
+                guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
-                rows.append((number, guide, guide.matcher, token_id))
-        self._fill_rows(rows, masks_KW)
-        for number, guide, matcher, _ in rows:
-            if guide.matcher is not matcher or matcher.is_error():
-                guide.fill(masks_KW[number])
-        self._last = guides, masks_KW
-        return [guide for _, guide, _, _ in rows if guide.error is not None]
+                groups[guide.mask_cost].append((matcher, row))
+        self._fill_groups(groups, masks_KW)
+        for row in [row for group in groups.values() for matcher, row in group if matcher.is_error()]:
+            filled = rows[row]
+            if filled is not None and not filled.refill(masks_KW[row]):
+                masks_KW[row] = -1
+                broken.append(filled)
+        self._last = rows, masks_KW
+        return broken
 
-    def _fill_rows(self, rows: list[_Row], masks_KW: np.ndarray) -> None:
-        """Let matchers consume ids and fill masks, here or in threads."""
+    def _fill_groups(self, groups: Groups, masks_KW: np.ndarray) -> None:
+        assert masks_KW.flags.c_contiguous
         first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
-        num_jobs = min(self._num_threads, len(rows) // ROWS_PER_THREAD)
-        if num_jobs < 2:
-            for number, guide, matcher, token_id in rows:
-                if token_id is not None:
-                    guide.advance_one(token_id)
-                matcher.unsafe_compute_mask_ptr(first + number * num_bytes, num_bytes)
+        num_rows = sum(map(len, groups.values()))
+        expected_s = sum(cost.seconds * len(rows) for cost, rows in groups.items())
+        if self._prefers_threads(num_rows, expected_s):
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(num_threads())
+            start = perf_counter()
+            self._executor.unsafe_compute_mask_ptr(sum(groups.values(), []), first, num_bytes, len(masks_KW))
+            self._in_threads[_size_of(expected_s)].note(perf_counter() - start)
             return
-        if not self._threads:
-            self._threads = [SimpleQueue() for _ in range(self._num_threads)]
-            for jobs in self._threads:
-                Thread(target=_work, args=(jobs,), name="infer-masks", daemon=True).start()
-                finalize(self, jobs.put, None)
-        parts = [rows[len(rows) * i // num_jobs : len(rows) * (i + 1) // num_jobs] for i in range(num_jobs)]
-        answers: SimpleQueue[tuple[int, list[bool] | Exception]] = SimpleQueue()
-        for i, part in enumerate(parts):
-            pairs = [(matcher, token_id) for _, _, matcher, token_id in part if token_id is not None]
-            masks = [(matcher, number) for number, _, matcher, _ in part]
-            self._threads[i].put(_Job(pairs, masks, (first, num_bytes, len(masks_KW)), i, answers))
-        for _ in parts:
-            i, allowed = answers.get()
-            if isinstance(allowed, Exception):
-                raise allowed
-            drawn = [(guide, token_id) for _, guide, _, token_id in parts[i] if token_id is not None]
-            for (guide, token_id), is_allowed in zip(drawn, allowed, strict=True):
-                guide.advance_one(token_id, is_matched=is_allowed)
+        for cost, rows in groups.items():
+            start = perf_counter()
+            for matcher, row in rows:
+                matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
+            cost.note((perf_counter() - start) / len(rows))
 
     def look_back(self) -> int:
         """Tell the guides what the last masks allow, when the step is on its way.
@@ -131,30 +107,23 @@ class MaskFiller:
         are_wide = np.full(len(guides), len(probes) > 0, dtype=np.int32)
         for token_id in probes:
             are_wide &= masks_KW[:, token_id // 32] >> token_id % 32
-        for row, (guide, is_wide) in enumerate(zip(guides, are_wide.tolist(), strict=True)):
-            if guide is None:
-                continue
-            if guide.due is None and (is_wide or not _allows_one(masks_KW[row])):
-                guide.due = ()  # there is a choice, and the grammar need not be asked
-            if ids := guide.forced():
+        for guide, is_wide in zip(guides, are_wide.tolist(), strict=True):
+            if guide is not None and (ids := guide.note_mask(is_wide=bool(is_wide))):
                 num_saved += len(ids) - 1
         return num_saved
 
+    def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
+        """Whether several threads should be quicker than one, which is expected to take so long."""
+        if num_rows < 2 or not expected_s or not self._has_cores:
+            return False
+        is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0: to be tried
+        self._num_fills += 1
+        if self._num_fills < self._try_at:
+            return is_quicker
+        self._num_fills, self._try_at = 0, min(2 * self._try_at, TRY_AT_LEAST)
+        return not is_quicker
 
-def _allows_one(mask_W: np.ndarray) -> bool:
-    return np.count_nonzero(mask_W) == 1 and int(mask_W.view(np.uint32).max()).bit_count() == 1
 
-
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    """Do jobs until None comes; their matchers are used by one native thread, which holds no lock."""
-    from llguidance import LLExecutor
-
-    executor = LLExecutor(1)
-    while (job := jobs.get()) is not None:
-        try:
-            allowed: list[bool] | Exception = executor.consume_token_par(job.pairs) if job.pairs else []
-            executor.unsafe_compute_mask_ptr(job.rows, *job.place)
-        except Exception as error:  # for the engine's thread, which waits
-            allowed = error
-        job.answers.put((job.number, allowed))
-        del job  # a matcher may be large
+def _size_of(seconds: float) -> int:
+    """The size of a time, as a number that times between two powers of two of a microsecond share."""
+    return int(seconds * 1e6).bit_length()

@@ -19,7 +19,7 @@ import numpy as np
 
 from infer.constraints.compiler import Grammar
 from infer.constraints.guide import ENDED, Guide
-from infer.constraints.masks import MaskFiller, Turn
+from infer.constraints.masks import MaskFiller
 from infer.execution.device import StepResult
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 from infer.scheduling.beam import num_logprobs
@@ -97,32 +97,29 @@ class GuidedRequests:
         `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
         a mask for its next id, and one for the id after each draft of its sequence.
         """
-        drawn = {} if last is None else self._show(*last)
-        turns, numbers, positions = list[Turn](), list[int](), list[int]()
+        if last is not None:
+            self._show(*last)
+        windows, numbers, positions = list[tuple[Guide, Seq[int]]](), list[int](), list[int]()
         sequences, stops = plan.chunks.sequences, plan.chunks.stops.tolist()
         for number in plan.chunks.draws.nonzero()[0].tolist():
             seq, stop = sequences[number], stops[number]
             guide, num_drafts = self.guides.get(seq.seq_id), len(seq.drafts)
             if guide is not None and guide.error is None and (guide.has_mask or num_drafts):
-                turns.append((guide, drawn.get(seq.seq_id), seq.drafts))
+                windows.append((guide, seq.drafts))
                 numbers += [number] * (1 + num_drafts)
                 positions += range(stop - num_drafts, stop + 1)
-        self._broken = self._masks.fill(turns, memory(len(numbers)))
+        self._broken = self._masks.fill(windows, memory(len(numbers)))
         return numbers, positions
 
-    def _show(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
-        """Let guides consume what a step has drawn; returns ids, by seq_id, that are left to their masks."""
-        guides, drawn = self.guides, dict[int, int]()
+    def _show(self, plan: StepPlan, result: StepResult) -> None:
+        """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
+        guides = self.guides
         for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
             guide = guides.get(seq.seq_id)
             if guide is None or not ids or seq.finish_reason is not None or seq.num_samples != 1:
                 continue
-            if guide.matcher is not None and len(ids) == 1 and ids[0] not in seq.stop_ids:
-                if result.is_whole or ids[0] != NO_TOKEN:
-                    drawn[seq.seq_id] = ids[0]
-            elif result.is_whole or NO_TOKEN not in ids:
+            if result.is_whole or NO_TOKEN not in ids:
                 guide.advance(ids, seq.stop_ids)
-        return drawn
 
     # -- when ids are appended --------------------------------------------------------------------
 

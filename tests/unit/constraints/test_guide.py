@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections import Counter
 from typing import Any
 
@@ -17,7 +16,7 @@ from infer.constraints import masks as filler_module
 from infer.constraints.compiler import Compiler, Grammar
 from infer.constraints.description import Reasoning, Structured
 from infer.constraints.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.constraints.masks import MAX_THREADS, ROWS_PER_THREAD, MaskFiller, Turn, num_threads
+from infer.constraints.masks import MAX_THREADS, TRY_AGAIN, MaskFiller, num_threads
 from tests.support.walks import num_valid
 from tests.support.words import (
     EOS_IDS,
@@ -218,11 +217,11 @@ def test_ids_that_were_shown_ahead_are_taken_once() -> None:
 
 def test_an_id_that_was_not_expected_among_forced_ones_is_asked_about_anew() -> None:
     guide = Guide(compiled(Structured.choice(["abc"])))
-    guide.due = (token_of("12"), token_of("1"))  # as if a grammar had said what its mask does not
+    guide._due = (token_of("12"), token_of("1"))  # as if a grammar had said what its mask does not
     assert guide.matcher is not None
     first = guide.matcher.compute_ff_tokens()[0]
     guide.consume([first])
-    assert guide.error is None and not guide.due
+    assert guide.error is None and guide.known == ()
 
 
 def test_a_copy_says_how_many_ids_fit_and_changes_nothing() -> None:
@@ -264,61 +263,67 @@ def test_threads_are_as_many_as_the_cores_this_process_may_use(monkeypatch: pyte
     assert num_threads() == 1
 
 
-def masks_of(filler: MaskFiller, turns: list[Turn]) -> list[set[int]]:
-    masks_KW = np.zeros((len(turns), -(-VOCAB_SIZE // 32)), dtype=np.int32)
-    assert filler.fill(turns, masks_KW) == []
+@pytest.fixture
+def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which threads may help."""
+    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("_cores")
+def test_masks_of_several_rows_are_those_of_each() -> None:
+    others = Structured.regex("[abc]+"), Structured.choice(["abc"])
+    guides = [Guide(compiled(each)) for each in (NUMBER, *others)]
+    guides.append(Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)))
+    assert guides[2].forced(), "one way to write it"
+    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    filler = MaskFiller()
+    ways = set()
+    for _ in range(3):  # in this thread, then in others, then whichever was quicker
+        before = guides[0].mask_cost.seconds, len(filler._in_threads)
+        masks_KW[:] = 0
+        assert filler.fill([(guide, ()) for guide in guides], masks_KW) == []
+        filler.look_back()
+        ways |= {
+            way
+            for way in (0, 1)
+            if (guides[0].mask_cost.seconds, len(filler._in_threads))[way] != before[way]
+        }
+        for guide, mask_W in zip(guides, masks_KW, strict=True):
+            bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+            assert set(bits.nonzero()[0].tolist()) == allowed(guide)
+    assert ways == {0, 1}
+
+
+@pytest.mark.usefixtures("_cores")
+def test_threads_are_used_where_masks_are_expected_to_take_long() -> None:
+    free, number = Structured.regex(r"(?s:.*)"), Structured.regex("[0-9]{1,9}")
+    guides = [Guide(compiled(each)) for each in (free, free, number, number)]
+    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    filler = MaskFiller()
+    filler.fill([(guide, ()) for guide in guides], masks_KW)
     filler.look_back()
-    bits = np.unpackbits(masks_KW.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB_SIZE]
-    return [set(row.nonzero()[0].tolist()) for row in bits]
+    assert [guide.is_wide for guide in guides] == [True, True, False, False]
+    assert guides[0].copy().is_wide
+    assert guides[0].mask_cost is guides[1].mask_cost is not guides[2].mask_cost is guides[3].mask_cost
+    assert all(guide.mask_cost.seconds == 0 for guide in guides[:2]), "none was filled after a wide one"
+    assert filler._prefers_threads(8, 300e-6), "it was never tried"
+    for seconds in (300e-6, 200e-6):
+        filler._in_threads[filler_module._size_of(seconds)].note(250e-6)
+    assert filler._prefers_threads(8, 300e-6) and not filler._prefers_threads(8, 200e-6)
+    assert not filler._prefers_threads(1, 300e-6), "one mask"
+    assert not filler._prefers_threads(8, 0.0), "what they take is not known yet"
+    filler._num_fills = TRY_AGAIN - 1
+    assert not filler._prefers_threads(8, 300e-6), "the other way is tried again"
+    filler._has_cores = False
+    assert not any(filler._prefers_threads(8, 300e-6) for _ in range(TRY_AGAIN + 1)), "there are none to help"
 
 
-@pytest.mark.parametrize("num_cores", [1, 3, 9])
-def test_masks_of_several_rows_are_those_of_each(num_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this thread or in others, step by step, with ids that end a constraint among them."""
-    monkeypatch.setattr(filler_module, "num_threads", lambda: num_cores)
-    forms = NUMBER, Structured.regex("[abc]+"), Structured.choice(["abc", "abcab"]), PERSON, CALL
-    guides = [Guide(compiled(each)) for each in forms * 5]
-    guides += [Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)), Guide(compiled(PERSON))]
-    alone = [guide.copy() for guide in guides]
-    filler, rng, everything = MaskFiller(), np.random.default_rng(5), set(range(VOCAB_SIZE))
-    ids: list[int | None] = [None] * len(guides)
-    for guide in (*guides[4::5], *alone[4::5]):
-        guide.consume(ids_of("<tc>"))
-    has_ended = False
-    for _ in range(12):
-        turns: list[Turn] = [(guide, token_id, ()) for guide, token_id in zip(guides, ids, strict=True)]
-        found = masks_of(filler, turns)
-        for guide, token_id, mask in zip(alone, ids, found, strict=True):
-            if token_id is not None:
-                guide.consume([token_id])
-            has_ended |= not guide.has_mask
-            assert mask == (allowed(guide) if guide.has_mask else everything)
-        assert [guide.state for guide in guides] == [guide.state for guide in alone]
-        assert [guide.due for guide in guides] == [guide.forced() for guide in alone]
-        drawn = [int(rng.choice(sorted(mask - set(EOS_IDS)))) for mask in found]
-        ids = [one if guide.matcher is not None else None for guide, one in zip(guides, drawn, strict=True)]
-        for guide, token_id in zip(guides, ids, strict=True):
-            guide.take([token_id or 0], ()) if guide._taken is not None else None
-    assert has_ended and len(filler._threads) == (num_cores if num_cores > 1 else 0)
-
-
-def test_threads_end_with_their_filler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
-    before, filler = set(threading.enumerate()), MaskFiller()
-    masks_of(filler, [(Guide(compiled(NUMBER)), None, ()) for _ in range(2 * ROWS_PER_THREAD)])
-    started = set(threading.enumerate()) - before
-    assert len(started) == 2
-    del filler
-    for thread in started:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_what_goes_wrong_in_a_thread_is_raised_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filler_module, "num_threads", lambda: 2)
-    turns: list[Turn] = [(Guide(compiled(NUMBER)), None, ()) for _ in range(2 * ROWS_PER_THREAD)]
-    with pytest.raises(ValueError, match="buffer size"):
-        MaskFiller().fill(turns, np.zeros((len(turns), 1), dtype=np.int32))
+def test_what_masks_take_is_known_of_each_constraint() -> None:
+    """One whose masks take long does not make those of others look as if they did."""
+    slow, quick = Structured.regex("[0-9]{1,9};"), Structured.regex("[0-9]{1,8};")
+    guides = [Guide(compiled(each)) for each in (slow, quick)]
+    guides[0].mask_cost.seconds, guides[1].mask_cost.seconds = 1.0, 2e-6
+    assert Guide(compiled(slow)).mask_cost.seconds == 1.0 and Guide(compiled(quick)).mask_cost.seconds == 2e-6
 
 
 @pytest.mark.parametrize(
@@ -332,10 +337,10 @@ def test_a_grammar_is_not_asked_what_must_follow_where_a_mask_says_it(text: str)
     for _ in range(8):
         guide, filler = Guide(compiled(structured)), MaskFiller()
         for _ in range(12):
-            filler.fill([(guide, None, ())], masks_KW)
+            filler.fill([(guide, ())], masks_KW)
             filler.look_back()
             assert guide.matcher is not None
-            seen[not guide.due] += 1
+            seen[guide.is_wide] += 1
             forced = tuple(guide.matcher.compute_ff_tokens())
             assert guide.forced() == forced
             bits = np.unpackbits(masks_KW.view(np.uint8), bitorder="little").nonzero()[0]

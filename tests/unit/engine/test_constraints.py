@@ -11,7 +11,6 @@ import pytest
 
 from infer.constraints import compiler as compiler_module
 from infer.constraints import guide as guide_module
-from infer.constraints import masks as masks_module
 from infer.constraints.description import Reasoning, Structured
 from infer.constraints.guide import Guide
 from infer.engine.engine import Engine
@@ -416,19 +415,3 @@ def test_masks_are_asked_for_by_chunk_and_position() -> None:
     assert own[2] == own[3] == set(range(VOCAB_SIZE)), "after one that may not follow"
     seq.drafts = ()
     assert guided.fill(plan, None, memory) == (sorted([first, second]), [stop, stop])
-
-
-@pytest.mark.parametrize("steps_ahead", [0, 2])
-def test_outputs_are_the_same_where_threads_fill_the_masks(
-    steps_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(masks_module, "num_threads", lambda: 3)
-    monkeypatch.setattr(masks_module, "ROWS_PER_THREAD", 1)
-    world = GuidedWorld(num_blocks=200, steps_ahead=steps_ahead, context_len=120)
-    record = Structured.json_schema({"properties": {"name": {"type": "boolean"}}, "required": ["name"]})
-    for number in range(6):
-        form = (DIGITS, record, Structured.choice(["abcab", "abcno"]))[number % 3]
-        reasoning = Reasoning(end_id=THINK_END, max_tokens=3) if number > 3 else None
-        world.add(str(number), [5, number], structured=form, reasoning=reasoning, max_tokens=40, seed=number)
-    world.run()
-    assert world.verify() == 6 and world.engine._guided._masks._threads
