@@ -19,6 +19,7 @@ from infer import LLM, SamplingParams
 from infer.constraints.description import Reasoning, Structured
 from infer.engine import machine
 from infer.execution.gpu.device import GpuDevice
+from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 pytest.importorskip("llguidance")
@@ -98,3 +99,36 @@ def test_steps_without_memory_for_their_sampler_change_no_token(
 
     monkeypatch.setattr(device.graphs, "sample", starve)
     assert tokens_of(llm) == known
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_drafts_of_constrained_rows_are_judged_under_a_mask_each(
+    checkpoint: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More masks than the batch has rows: one for every position of each window."""
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: on_gpu)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=24, structured=JSON)
+
+    def serve(num_drafts: int) -> list[tuple[int, ...]]:
+        llm = LLM(checkpoint, device="cpu", dtype="float32", max_batch_size=4, use_overlap=False)
+        engine, made = llm.engine, {str(number): list[int]() for number in range(4)}
+        for number in range(4):
+            engine.add(Request(request_id=str(number), prompt=tuple(PROMPTS[number]), params=params))
+        while engine.has_work:
+            for seq in engine.scheduler.running if num_drafts else ():
+                if seq.num_pending == 1 and seq.num_output > 0:
+                    engine.scheduler.propose(
+                        seq, [*KNOWN[seq.request_id][seq.num_output :][:2], 11][:num_drafts]
+                    )
+            for output in engine.step():
+                assert output.error is None
+                made[output.request_id] += output.token_ids
+        return [tuple(ids) for ids in made.values()]
+
+    KNOWN.update({str(number): () for number in range(4)})
+    expected = serve(0)
+    KNOWN.update({str(number): ids for number, ids in enumerate(expected)})
+    assert serve(3) == expected
+
+
+KNOWN: dict[str, tuple[int, ...]] = {}

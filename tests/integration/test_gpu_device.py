@@ -520,3 +520,21 @@ def test_steps_of_prompts_alone_are_padded_to_sizes_of_their_own(monkeypatch: py
     assert run_engine(engine, long) == run_on_cpu("qwen3", long)
     assert max(size.num_tokens for size in sizes if size.num_rows == 0) > 8
     assert max(size.num_tokens for size in sizes if size.num_rows) <= 8
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("late", [{"n": 2, "seed": 1}, {"use_beam_search": True, "n": 2, "temperature": 0.0}])
+def test_a_fork_that_arrives_between_steps_changes_no_penalty(late: dict[str, Any]) -> None:
+    """Its first step is drawn on the host, which must know every token of the rows that count theirs."""
+    counted = SamplingParams(  # two ids take turns: the one that is counted less
+        temperature=0.0, frequency_penalty=2.0, logit_bias={5: 50.0, 6: 49.0}, max_tokens=14, ignore_eos=True
+    )
+    known = run_engine(make_device_engine("llama"), [([5, 6, 7], counted)])[0][0]
+    for num_before in range(3, 9):
+        engine = make_device_engine("llama")
+        engine.add(Request(request_id="counted", prompt=(5, 6, 7), params=counted))
+        outputs = [output for _ in range(num_before) for output in engine.step()]
+        engine.add(Request(request_id="late", prompt=(9, 8), params=SamplingParams(**late, max_tokens=4)))
+        outputs += drain(engine)
+        made = [id_ for output in outputs if output.request_id == "counted" for id_ in output.token_ids]
+        assert made == known, num_before

@@ -2,8 +2,9 @@
 
     engine ── order ──► shared memory ──► device half ── ids, logprobs ──► pipe
 
-The process loads the same checkpoint. It knows no scheduler and no request: whatever it needs must be in the
-orders, so a difference that a host half forgets to say shows as another id.
+The process loads the same checkpoint. It knows no scheduler and no request: whatever its device half needs
+must survive the way through the buffer, and nothing may be kept of a buffer that is used again. That orders
+say all that they must is what the oracle tests (oracle.py).
 """
 
 from __future__ import annotations

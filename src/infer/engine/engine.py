@@ -16,7 +16,7 @@ A sampled token then has its place (`num_tokens`) before its id is known; only t
 A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
 steps are launched ahead of the one that is read:
 
-    none          requests are there whose next step depends on ids: about to fork, beams
+    none          requests are there whose next step depends on ids, running or about to: forks, beams
     1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps;
                   or what a sequence may say next depends on its text (2, of which one has been read)
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
@@ -118,7 +118,6 @@ class Engine:
         self._requests = RequestTable(scheduler, clock)
         self._guided = self._requests.guided
         self._empty_steps = 0
-        self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         # at most; 0: each step is read before the next is planned, as it must be where nothing is kept of it
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
@@ -190,10 +189,7 @@ class Engine:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
-        outputs = self._requests.end(group, ended, "abort")
-        if not self.has_work:
-            self._let_go()
-        return outputs
+        return self._requests.end(group, ended, "abort")
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
@@ -201,11 +197,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a step still under way.
+        """Whether any request is waiting or running, a step still under way, or an output not yet told.
 
         A request whose constraint is being compiled is not: there is nothing that a step could do for it.
         """
-        return self.scheduler.has_work or bool(self._flights) or self._compiling.has_done
+        has_told = not (self._flights or self._unreported)
+        return self.scheduler.has_work or not has_told or self._compiling.has_done
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -259,16 +256,10 @@ class Engine:
         if self._compiling.has_done:
             self._unreported += self._take_compiled()
         outputs = self._step()
-        if not self._flights and not self.scheduler.has_work:
-            self._let_go()
         if self._unreported:
             outputs = self._unreported + outputs
             self._unreported = []
         return outputs
-
-    def _let_go(self) -> None:
-        """Keep nothing of the last batch alive while there is no work."""
-        self._begun = []
 
     def _step(self) -> list[StepOutput]:
         num_flights = len(self._flights)
@@ -281,15 +272,16 @@ class Engine:
         if not plan.chunks and not plan.transfers:
             return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
         self._empty_steps = 0
-        if sequences is not self._begun:  # most steps serve those of the last
+        if not plan.chunks.is_repeated:
             for seq in sequences:
                 if seq.group.queue_s is None:
                     self._requests.begin(seq)
-            self._begun = sequences
         self._is_guided = self._guided.are_in(plan)
         try:
             order = self._host.order(plan, awaits_masks=self._is_guided)
             step = self._device.run(order)
+            self._observer.on_order(order)
+            self.scheduler.advance(plan)
         except DeviceLost:  # every further step would fail as well: the supervisor must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
@@ -299,8 +291,6 @@ class Engine:
         except BaseException as error:  # Ctrl-C: where it is caught, the books are balanced
             self._unreported += self._give_up(plan, error)
             raise
-        self._observer.on_order(order)
-        self.scheduler.advance(plan)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._has_drafts = plan.chunks.num_drafts > 0
         if self._is_guided:
@@ -349,7 +339,10 @@ class Engine:
     @property
     def _num_ahead(self) -> int:
         """How many steps may be under way when the next one is planned."""
-        if self._requests.waiting_for_ids or self._has_drafts:
+        requests = self._requests
+        if requests.waiting_for_ids or self._has_drafts:
+            return 0
+        if requests.queued_joint and self.scheduler.num_free_places > 0:  # the next plan may let one in
             return 0
         if self._is_guided:  # of two, the first has been read
             return min(self._steps_ahead, 2)

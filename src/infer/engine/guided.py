@@ -198,7 +198,7 @@ class GuidedRequests:
         """
         guide, params = self.guides[seq.seq_id], seq.group.request.params
         ids = guide.forced() if guide.has_mask else ()
-        if not ids or not (self.jumps and seq.is_running and seq.num_samples == 1):
+        if not ids or seq.drafts or not (self.jumps and seq.is_running and seq.num_samples == 1):
             return (), 0
         if num_logprobs(seq.group) is not None or params.prompt_logprobs is not None:
             return (), 0

@@ -94,7 +94,8 @@ class HostHalf:
         kinds = np.where((chunks.stops - chunks.starts == 1) & (chunks.num_samples == 1), DECODE, PROMPT)
         if self._state.num_drafts:
             kinds[[bool(seq.drafts) for seq in sequences]] = VERIFY
-        is_drawn_on_host = (chunks.num_samples > 1) | (kinds == VERIFY) | self._is_beam[rows]
+        is_beam = self._is_beam[rows] & chunks.draws
+        is_drawn_on_host = (chunks.num_samples > 1) | (kinds == VERIFY) | is_beam
         if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
             flags |= ON_HOST
             begins |= self._has_uses[rows]

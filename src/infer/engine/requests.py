@@ -46,6 +46,7 @@ class RequestTable:
         self._clock = clock  # for metrics only
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
+        self.queued_joint: set[str] = set()  # requests that will be among them when they begin
         self.guided = GuidedRequests(self, scheduler)
         self.num_added = 0
         self.num_prompt_tokens = 0
@@ -68,6 +69,8 @@ class RequestTable:
         self.num_added += 1
         if params.is_guided:
             self.guided.add(leader, grammar)
+        if group.has_joint_sequence:
+            self.queued_joint.add(group.request.request_id)
         self._scheduler.add(leader)
         self.groups[group.request.request_id] = group
 
@@ -75,7 +78,8 @@ class RequestTable:
         """Let a request leave the queue; while its steps depend on ids, none may overlap."""
         group = leader.group
         group.queue_s = self._clock() - group.added_at
-        if leader.num_samples > 1 or group.is_beam:
+        if group.has_joint_sequence:
+            self.queued_joint.discard(group.request.request_id)
             self.waiting_for_ids.add(group.request.request_id)
 
     def _new_sequence(self, group: SequenceGroup, index: int, tokens: array[int]) -> Sequence:
@@ -267,6 +271,7 @@ class RequestTable:
         if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
             del self.groups[request_id]
             self.waiting_for_ids.discard(request_id)
+            self.queued_joint.discard(request_id)
 
 
 def _output(

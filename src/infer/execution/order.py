@@ -45,7 +45,7 @@ DECODE, PROMPT, VERIFY = 0, 1, 2  # kinds of rows
 # flags of an order
 AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
 REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
-ON_HOST: Final = 4  # ids are drawn on the host, which then says the rows' next tokens: forks, beams, drafts
+ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
 READS_PROMPTS: Final = 8  # of some rows every hidden state is read: logprobs of prompts, embeddings
 
 TRANSFERS: Final = ("copy", "swap_out", "swap_in")  # kinds of transfers, by number

@@ -26,9 +26,13 @@ from infer.execution.device import DeviceHalf, PendingStep, StateShape
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
+    EMPTY,
+    NONE,
+    ON_HOST,
     PADDING,
     POOLINGS,
     PROMPT,
+    REPEATS,
     TRANSFERS,
     VERIFY,
     RowFacts,
@@ -37,6 +41,9 @@ from infer.execution.order import (
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_state import MAX_BIASED
 from infer.tools.record import Masked, Ordered, Ran, Record
+
+UNKNOWN = -1  # position of a row whose next token the host says
+MAX_ALTERNATIVES = 2048  # logprobs of an id: beams ask for one for each stop id besides their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,21 +86,27 @@ def replay_orders(
         raise ConfigError(
             f"{record.path} has no orders: record the run with 'infer generate --record FILE --orders'"
         )
-    pending = deque[tuple[StepOrder, PendingStep]]()
+    pending, check_order = deque[tuple[StepOrder, PendingStep]](), OrderCheck(limits)
     num_steps = num_tokens = 0
+    awaiting: int | None = None  # the step that awaits masks
     for event in record.events():
         if until is not None and event.step > until:
             break
         if isinstance(event, Ordered):
             order = event.order
-            if wrong := wrong_number(order, limits):
+            wrong = check_order(order) if awaiting is None else f"step {awaiting} still awaits its masks"
+            if wrong is not None:
                 raise ConfigError(f"{record.path}, order of step {order.step}: {wrong}")
             pending.append((order, device.run(order)))
+            awaiting = order.step if order.flags & AWAITS_MASKS else None
         elif isinstance(event, Masked):
-            _sample(event, *pending[-1], limits) if pending else None
+            if event.step != awaiting:
+                raise ConfigError(f"{record.path}: masks of step {event.step} belong to no order")
+            _sample(event, *pending[-1], limits)
+            awaiting = None
         elif isinstance(event, Ran):
-            if not pending or pending[0][0].step != event.step:
-                raise ConfigError(f"{record.path} has no order of step {event.step}")
+            if not pending or pending[0][0].step != event.step or event.step == awaiting:
+                raise ConfigError(f"{record.path} has no order, or no masks, of step {event.step}")
             ids = pending.popleft()[1].wait().ids
             num_steps, num_tokens = num_steps + 1, num_tokens + sum(map(len, ids))
             if check and len(ids) != len(event.ids):
@@ -117,11 +130,45 @@ def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLi
         lines = event.lines(-(-limits.vocab_size // 32))
     except ValueError as error:
         raise ConfigError(f"masks of step {event.step}: {error}") from None
-    is_its = order.step == event.step and order.flags & AWAITS_MASKS
-    if not is_its or any(not 0 <= number < order.num_rows for number in event.numbers):
-        raise ConfigError(f"masks of step {event.step} do not belong to its order")
+    if any(not 0 <= number < order.num_rows for number in event.numbers):
+        raise ConfigError(f"masks of step {event.step} do not belong to rows of its order")
+    if not order.flags & ON_HOST and len(set(event.numbers)) != len(event.numbers):
+        raise ConfigError(f"masks of step {event.step} are several for one row")
     step.masks(len(lines))[:] = lines
     step.sample(event.numbers, event.positions)
+
+
+class OrderCheck:
+    """Follows the rows of a device through orders, and says what it cannot execute.
+
+    A device decodes at the position that it has come to, whatever an order says, so this is followed as well.
+    """
+
+    def __init__(self, limits: DeviceLimits) -> None:
+        self._limits = limits
+        self._has_begun = np.zeros(limits.shape.num_rows, dtype=bool)
+        self._position = np.full(limits.shape.num_rows, UNKNOWN)  # position of the token drawn last
+        self._repeatable = EMPTY.rows  # rows of the last order, if they may be repeated
+
+    def __call__(self, order: StepOrder) -> str | None:
+        """What of the next order is impossible; None: nothing is, and it is taken as executed."""
+        if wrong := wrong_number(order, self._limits):
+            return wrong
+        rows, is_decode = order.rows, order.kinds == DECODE
+        if order.flags & REPEATS and (order.has_begun or not np.array_equal(rows, self._repeatable)):
+            return "it repeats rows that are not those of the order before it"
+        for line_F in order.lines:
+            row = SampleLine.unpack(line_F.tobytes()).row
+            self._has_begun[row] = True
+        if not (self._has_begun[rows].all() and self._has_begun[order.known[0]].all()):
+            return "a row computes before it has begun"
+        self._position[order.known[0]] = order.known[2]
+        if (self._position[rows[is_decode]] != order.starts[is_decode]).any():
+            return "a row decodes at another position than it has come to"
+        is_told = (order.num_sampled == 1) & ((order.flags & ON_HOST) == 0)
+        self._position[rows] = np.where(is_told, order.stops, UNKNOWN)
+        self._repeatable = rows.copy() if is_told.all() and is_decode.all() else EMPTY.rows
+        return None
 
 
 def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
@@ -147,6 +194,9 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
         or (order.num_draws < 0).any()
     ):
         return "more positions are sampled than computed"
+    draws_more = (order.num_sampled > 1) | (order.num_draws > 1)
+    if (draws_more | (order.kinds == VERIFY)).any() and not order.flags & ON_HOST:
+        return "several ids of a row are drawn, but not on the host"
     if order.slots.shape != (shape.num_tables, len(order.tokens)) or not _within(order.slots, num_slots):
         return f"slots are not within {num_slots}"
     if len(order.next_tokens) not in (0, order.num_rows):
@@ -195,6 +245,9 @@ def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
         counts = facts.num_tokens, facts.num_banned, line.num_biased
         if not 0 <= line.row < limits.shape.num_rows or min(counts) < 0 or line.num_biased > MAX_BIASED:
             return "a row that begins is not within the state"
+        asked = facts.num_logprobs, facts.prompt_logprobs
+        if not all(NONE <= count <= min(limits.vocab_size, MAX_ALTERNATIVES) for count in asked):
+            return f"logprobs of {asked} alternatives are asked for"
         if not 0 <= facts.pooling < len(POOLINGS) or not facts.num_prompt > 0:
             return "a row that begins has impossible facts"
         ids = order.extras[ends[-1] : ends[-1] + sum(counts)]

@@ -6,6 +6,8 @@ something happens to it, and in the end every request must have got the tokens o
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -570,3 +572,31 @@ def test_the_first_output_and_the_last_tell_how_a_sequence_began() -> None:
     assert first.queue_s == last.queue_s > 0
     assert len(between) == 6
     assert {(output.num_cached, output.queue_s) for output in between} == {(0, 0.0)}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_after_a_step_was_launched_repeats_no_token(error: type[BaseException]) -> None:
+    """The device is a token on, so its requests end and the others go on as they were."""
+    world = make_world()
+    for name in "ab":
+        world.add(name, prompt_of(5, start=ord(name)), max_tokens=12)
+    for _ in range(3):
+        world.step()
+    observer: Any = world.observer
+    on_order, calls = observer.on_order, itertools.count()
+
+    def fail_once(order: StepOrder) -> None:
+        if next(calls) == 0:
+            raise error
+        on_order(order)
+
+    observer.on_order = fail_once
+    with contextlib.suppress(error):
+        world.step()
+    world.add("c", prompt_of(5, start=9), max_tokens=12)
+    world.run()
+    for name in "ab":
+        assert world.finished[name, 0].finish_reason == "error"
+        world.aborted.add(name)
+    assert world.verify() == 1
+    world.check_idle()

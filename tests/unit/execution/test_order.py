@@ -13,20 +13,23 @@ from infer.execution.device import StateShape
 from infer.execution.order import (
     DECODE,
     EMPTY,
+    ON_HOST,
     PROMPT,
     REPEATS,
     VERIFY,
+    RowFacts,
     StepOrder,
     num_bytes,
     read,
     to_bytes,
     write,
 )
+from infer.kernels.sampling.sample_line import SampleLine
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
-from infer.tools.order_replay import DeviceLimits, wrong_number
+from infer.tools.order_replay import DeviceLimits, OrderCheck, wrong_number
 
 LIMITS = DeviceLimits(
     shape=StateShape(num_rows=16, max_blocks=8, block_size=4),
@@ -45,6 +48,7 @@ def make_order(seed: int = 0) -> StepOrder:
     num_given = int(counts[kinds != DECODE].sum())
     return EMPTY._replace(
         step=7 + seed,
+        flags=ON_HOST,
         rows=rng.permutation(16)[:5].astype(np.int32),
         starts=np.array([9, 0, 4, 30, 2], dtype=np.int32),
         counts=counts,
@@ -171,3 +175,61 @@ def test_impossible_numbers_are_found(field: str, value: Any) -> None:
     assert wrong_number(order, LIMITS) is None
     changed: dict[str, Any] = {field: np.array(value, dtype=getattr(order, field).dtype)}
     assert wrong_number(order._replace(**changed), LIMITS) is not None
+
+
+def begin(row: int, start: int, count: int, **facts: int) -> StepOrder:
+    """The order with which a row begins: a prompt that draws its first id."""
+    order = decode(row, start)
+    known = {"num_prompt": start + count, "num_logprobs": -1, "prompt_logprobs": -1} | facts
+    return order._replace(
+        kinds=np.array([PROMPT], dtype=np.int8),
+        counts=np.array([count], dtype=np.int32),
+        tokens=np.arange(count, dtype=np.uint32),
+        slots=np.arange(count, dtype=np.int32)[None],
+        lines=np.frombuffer(bytearray(SampleLine(row).pack()), dtype=np.int64).reshape(1, -1),
+        facts=np.array([RowFacts(**known)], dtype=np.int32),
+    )
+
+
+def decode(row: int, start: int, flags: int = 0) -> StepOrder:
+    """The order of one row that decodes."""
+    one = np.ones(1, dtype=np.int16)
+    return EMPTY._replace(
+        flags=flags,
+        rows=np.array([row], dtype=np.int32),
+        starts=np.array([start], dtype=np.int32),
+        counts=np.ones(1, dtype=np.int32),
+        num_sampled=one,
+        num_draws=one,
+        adapters=0 * one,
+        kinds=np.zeros(1, dtype=np.int8),
+        slots=np.empty((1, 0), dtype=np.int32),
+    )
+
+
+def test_rows_are_followed_from_order_to_order() -> None:
+    check = OrderCheck(LIMITS)
+    assert check(begin(3, 0, 4)) is None
+    assert check(decode(3, 4)) is None
+    assert check(decode(3, 5, REPEATS)) is None
+    told = decode(3, 9)._replace(known=np.array([[3], [7], [9]]))
+    assert check(told) is None, "the host may say where a row goes on"
+    assert check(decode(3, 10)) is None
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        (decode(3, 4), "position"),  # again: a device would go on, past the end of its table
+        (decode(3, 7), "position"),
+        (decode(5, 5), "begun"),
+        (decode(5, 5, REPEATS), "repeats"),
+        (begin(5, 0, 2, num_logprobs=-5), "logprobs"),
+        (begin(5, 0, 2, prompt_logprobs=1 << 30), "logprobs"),
+        (begin(5, 0, 2)._replace(num_draws=np.array([2], dtype=np.int16)), "not on the host"),
+    ],
+)
+def test_an_order_that_does_not_follow_from_those_before_is_found(order: StepOrder, why: str) -> None:
+    check = OrderCheck(LIMITS)
+    assert check(begin(3, 0, 4)) is None and check(decode(3, 4)) is None
+    assert why in (check(order) or "")

@@ -184,13 +184,14 @@ class GpuDevice:
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
-        return PendingStep(order.flags, partial(self._launch_sampler, order, sample), self._mask_memory)
+        memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
+        return PendingStep(order.flags, partial(self._launch_sampler, order, sample), memory)
 
     def _launch_sampler(self, order: StepOrder, sample: Sampler, masks: StepMasks) -> Pending[StepResult]:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
         try:
             try:
-                if order.flags & AWAITS_MASKS:
+                if order.flags & AWAITS_MASKS and not order.flags & ON_HOST:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
@@ -198,6 +199,7 @@ class GpuDevice:
                 kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
                 result = self._smaller.run(order._replace(transfers=EMPTY.transfers), kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
+                masks.lines_KW[:] = kept.lines_KW  # which the engine still reads
                 return ReadyResult(result)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
@@ -217,6 +219,10 @@ class GpuDevice:
         except torch.AcceleratorError as error:
             raise DeviceLost("the device failed before masks were filled") from error
         return self.rows.masks.take(count)
+
+    def _host_memory(self, count: int) -> np.ndarray:
+        """Memory for the masks of a step that the host samples, which may have one for each position."""
+        return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
     def _start(self, order: StepOrder) -> Sampler:
         """Launch a step up to its logits; returns what launches the rest."""

@@ -30,6 +30,7 @@ class DeviceMasks:
         self._sampling, num_rows = sampling, len(sampling.masks_RW)
         self._masks_RW: np.ndarray = sampling.masks_RW.numpy()
         self._lines_R = np.full(num_rows, _NONE, dtype=np.int32)  # line of each row, as the device knows it
+        self.num_words = self._masks_RW.shape[1]  # words of a mask
         self.has_any = False  # a row may be under a mask
 
     def forget(self, row: int) -> None:
@@ -45,6 +46,7 @@ class DeviceMasks:
 
         The steps before it must have been sampled: what samples them fetches the same lines.
         """
+        assert count <= len(self._masks_RW), f"{count} masks for {len(self._masks_RW)} rows"
         return self._masks_RW[:count]
 
     def send(self, rows: np.ndarray) -> None:
