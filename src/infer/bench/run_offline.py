@@ -1,10 +1,10 @@
 """Run a workload on an engine without a server: requests go in at their times, every token's time comes out.
 
 The loop is the one every user of an engine has: add what is due, step, hand out. Two clocks fit in: the
-real one, and the virtual one of a simulation, which the runner moves by what a step would have cost.
+real one, and the virtual one of a simulation, which the device moves by what a step would have cost.
 
     offline      run_offline(engine, workload)                    this machine's speed
-    simulated    run_offline(engine, workload, clock=runner)      the scheduler's decisions alone
+    simulated    run_offline(engine, workload, clock=device)      the scheduler's decisions alone
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     weights        every parameter once, in the chosen number format, and the tables computed from them
     activations    the largest step: its hidden states, its widest layer, its logits; of weights in codes on
                    a GPU also the largest matrix, unpacked
-    graphs         on a GPU the same of the largest step that is captured, and the runner's own buffers
+    graphs         on a GPU the same of the largest step that is captured, and the device half's own buffers
     KV cache       2 * layers * kv heads * head size * bytes, for every token of every block; in 8 bits 4 more
                    bytes for each head: its scale
     workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
@@ -78,7 +78,7 @@ class StepBytes(NamedTuple):
     layers: int  # of the step with the most tokens, while its layers are computed
     logits: int  # of the step with the most rows, while they are sampled
     graphs: int = 0  # kept by the steps that are captured, all together
-    buffers: int = 0  # of the runner, as long as it lives
+    buffers: int = 0  # buffers of the device half, as long as it lives
     scratch: int = 0  # the part of `layers` that fewer tokens need as well
 
     @property

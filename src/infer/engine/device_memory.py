@@ -6,7 +6,7 @@
         ├── runtime      CUDA's context and libraries
         ├── weights
         ├── arena        one block, as large as the largest step needs; every step takes its tensors from it
-        ├── graphs       the pool of the captured steps, and the runner's buffers
+        ├── graphs       the pool of the captured steps, and the device half's buffers
         └── KV cache     the rest
 
 **The arena** is a block that PyTorch's allocator holds and has free: it splits it for tensors of any size and

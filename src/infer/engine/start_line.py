@@ -26,7 +26,7 @@ def describe_engine(
 ) -> str:
     """Return the line: a fixed text and what a start has decided, as key=value.
 
-    `attention` says what the runner computes it with: of prompts, and of rows that decode.
+    `attention` names what computes it: for prompts, and for rows that decode.
     """
     pairs = {
         "model": model,

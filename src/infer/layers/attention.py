@@ -2,7 +2,7 @@
 
 A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, no
 padding, no phases. It computes queries, keys and values for these T tokens and calls `step.attend`.
-The runner decides what that means: write K and V into the cache, read back what each
+The device half decides what that means: write K and V into the cache, read back what each
 token may see, compute attention. The model never learns where the cache lives or how long a
 sequence is; a parity test can pass a six-line `StepContext` that attends over the batch itself.
 

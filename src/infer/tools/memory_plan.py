@@ -100,7 +100,7 @@ class MemoryPlan:
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     weights: int
     step: StepBytes
-    graphs: int  # of the step's: and buffers, of the runner of a GPU
+    graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
     workspace: int
     host_cache: int  # for sequences preempted by swapping
     cache: CacheSize
