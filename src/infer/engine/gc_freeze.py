@@ -10,10 +10,10 @@ work.
     build ──► freeze ──► steps, between which only younger objects are walked ──► engine gone ──► unfreeze
     idle: compile, capture ──► freeze ──┘
 
-Frozen or not, references are counted. But an engine has circles in it (a device half and its graphs), and a frozen
-circle would hold its memory for good, the cache of keys and values with it. So an engine that goes unfreezes
-everything, and the next collection finds what is left of it. Another engine of the same process is then in
-sight, too, until something is built or captured again: slower now and then, never wrong.
+Frozen or not, references are counted. But an engine has circles in it (a device half and its graphs), and a
+frozen circle would hold its memory for good, the cache of keys and values with it. So an engine that goes
+unfreezes everything, and the next collection finds what is left of it. Another engine of the same process is
+then in sight, too, until something is built or captured again: slower now and then, never wrong.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class StepResult(NamedTuple):
 
     ids: list[tuple[int, ...]]  # the sampled ids; empty where the row samples nothing
     logprobs: list[tuple[RowLogprobs | None, ...]]
-    prompt_logprobs: dict[int, list[RowLogprobs]]  # by number: of the prompt tokens after the row's own
+    prompt_logprobs: dict[int, list[RowLogprobs]]  # prompt tokens after the row's own, by its number
     is_whole: bool = False  # True: the device has made sure that none of the ids is NO_TOKEN
-    pooled: Mapping[int, np.ndarray] = {}  # by number: pooled hidden states of this part of an embedding
+    pooled: Mapping[int, np.ndarray] = {}  # pooled states of this part of an embedding, by number
 
 
 class Pending(Protocol[T_co]):
@@ -117,7 +117,7 @@ class DeviceHalf(Protocol):
 
     @property
     def can_embed(self) -> bool:
-        """Whether steps pool the hidden states of embeddings."""
+        """True if steps pool the hidden states of embeddings."""
         ...
 
     def run(self, order: StepOrder) -> PendingStep:

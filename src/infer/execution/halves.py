@@ -33,7 +33,7 @@ class SmallerSteps:
     """Runs what is left of an order whose step found no memory, in halves; says so in the log once."""
 
     def __init__(self, run: RunStep) -> None:
-        self._run = run  # which comes back here if a half does not fit either
+        self._run = run  # a half that does not fit either comes back here
         self._has_spoken = False
         self._tries_again = False  # a step that cannot be halved
 
@@ -42,7 +42,7 @@ class SmallerSteps:
 
         It is raised if a step that cannot be halved fails twice.
         """
-        error = error.with_traceback(None)  # whose frames hold the tensors of the step
+        error = error.with_traceback(None)  # its frames hold the tensors of the step
         if not self._has_spoken:
             self._has_spoken = True
             logger.warning(
@@ -61,11 +61,11 @@ class SmallerSteps:
         for first, half in zip((0, at[0]), order.cut(*at), strict=True):
             result = self._run(half, masks.select(first, half.num_rows))
             for place in range(half.num_rows):
-                if result.ids[place]:  # of a row that was cut, only the last part has any
+                if result.ids[place]:  # a row that was cut has ids in its last part only
                     ids[first + place], logprobs[first + place] = result.ids[place], result.logprobs[place]
             for place, rows in result.prompt_logprobs.items():
                 prompt_logprobs[first + place] = prompt_logprobs.get(first + place, []) + rows
-            for place, states_D in result.pooled.items():  # of a row that was cut, a sum of each part
+            for place, states_D in result.pooled.items():  # a row that was cut has a sum in each part
                 before = pooled.get(first + place)
                 pooled[first + place] = states_D if before is None else before + states_D
             is_whole &= result.is_whole

@@ -99,7 +99,7 @@ class HostSampler:
                 position = stop - back
                 for index in range(num_draws):
                     row = entry.sample_row(position, index, mask_of.get((number, position)))
-                    if number in drafts:  # which would be counted by penalties, up to this position
+                    if number in drafts:  # penalties count the drafts before this position
                         row = row._replace(tokens=[*row.tokens, *drafts[number][: num_sampled - 1 - back]])
                     places.append(last_row - back)
                     rows.append(row)

@@ -65,7 +65,7 @@ class NeededTokens(NamedTuple):
     """The tokens of a step whose hidden states are read."""
 
     places: list[int] | None  # their places among the T tokens; None: all of them
-    last_rows: list[int]  # of each row of the order: which of these is its last token
+    last_rows: list[int]  # number of each row's last token among these
 
 
 def needed_tokens(order: StepOrder, last_places: list[int]) -> NeededTokens:
@@ -91,7 +91,7 @@ class TokenLayout(NamedTuple):
     tokens: np.ndarray  # ids
     positions: np.ndarray  # places in their sequences
     slots: np.ndarray  # places of their keys and values in each table: [K, T]
-    ends: np.ndarray  # of each row of the order: the place after its last token
+    ends: np.ndarray  # place after each row's last token
 
 
 def positions_of(order: StepOrder, ends: np.ndarray) -> np.ndarray:

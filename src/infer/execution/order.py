@@ -46,12 +46,12 @@ DECODE, PROMPT, VERIFY = 0, 1, 2  # kinds of rows
 AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
 REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
 ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
-READS_PROMPTS: Final = 8  # of some rows every hidden state is read: logprobs of prompts, embeddings
+READS_PROMPTS: Final = 8  # every hidden state of some rows is read: logprobs of prompts, embeddings
 
 TRANSFERS: Final = ("copy", "swap_out", "swap_in")  # kinds of transfers, by number
 POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
 NONE: Final = -1  # no logprobs are asked for
-PADDING: Final = -1  # in place of a row: a line of `table_changes` that says nothing
+PADDING: Final = -1  # row of a line of `table_changes` that says nothing
 
 
 class StepOrder(NamedTuple):
@@ -70,11 +70,11 @@ class StepOrder(NamedTuple):
     kinds: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
-    next_tokens: np.ndarray  # of each row the token after its last, where READS_PROMPTS; else empty
+    next_tokens: np.ndarray  # token after each row's last, where READS_PROMPTS; else empty
     known: np.ndarray
     lines: np.ndarray  # packed `SampleLine`s (kernels/sampling/sample_state.py)
     facts: np.ndarray  # `RowFacts`
-    extras: np.ndarray  # of each arrival, end to end: its tokens, banned ids, biased ids, biases as float32
+    extras: np.ndarray  # lists of each arrival: its tokens, banned ids, biased ids, biases as float32
 
     @property
     def num_rows(self) -> int:
@@ -94,7 +94,7 @@ class StepOrder(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a row begins with this order."""
+        """True if a row begins with this order."""
         return len(self.facts) > 0
 
     def repeat(

@@ -70,7 +70,7 @@ class DecodedRows(NamedTuple):
 
     rows: np.ndarray
     size: StepSize
-    ids_S: torch.Tensor  # where their ids are sampled
+    ids_S: torch.Tensor  # memory of their sampled ids
     has_logprobs: bool  # whether any of them asks for logprobs
 
 
@@ -199,7 +199,7 @@ class GpuDevice:
                 kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
                 result = self._smaller.run(order._replace(transfers=EMPTY.transfers), kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
-                masks.lines_KW[:] = kept.lines_KW  # which the engine still reads
+                masks.lines_KW[:] = kept.lines_KW  # the engine still reads them
                 return ReadyResult(result)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error

@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 class StepSize(NamedTuple):
     """How much a captured step has room for."""
 
-    num_rows: int  # that decode
-    num_tokens: int  # of prompts
+    num_rows: int  # rows that decode
+    num_tokens: int  # tokens of prompts
 
 
 class CapturedStep(NamedTuple):
@@ -129,7 +129,7 @@ class StepGraphs:
         self._forward, self._sample, self._blank = forward, sample, blank
         self.warm_up = warm_up or (lambda size: sample(size, forward(size)))
         self._captures = captures
-        self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
+        self._logits_SV: torch.Tensor | None = None  # logits of a forward without a graph, until sampled
         self.decode_rows = decode_sizes(max_rows, profile)
         self._mixed_rows = [*(rows for rows in profile.mixed_rows if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in profile.mixed_tokens if tokens <= max_tokens]
@@ -151,7 +151,7 @@ class StepGraphs:
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
-        self._pool_bytes, self._has_block = pool_bytes, False  # of its first block; whether that is taken
+        self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; whether it is taken
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
@@ -162,7 +162,7 @@ class StepGraphs:
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows that a step with so many rows that decode is padded to, captured or not.
+        """The number of rows that a step with `num_rows` decoding rows is padded to, captured or not.
 
         Kernels of these rows are compiled for few numbers, and ahead of time.
         """
@@ -262,7 +262,7 @@ class StepGraphs:
         try:
             yield graph
         except BaseException:
-            with suppress(Exception):  # of a capture that has failed: why it did is worth more
+            with suppress(Exception):  # the reason of a failed capture is worth more than this one
                 graph.capture_end()
             if not self._graphs:  # a pool ends with the last graph in it
                 self._pool, self._has_block = None, False

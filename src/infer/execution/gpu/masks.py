@@ -20,7 +20,7 @@ import torch
 from infer.execution.gpu.sending import send_into
 from infer.kernels.sampling.sample_state import SampleState
 
-_NONE = -1  # in place of a line
+_NONE = -1  # line of a row without a mask
 
 
 class DeviceMasks:

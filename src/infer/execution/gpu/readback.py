@@ -35,8 +35,8 @@ class Asked(NamedTuple):
     """The rows of a step that ask for logprobs."""
 
     places: list[int]  # among the ids
-    counts: list[int]  # of alternatives
-    logits_SV: torch.Tensor  # of the step: the next one may write to their memory
+    counts: list[int]  # alternatives asked for
+    logits_SV: torch.Tensor  # logits of the step: the next one may write to their memory
 
 
 class PendingTensor(NamedTuple):

@@ -36,7 +36,7 @@ class WarmUp:
 
     def __init__(self, device: GpuDevice) -> None:
         self.device = device
-        self._pads = is_gpu(device.device) and device.backend != "flash"  # which cannot attend to padding
+        self._pads = is_gpu(device.device) and device.backend != "flash"  # flash cannot attend to padding
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
         device.graphs.warm_up = self._warm_up
