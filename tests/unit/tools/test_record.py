@@ -139,7 +139,8 @@ def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("number", "change", "message"),
     [
-        (1, {"version": 2}, "line 1: the record is of version 2, and this release reads version 1"),
+        (1, {"version": 3}, "line 1: the record is of version 3, and this release reads versions 1 to 2"),
+        (1, {"version": "2"}, "line 1: the record is of version 2, and this release reads versions 1 to 2"),
         (1, {"kind": "step"}, "line 1: a record begins with a header line"),
         (1, {"cache": 3}, "line 1: 'cache' is 3, expected `object`, got `int`"),
         (1, {"steps_ahead": 10**6}, "line 1: 'steps_ahead' is 1000000, expected `int` <= 64"),

@@ -56,6 +56,16 @@ def test_a_busy_run_comes_out_again_bit_for_bit(tmp_path: Path, seed: int) -> No
     assert engine.scheduler.num_preemptions > 0  # the run was worth repeating
 
 
+def test_a_record_from_before_there_were_orders_replays(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    record_run(path)
+    header, *rest = path.read_text().splitlines(keepends=True)
+    assert '"version":2' in header
+    path.write_text(header.replace('"version":2', '"version":1') + "".join(rest))
+    report = Replay(Record(path), make_engine).run()
+    assert report.difference is None and report.num_steps > 10
+
+
 @pytest.mark.parametrize("fail_at", [None, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
