@@ -235,3 +235,72 @@ def test_a_record_without_orders_says_how_to_get_them(
     assert main(["generate", "a b", "--max-tokens", "2", "--record", str(path), "--raw", *knobs]) == 0
     assert main(["replay", str(path), "--orders", "--model", checkpoint]) == 2
     assert "--orders" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The lines of a record with orders and masks."""
+    path = tmp_path_factory.mktemp("recorded") / "run.jsonl"
+    knobs = ["--model", checkpoint, "--device", "cpu", "--dtype", "float32", "--raw", "--max-tokens", "6"]
+    asked = ["generate", "a b c", "--regex", "[a-c]{6,9}", "--record", str(path), "--orders"]
+    assert main([*asked, *knobs]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def first(lines: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(line for line in lines if line["kind"] == kind)
+
+
+def damage_masks(lines: list[dict[str, Any]]) -> None:
+    first(lines, "masks")["data"] = "AAAA"
+
+
+def move_masks(lines: list[dict[str, Any]]) -> None:
+    first(lines, "masks")["positions"] = [99]
+
+
+def repeat_order(lines: list[dict[str, Any]]) -> None:
+    lines.insert(lines.index(first(lines, "masks")) + 1, first(lines, "order"))
+
+
+def rename_order(lines: list[dict[str, Any]]) -> None:
+    first(lines, "order")["step"] += 1
+
+
+def drop_masks(lines: list[dict[str, Any]]) -> None:
+    lines.remove(first(lines, "masks"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (damage_masks, "line 4: its masks cannot be unpacked"),
+        (move_masks, "at positions that it does not sample"),
+        (repeat_order, "it comes after the order of step 1"),
+        (rename_order, "line 3: the line says step 2, its order says step 1"),
+        (drop_masks, "no masks, of step 1"),
+    ],
+)
+def test_a_damaged_record_of_orders_is_refused(
+    checkpoint: str,
+    recorded: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Any,
+    said: str,
+) -> None:
+    lines = json.loads(json.dumps(recorded))
+    change(lines)
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["replay", str(path), "--orders", "--model", checkpoint]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_record_that_was_cut_off_says_so(
+    checkpoint: str, recorded: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, last = tmp_path / "cut.jsonl", max(i for i, line in enumerate(recorded) if line["kind"] == "step")
+    path.write_text("".join(json.dumps(line) + "\n" for line in recorded[:last]))
+    assert main(["replay", str(path), "--orders", "--model", checkpoint]) == 0
+    assert "the record has no end: the steps of its last 1 orders" in capsys.readouterr().out

@@ -41,7 +41,7 @@ examples:
 FLAGS: Mapping[str, flags.Row] = {
     "--model TEXT": (str, "the model that was recorded, if it is not the default one"),
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
-    "--until STEP": (int, "stop after this step and print the engine's state"),
+    "--until STEP": (int, "stop after this step and print the engine's state (with --orders: only stop)"),
     "--orders": (bool, "run what the device was told, without a scheduler; the record must have it"),
     "--check": (bool, "compare with the record (default); without it, the requests are only run again", True),
 }
@@ -98,4 +98,6 @@ def _run_orders(replay: Replay, args: argparse.Namespace) -> int:
         return 1
     verdict = "identical" if args.check else "not compared"
     write_out(f"{report.num_steps} orders, {report.num_tokens} tokens, {verdict}\n")
+    if report.num_left and args.until is None:
+        write_out(f"the record has no end: the steps of its last {report.num_left} orders are not in it\n")
     return 0

@@ -14,6 +14,7 @@ order is checked against the size of the device's state before it runs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -76,6 +77,7 @@ class OrderReport:
     num_steps: int
     num_tokens: int
     difference: str | None  # "step 12: ..." or None
+    num_left: int = 0  # orders at the end whose step is not in the record
 
 
 def replay_orders(
@@ -84,10 +86,12 @@ def replay_orders(
     """Run every order of a record, or those up to step `until`; without `check` no ids are compared."""
     if not record.has_orders:
         raise ConfigError(
-            f"{record.path} has no orders: record the run with 'infer generate --record FILE --orders'"
+            f"{record.path} has no orders, or was cut off before the first; "
+            "record a run with 'infer generate --record FILE --orders'"
         )
     pending, check_order = deque[tuple[StepOrder, PendingStep]](), OrderCheck(limits)
     num_steps = num_tokens = 0
+    difference: str | None = None
     awaiting: int | None = None  # the step that awaits masks
     for event in record.events():
         if until is not None and event.step > until:
@@ -95,6 +99,8 @@ def replay_orders(
         if isinstance(event, Ordered):
             order = event.order
             wrong = check_order(order) if awaiting is None else f"step {awaiting} still awaits its masks"
+            if pending and order.step <= pending[-1][0].step:
+                wrong = f"it comes after the order of step {pending[-1][0].step}"
             if wrong is not None:
                 raise ConfigError(f"{record.path}, order of step {order.step}: {wrong}")
             pending.append((order, device.run(order)))
@@ -107,31 +113,41 @@ def replay_orders(
         elif isinstance(event, Ran):
             if not pending or pending[0][0].step != event.step or event.step == awaiting:
                 raise ConfigError(f"{record.path} has no order, or no masks, of step {event.step}")
-            ids = pending.popleft()[1].wait().ids
-            num_steps, num_tokens = num_steps + 1, num_tokens + sum(map(len, ids))
-            if check and len(ids) != len(event.ids):
-                return _report(
-                    num_steps, num_tokens, f"step {event.step}: {len(ids)} rows, not {len(event.ids)}"
-                )
-            for number, (now, before) in enumerate(zip(ids, event.ids, strict=False)):
-                if check and before and now != before:
-                    place = f"step {event.step}: row {number}"
-                    return _report(num_steps, num_tokens, f"{place}: in the record {before}, now {now}")
-    return _report(num_steps, num_tokens, None)
+            order, step = pending.popleft()
+            ids = step.wait().ids
+            num_steps, num_tokens = num_steps + 1, num_tokens + sum(map(len, event.ids))
+            difference = _difference(order, event.ids, ids) if check else None
+            if difference is not None:
+                break
+    return OrderReport(
+        num_steps=num_steps, num_tokens=num_tokens, difference=difference, num_left=len(pending)
+    )
 
 
-def _report(num_steps: int, num_tokens: int, difference: str | None) -> OrderReport:
-    return OrderReport(num_steps=num_steps, num_tokens=num_tokens, difference=difference)
+def _difference(order: StepOrder, before: Seq[Seq[int]], now: Seq[Seq[int]]) -> str | None:
+    """Where the ids of a step differ from those of a record; None: nowhere.
+
+    An id that a guided sequence did not want, because its grammar forced another, is not in the record.
+    """
+    if len(before) != len(now):
+        return f"step {order.step}: {len(before)} rows in the record, now {len(now)}"
+    for number, (old, new) in enumerate(zip(before, now, strict=True)):
+        may_be_dropped = not old and order.flags & AWAITS_MASKS
+        if old != new and not may_be_dropped:
+            return f"step {order.step}: row {number}: in the record {list(old)}, now {list(new)}"
+    return None
 
 
 def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLimits) -> None:
     """Sample a step under the masks of a record."""
-    try:
-        lines = event.lines(-(-limits.vocab_size // 32))
-    except ValueError as error:
-        raise ConfigError(f"masks of step {event.step}: {error}") from None
+    lines, num_words = event.lines, -(-limits.vocab_size // 32)
+    if len(lines) and lines.shape[1] != num_words:
+        raise ConfigError(f"masks of step {event.step} have {lines.shape[1]} words, not {num_words}")
     if any(not 0 <= number < order.num_rows for number in event.numbers):
         raise ConfigError(f"masks of step {event.step} do not belong to rows of its order")
+    places = zip(event.numbers, event.positions, strict=True)
+    if any(not 0 <= order.stops[number] - place < order.num_sampled[number] for number, place in places):
+        raise ConfigError(f"masks of step {event.step} are at positions that it does not sample")
     if not order.flags & ON_HOST and len(set(event.numbers)) != len(event.numbers):
         raise ConfigError(f"masks of step {event.step} are several for one row")
     step.masks(len(lines))[:] = lines

@@ -44,6 +44,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, TypeAlias
 from zlib import compress, decompressobj
+from zlib import error as zlib_error
 
 import msgspec
 import numpy as np
@@ -64,6 +65,7 @@ from infer.tools.typed_json import read_json
 
 VERSION = 2  # since there are orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
+MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
 MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
 
 logger = logging.getLogger(__name__)
@@ -300,7 +302,8 @@ class Ordered(_Event, frozen=True, tag="order"):
     data: str
 
     def __post_init__(self) -> None:
-        _ = self.order
+        if self.order.step != self.step:
+            raise ValueError(f"the line says step {self.step}, its order says step {self.order.step}")
 
     @property
     def order(self) -> StepOrder:
@@ -315,14 +318,22 @@ class Masked(_Event, frozen=True, tag="masks"):
     positions: tuple[int, ...]
     data: str
 
-    def lines(self, num_words: int) -> np.ndarray:
-        """The masks, of a vocabulary with this many words; `ValueError`: they are not."""
-        size = 4 * num_words * len(self.numbers)
-        inflater = decompressobj()
-        lines = inflater.decompress(b64decode(self.data, validate=True), size + 1)
-        if len(lines) != size or len(self.positions) != len(self.numbers):
-            raise ValueError(f"{len(self.numbers)} masks of {4 * num_words} bytes each are not in it")
-        return np.frombuffer(bytearray(lines), dtype=np.int32).reshape(-1, num_words)
+    def __post_init__(self) -> None:
+        if len(self.positions) != len(self.numbers):
+            raise ValueError(f"it has {len(self.numbers)} masks at {len(self.positions)} positions")
+        _ = self.lines
+
+    @property
+    def lines(self) -> np.ndarray:
+        """The masks, a line of 32-bit words each; `ValueError`: the data does not hold them."""
+        most = MAX_MASK_BYTES * len(self.numbers)
+        try:
+            lines = decompressobj().decompress(b64decode(self.data, validate=True), most + 1)
+        except zlib_error as error:
+            raise ValueError(f"its masks cannot be unpacked: {error}") from None
+        if len(lines) > most or len(lines) % (4 * max(len(self.numbers), 1)):
+            raise ValueError(f"its data does not hold {len(self.numbers)} masks")
+        return np.frombuffer(bytearray(lines), dtype=np.int32).reshape(len(self.numbers), -1)
 
 
 class Failed(_Event, frozen=True, tag="failure"):
