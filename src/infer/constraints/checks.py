@@ -197,7 +197,7 @@ def _read_lark(grammar: str, param: str) -> list[_Token]:
     """The tokens of a grammar in Lark's notation, its schemas and expressions checked."""
     tokens: list[_Token] = []
     i = 0
-    while found := _LARK.match(grammar, i):
+    while found := LARK_TOKEN.match(grammar, i):
         kind, text, size, i = str(found.lastgroup), found[0], 0, found.end()
         if text in ("%json", "%regex"):
             i = _json_end(grammar, i, text, param)
@@ -300,7 +300,7 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-_LARK = re.compile(  # tokens of a grammar; what has no end goes on, and the compiler refuses it
+LARK_TOKEN = re.compile(  # tokens of a grammar; what has no end goes on, and the compiler refuses it
     r"(?P<blank>(?://|\#)[^\n]*|\s+)"
     r'|(?P<text>"(?:\\.|[^"\\\n])*+(?:"i?)?+)'
     r"|(?P<pattern>/(?:\\.|[^/\\])++(?P<flags>/[a-z]*)?+)"

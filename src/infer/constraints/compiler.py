@@ -30,6 +30,7 @@ from threading import Lock, stack_size
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from infer.constraints.ascii_classes import column_before, rewrite_grammar, rewrite_pattern
 from infer.constraints.checks import constraint_error, is_ebnf
 from infer.constraints.description import WHITESPACE, Structured
 from infer.constraints.token_bytes import TokenBytes
@@ -213,9 +214,9 @@ def _to_grammar(structured: Structured) -> str:
     from llguidance import LLMatcher
 
     if structured.kind == "grammar":
-        return LLMatcher.grammar_from_lark(_to_lark(structured.text))
+        return LLMatcher.grammar_from_lark(rewrite_grammar(_to_lark(structured.text)))
     if structured.kind == "regex":
-        return LLMatcher.grammar_from_regex(structured.text)
+        return LLMatcher.grammar_from_regex(rewrite_pattern(structured.text))
     if structured.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choices)))
     schema = structured.text if structured.kind == "json_schema" else '{"type":"object"}'
@@ -272,6 +273,8 @@ def _explain(structured: Structured, message: str) -> str:
             line, column, wrong, found = match.groups()
             wrong = said if reasons else wrong[:1].lower() + wrong[1:]
             found = "the end of the line" if found == _LINE_END else found
+            written = structured.text.split("\n")[int(line) - 1 : int(line)]
+            column = column_before("".join(written), int(column))
             said = f"line {line}, column {column}: {wrong}" + (f", found {found}" if found else "")
         said += f"; {_LARK_FORM}"
     if structured.kind != "json_schema":
