@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 BUDGETS: Mapping[str, Budget] = {
     "core": Budget(limit=12_340, target=9_000),
     "kernels": Budget(limit=14_940, target=9_500),
-    "server": Budget(limit=7_040, target=4_300),
+    "server": Budget(limit=7_045, target=4_300),
     "src": Budget(limit=61_600, target=39_000),
 }
 
