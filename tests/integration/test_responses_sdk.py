@@ -92,13 +92,53 @@ def test_a_function_call_round_trip(client: OpenAI) -> None:
     assert last.output_text == "It rains in Rome."
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_body_of_codex_is_answered(client: OpenAI, is_streamed: bool) -> None:
+    tools: Any = [
+        {"type": "namespace", "name": "sky", "description": "The sky", "tools": [TOOL]},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    history: list[Any] = [
+        {"type": "message", "id": "m1", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for role, text in (("developer", "Be brief."), ("user", "How is Rome?"))
+    ]
+    ask: Any = {
+        "model": "fake",
+        "instructions": "Help.",
+        "tools": tools,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}},
+    }
+    raw = client.responses.with_raw_response.create(**ask, input=history)
+    ignored = raw.headers["x-infer-ignored"].split(", ")
+    assert {"client_metadata", "tools.web_search", "tools.namespace.description"} <= {*ignored}
+    output: Any = raw.parse().output
+    if is_streamed:
+        events: list[Any] = list(client.responses.create(**ask, input=history, stream=True))
+        output = events[-1].response.output
+    (call,) = [item for item in output if item.type == "function_call"]
+    assert (call.name, call.namespace) == ("get_weather", "sky")
+    history += [item.to_dict() for item in output]
+    history.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    assert client.responses.create(**ask, input=history).output_text == "It rains in Rome."
+
+
 def test_errors_are_the_packages_own_classes(client: OpenAI) -> None:
     for options, kind, param in (
         ({"temperature": 500}, openai.UnprocessableEntityError, "temperature"),
         ({"previous_response_id": "resp_1"}, openai.UnprocessableEntityError, "previous_response_id"),
         ({"max_output_tokens": -1}, openai.UnprocessableEntityError, "max_output_tokens"),
         ({"input": {"a": 1}}, openai.BadRequestError, "input"),
-        ({"tools": [{"type": "web_search"}]}, openai.UnprocessableEntityError, "tools[0]"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            openai.UnprocessableEntityError,
+            "tools[0]",
+        ),
         ({"model": "other"}, openai.UnprocessableEntityError, "model"),
     ):
         for stream in (False, True):

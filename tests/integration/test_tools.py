@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
+import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.frontend.llm import LLM
@@ -106,6 +108,49 @@ def test_a_stream_of_a_call(client: OpenAI) -> None:
     assert "tool_calls.function.arguments.done" in kinds
     (call,) = final.choices[0].message.tool_calls or []
     check(call.function.name, call.function.arguments)
+
+
+class Place(BaseModel):
+    """Arguments of a tool, or the form of an answer."""
+
+    city: Literal["Paris", "Oslo"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the package's own warning about `parsed`
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_dumped", [False, True], ids=["as it is", "as all of its fields"])
+@pytest.mark.parametrize("kind", ["text", "format", "tools"])
+def test_a_message_that_the_package_parsed_can_be_sent_back(
+    client: OpenAI, kind: str, is_dumped: bool, is_streamed: bool
+) -> None:
+    tools: Any = [openai.pydantic_function_tool(Place, name="visit")]
+    options: Any = {"model": "tiny", "seed": 2, "extra_body": QUIET} | {
+        "text": {"max_tokens": 300, "stop": ["e", "a", "o"]},
+        "format": {"max_tokens": 300, "response_format": Place},
+        "tools": {
+            "max_tokens": 300,
+            "tools": tools,
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    }[kind]
+    if is_streamed:
+        with client.chat.completions.stream(messages=ASK, **options) as stream:
+            message: Any = stream.until_done().get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.parse(messages=ASK, **options).choices[0].message
+    history: Any = [*ASK, message.model_dump() if is_dumped else message]
+    if kind == "tools":
+        (call,) = message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Place)
+        history.append({"role": "tool", "tool_call_id": call.id, "content": "21"})
+    assert isinstance(message.parsed, Place if kind == "format" else type(None))
+    history.append({"role": "user", "content": "And now?"})
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=history, tools=tools, max_tokens=3, extra_body=QUIET
+    )
+    assert raw.headers.get("x-infer-ignored") == ("messages.parsed" if kind == "format" else None)
+    assert raw.parse().choices[0].finish_reason == "length"
 
 
 def test_a_call_waits_for_the_end_of_reasoning(client: OpenAI) -> None:

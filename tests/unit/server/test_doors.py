@@ -256,6 +256,33 @@ def test_fields_without_effect_are_named() -> None:
     assert other.ignored_fields == ("service_tier", "input.status", "reasoning.summary", "include")
 
 
+def test_tools_in_namespaces_become_functions_and_hosted_tools_are_left_out() -> None:
+    def flat(name: str) -> dict[str, Any]:
+        return {"type": "function", "name": name, "strict": False}
+
+    inner = {"type": "namespace", "name": "inner", "tools": [flat("h"), {"type": "mcp"}]}
+    tools = [
+        flat("f"),
+        {"type": "namespace", "name": "outer", "description": "d", "tools": [flat("g"), inner]},
+        *({"type": kind} for kind in ("web_search", "web_search_preview_2025_03_11", "local_shell", "mcp")),
+    ]
+    fields = {"input": "hi", "client_metadata": {"a": "b"}, "tools": tools}
+    for choice in ("auto", None, "none", {"type": "function", "name": "h"}):
+        body = ResponsesRequest.model_validate({**fields, "tool_choice": choice})
+        made = responses_to_chat(body)
+        assert [tool["function"]["name"] for tool in made.tools or []] == ["f", "g", "h"]
+        assert body._namespaces == {"g": "outer", "h": "inner"}
+        assert body.ignored_fields == (
+            "client_metadata",
+            "tools.namespace.description",
+            "tools.mcp",
+            "tools.web_search",
+            "tools.web_search_preview",
+            "tools.local_shell",
+        )
+    assert not response(tools=[{"type": "web_search"}], tool_choice="auto").tools
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 
 
@@ -387,7 +414,20 @@ def test_a_field_that_its_type_needs_is_malformed_only_where_it_is_missing(
         ({"max_tokens": 9}, "max_tokens", "takes max_output_tokens"),
         ({"messages": []}, "messages", "takes input"),
         ({"include": ["message.output_text.logprobs"]}, "include", "encrypted_content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "where the client runs"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tools[0]",
+            "where the client runs",
+        ),
+        ({"tools": [{"type": "web_serach"}]}, "tools[0]", "where the client runs"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0]", "where the client runs"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "f"}]}]},
+            "tools[0].tools[0]",
+            "where the client runs",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "missing"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "where the client runs"),
         (
             {"tools": [{"type": "function", "name": "f", "paramaters": {}}]},
             "tools[0].paramaters",
@@ -506,7 +546,11 @@ FULL_RESPONSE: dict[str, Any] = {
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "b"}]},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ],
-    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}],
+    "tools": [
+        {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "g"}]},
+        {"type": "web_search"},
+    ],
     "tool_choice": {"type": "function", "name": "f"},
     "parallel_tool_calls": True,
     "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},

@@ -174,6 +174,21 @@ def test_an_answer_can_be_sent_back_as_openai_s_client_wrote_it_down() -> None:
         assert body.ignored_fields == ()
 
 
+@pytest.mark.parametrize("key", ["parsed", "id", "timestamp", "created_at", "annotations", "refusal"])
+def test_what_a_client_library_adds_to_a_message_is_ignored(key: str) -> None:
+    assert say(**{key: None}).ignored_fields == ()
+    assert say(**{key: "x"}).ignored_fields == (f"messages.{key}",)
+
+
+def test_a_refusal_without_content_is_the_text_of_its_message() -> None:
+    body = say(content=None, refusal="I would rather not.")
+    assert body.messages[0]["content"] == "I would rather not."
+    assert body.ignored_fields == ()
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    assert say(content=None, refusal=None, tool_calls=[call]).messages[0]["content"] is None
+    assert say(content=None, refusal=7).messages[0]["content"] is None  # which the template refuses
+
+
 def test_every_field_of_openai_s_client_is_known() -> None:
     """The names come from the package itself, so that a new one shows up here."""
     from openai.types import CompletionCreateParams, EmbeddingCreateParams

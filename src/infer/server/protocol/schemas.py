@@ -119,10 +119,14 @@ MESSAGE_NEUTRAL: dict[str, Neutral] = {
 MESSAGE_IGNORED = frozenset(
     {
         "annotations",
+        "created_at",
+        "id",
+        "parsed",  # an object that the openai package made of the content
         "provider_specific_fields",
         "reasoning_details",
-        "refusal",
+        "refusal",  # next to a content
         "thinking_blocks",
+        "timestamp",
     }
 )
 
@@ -188,6 +192,8 @@ class Conversation(Body):
         ignored: dict[str, None] = {}  # in the order they were met
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
+            if message.get("content") is None and isinstance(message.get("refusal"), str):
+                message["content"] = message.pop("refusal")  # what was said in place of a content
             if message.get("role") == "tool" and self.is_answered:
                 check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
             elif calls := message.get("tool_calls"):

@@ -1,7 +1,7 @@
 """`POST /v1/responses`: OpenAI's newer API, as a chat in other words, and without a memory.
 
     instructions, input items    ──►  messages             turns.py
-    tools, tool_choice           ──►  tools, tool_choice   flat here, nested there
+    tools, tool_choice           ──►  tools, tool_choice   flat here, nested there; namespaces are opened
     text.format                  ──►  response_format
     reasoning.effort             ──►  reasoning_effort
     max_output_tokens            ──►  max_tokens
@@ -21,11 +21,13 @@ response are refused by name. The answer is items; every event of a stream has a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
+from pydantic import PrivateAttr
 
 from infer.errors import RequestError
 from infer.server.protocol.errors import Path, spell_path, to_api_error
@@ -72,8 +74,8 @@ class MessageItem(Body):
 class FunctionCallItem(Body):
     """A tool call of an earlier answer."""
 
-    ignored = frozenset({"id", "parsed_arguments", "status"})
-    neutral = {"caller": _DIRECT, "namespace": Neutral((), _NO_HOSTED_TOOLS)}
+    ignored = frozenset({"id", "namespace", "parsed_arguments", "status"})
+    neutral = {"caller": _DIRECT}
 
     call_id: str
     name: str
@@ -115,6 +117,14 @@ class ResponsesTool(Body):
     strict: bool | None = None
 
 
+class NamespaceTool(Body):
+    """Tools under a common name, which comes back with their calls."""
+
+    name: str
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
 class NamedTool(Body):
     """The tool that must be called."""
 
@@ -150,6 +160,11 @@ PARTS: dict[str, type[Body]] = {"input_text": TextPart, "output_text": TextPart,
 REASONING_PARTS: dict[str, type[Body]] = {"reasoning_text": TextPart, "summary_text": TextPart}
 REFUSED_ITEMS = {"item_reference": _NOT_KEPT, "compaction": _NOT_KEPT}
 REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
+TOOLS: dict[str, type[Body]] = {"function": ResponsesTool, "namespace": NamespaceTool}
+HOSTED_TOOL = re.compile(  # types of tools that OpenAI defines; some end in a date
+    "(apply_patch|code_interpreter|computer(?:_use(?:_preview)?)?|file_search|image_generation|local_shell"
+    "|mcp|programmatic_tool_calling|shell|tool_search|web_search(?:_preview)?)[_0-9]*"
+)
 ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -175,7 +190,7 @@ class ResponsesRequest(AskingBody):
         "top_logprobs": Neutral((0,), "logprobs are a part of /v1/chat/completions"),
         "truncation": Neutral(("disabled",), "a prompt is never cut; shorten it before sending"),
     }
-    ignored = ABOUT_THE_CLIENT - {"metadata", "store", "user"}
+    ignored = (ABOUT_THE_CLIENT - {"metadata", "store", "user"}) | {"client_metadata"}
     elsewhere = {
         "max_tokens": "this route takes max_output_tokens",
         "messages": "messages go to /v1/chat/completions, this route takes input",
@@ -206,6 +221,8 @@ class ResponsesRequest(AskingBody):
     metadata: dict[str, str] | None = None
     user: str | None = None
 
+    _namespaces: dict[str, str] = PrivateAttr(default_factory=dict)  # namespaces of functions, by name
+
 
 # -- the chat that it is ---------------------------------------------------------------------------
 
@@ -222,7 +239,8 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
             _add_item(turns, item, ("input", i))
     fields: dict[str, Any] = {"messages": turns.messages(), "max_tokens": body.max_output_tokens}
     if body.tools:
-        fields["tools"] = [_tool(turns, tool, ("tools", i)) for i, tool in enumerate(body.tools)]
+        map_strings(body.tools, str)  # bounds their depth: tools are sent back, also those no template sees
+        fields["tools"] = list(_functions(turns, body, body.tools, ("tools",)))
     if isinstance(body.tool_choice, dict):
         named = turns.read(
             {"function": NamedTool}, body.tool_choice, ("tool_choice",), refused=_NO_HOSTED_TOOLS
@@ -278,10 +296,27 @@ def _texts(
     return texts
 
 
-def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
-    tool = turns.read({"function": ResponsesTool}, given, path, refused=_NO_HOSTED_TOOLS)
-    map_strings(given, str)  # bounds its depth: tools are sent back, also those that no template sees
-    return {"type": "function", "function": tool.model_dump(exclude_none=True)}
+def _functions(
+    turns: Turns, body: ResponsesRequest, tools: list[dict[str, Any]], path: Path, namespace: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yields the functions of a list of tools and of its namespaces, without the hosted tools.
+
+    A hosted tool that may be left uncalled is named as ignored; with `required` it is refused.
+    """
+    for i, given in enumerate(tools):
+        hosted = HOSTED_TOOL.fullmatch(str(given.get("type")))
+        if hosted and body.tool_choice != "required":
+            turns.ignored[f"tools.{hosted[1]}"] = None
+            continue
+        match turns.read(TOOLS, given, (*path, i), refused=_NO_HOSTED_TOOLS):
+            case NamespaceTool(name=name, tools=inner, description=description):
+                if description:
+                    turns.ignored["tools.namespace.description"] = None
+                yield from _functions(turns, body, inner, (*path, i, "tools"), name)
+            case ResponsesTool() as tool:
+                if namespace:
+                    body._namespaces[tool.name] = namespace
+                yield {"type": "function", "function": tool.model_dump(exclude_none=True)}
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +346,7 @@ class ResponseWriter(PartWriter):
 
     def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
         super().__init__(generation, body)
-        job, self._num_sent = generation.job, 0
+        job, self._num_sent, self._namespaces = generation.job, 0, body._namespaces
         self._key = job.job_id.rpartition("-")[2]
         text = {"format": {"type": "text"}} if body.text is None or body.text.format is None else body.text
         self._constant: dict[str, Any] = {
@@ -417,6 +452,8 @@ class ResponseWriter(PartWriter):
             case "call":
                 text = "" if is_open else part.text
                 call = {"type": "function_call", "call_id": part.call_id, "name": part.name}
+                if part.name in self._namespaces:
+                    call["namespace"] = self._namespaces[part.name]
                 return made | call | {"arguments": text}
             case "text":
                 made |= {"type": "message", "role": "assistant"}
