@@ -36,7 +36,7 @@ from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import triton
 
 TABLE_FILE = Path(hopper_h200.__file__)
-MEASURED = hopper_h200.H200.linear  # whose tables are rewritten
+MEASURED = hopper_h200.H200.linear  # profile whose tables are rewritten
 _BEGIN, _END = "# table: begin\n", "# table: end\n"
 
 GEMV_TILES = (

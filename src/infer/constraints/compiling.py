@@ -36,8 +36,8 @@ class CompilingRequests(Generic[T]):
         self._counting = Lock()  # held while the counts above change
         self._threads: ThreadPoolExecutor | None = None
         self.wake: Callable[[], None] | None = None  # called in a compiler's thread; None: compile at once
-        self._waiting: dict[str, tuple[T, Event]] = {}  # by request id; the event is set when it is aborted
-        self._done: deque[tuple[str, Event, Future[Grammar]]] = deque()  # which compilers append to
+        self._waiting: dict[str, tuple[T, Event]] = {}  # requests by id; the event is set when one is aborted
+        self._done: deque[tuple[str, Event, Future[Grammar]]] = deque()  # results, appended by compilers
 
     def __len__(self) -> int:
         return len(self._waiting)

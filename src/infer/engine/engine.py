@@ -201,8 +201,7 @@ class Engine:
 
         A request whose constraint is being compiled is not: there is nothing that a step could do for it.
         """
-        has_told = not (self._flights or self._unreported)
-        return self.scheduler.has_work or not has_told or self._compiling.has_done
+        return self.scheduler.has_work or bool(self._flights or self._unreported) or self._compiling.has_done
 
     @property
     def has_step_in_flight(self) -> bool:

@@ -135,7 +135,7 @@ class HostHalf:
         self._has_newest[row] = False
         self._is_beam[row] = seq.is_beam
         self._reads_prompt[row] = params.prompt_logprobs is not None or seq.group.request.pooling is not None
-        self._has_uses[row] = params.has_penalties or bool(_banned(seq))
+        self._has_uses[row] = _has_uses(seq)
 
     def _reading(self, chunks: Chunks) -> list[int]:
         """The numbers of the chunks whose hidden states are all read.
@@ -201,7 +201,7 @@ class HostHalf:
             return EMPTY.lines, EMPTY.facts, EMPTY.extras
         lines, facts, extras = bytearray(), list[RowFacts](), array("I")
         for seq in arrived:
-            line, fact = _line(seq), _facts(seq, bool(self._has_uses[seq.row]))
+            line, fact = _line(seq), _facts(seq)
             lines += line.pack()
             facts.append(fact)
             if fact.num_tokens:
@@ -222,12 +222,17 @@ def _banned(seq: Sequence) -> tuple[int, ...]:
     return seq.group.stop_ids if seq.group.request.params.min_tokens else ()
 
 
+def _has_uses(seq: Sequence) -> bool:
+    """True if the tokens of a sequence are counted: for penalties, or with ids that are banned at first."""
+    return seq.group.request.params.has_penalties or bool(_banned(seq))
+
+
 def _line(seq: Sequence) -> SampleLine:
     """How a sequence is sampled."""
     params = seq.group.request.params
     return SampleLine(
         seq.row,
-        has_uses=int(params.has_penalties or bool(_banned(seq))),
+        has_uses=int(_has_uses(seq)),
         top_k=params.top_k,
         seed=sequence_seed(seq.group.seed, seq.index),
         ban_end=seq.num_prompt + params.min_tokens,
@@ -241,7 +246,7 @@ def _line(seq: Sequence) -> SampleLine:
     )
 
 
-def _facts(seq: Sequence, has_uses: bool) -> RowFacts:
+def _facts(seq: Sequence) -> RowFacts:
     request, count = seq.group.request, num_logprobs(seq.group)
     asked = request.params.prompt_logprobs
     return RowFacts(
@@ -249,7 +254,7 @@ def _facts(seq: Sequence, has_uses: bool) -> RowFacts:
         num_logprobs=NONE if count is None else count,
         prompt_logprobs=NONE if asked is None else asked,
         pooling=POOLINGS.index(request.pooling),
-        num_tokens=len(seq.tokens) if has_uses else 0,
+        num_tokens=len(seq.tokens) if _has_uses(seq) else 0,
         num_banned=len(_banned(seq)),
     )
 

@@ -14,7 +14,7 @@ the draft of its position, and that one is kept in the draft's place. Greedy or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +64,8 @@ class HostSampler:
         ids: list[tuple[int, ...]] = [()] * order.num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * order.num_rows
         prompt_logprobs = read_prompts(self.prompt_tables(order, last_rows, hidden_TD))
-        places, rows, counts = self._rows_to_sample(order, last_rows, masks)
+        drafts = drafts_of(order)
+        places, rows, counts = self._rows_to_sample(order, last_rows, drafts, masks)
         if not rows:
             return StepResult(ids, logprobs, prompt_logprobs)
         # Decoding: every token is its row's last. Equal counts alone could be one row about to fork.
@@ -73,7 +74,7 @@ class HostSampler:
         logits_SV = logits_of(hidden_TD if all_sample else hidden_TD[places])
         with threads_for(len(rows)):
             samples = sample(logits_SV, rows, overwrites=True)
-        drafts, first = drafts_of(order), 0
+        first = 0
         for number, count in enumerate(counts):
             drawn = samples.ids[first : first + count]
             if number in drafts:
@@ -84,11 +85,11 @@ class HostSampler:
         return StepResult(ids, logprobs, prompt_logprobs)
 
     def _rows_to_sample(
-        self, order: StepOrder, last_rows: list[int], masks: StepMasks
+        self, order: StepOrder, last_rows: list[int], drafts: Mapping[int, list[int]], masks: StepMasks
     ) -> tuple[list[int], list[SampleRow], list[int]]:
         """The rows of hidden states that are sampled, how each is, and how many ids each row draws."""
         places, rows, counts = list[int](), list[SampleRow](), list[int]()
-        drafts, mask_of = drafts_of(order), masks.by_place() if len(masks.numbers) else {}
+        mask_of = masks.by_place() if len(masks.numbers) else {}
         columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()
         entries = self._book.entries(order.rows)
         for number, (entry, last_row, num_sampled, num_draws, stop) in enumerate(

@@ -25,7 +25,7 @@ from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
-from infer.execution.order import EMPTY, READS_PROMPTS, StepMasks, StepOrder
+from infer.execution.order import READS_PROMPTS, StepMasks, StepOrder
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
 from infer.layers.attention import StepContext
@@ -80,7 +80,7 @@ class TorchDevice(SyncDevice):
                 try:
                     return self._compute(order, masks)
                 except torch.OutOfMemoryError as error:
-                    return self._smaller.run(order._replace(transfers=EMPTY.transfers), masks, error)
+                    return self._smaller.run(order, masks, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
 

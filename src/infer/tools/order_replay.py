@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -173,9 +172,7 @@ class OrderCheck:
         rows, is_decode = order.rows, order.kinds == DECODE
         if order.flags & REPEATS and (order.has_begun or not np.array_equal(rows, self._repeatable)):
             return "it repeats rows that are not those of the order before it"
-        for line_F in order.lines:
-            row = SampleLine.unpack(line_F.tobytes()).row
-            self._has_begun[row] = True
+        self._has_begun[_begun(order)] = True
         if not (self._has_begun[rows].all() and self._has_begun[order.known[0]].all()):
             return "a row computes before it has begun"
         self._position[order.known[0]] = order.known[2]
@@ -251,11 +248,10 @@ def _wrong_transfer(order: StepOrder, limits: DeviceLimits) -> str | None:
 
 def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
     arrived = len(order.facts)
-    if order.lines.shape != ((arrived, NUM_FIELDS) if arrived else order.lines.shape) or (
-        arrived and order.facts.shape[1] != len(RowFacts._fields)
-    ):
+    wanted = (arrived, NUM_FIELDS), len(RowFacts._fields)
+    if arrived and (order.lines.shape, order.facts.shape[1]) != wanted:
         return "rows that begin lack facts"
-    ends = [0]
+    end = 0  # place after the lists so far
     for line_F, numbers in zip(order.lines, order.facts.tolist(), strict=False):
         line, facts = SampleLine.unpack(line_F.tobytes()), RowFacts(*numbers)
         counts = facts.num_tokens, facts.num_banned, line.num_biased
@@ -266,11 +262,16 @@ def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
             return f"logprobs of {asked} alternatives are asked for"
         if not 0 <= facts.pooling < len(POOLINGS) or not facts.num_prompt > 0:
             return "a row that begins has impossible facts"
-        ids = order.extras[ends[-1] : ends[-1] + sum(counts)]
+        ids = order.extras[end : end + sum(counts)]
         if len(ids) != sum(counts) or not _within(ids, limits.vocab_size):
             return f"ids of a row that begins are not within {limits.vocab_size}"
-        ends.append(ends[-1] + sum(counts) + line.num_biased)
-    if ends[-1] != len(order.extras) or any(stop < start for start, stop in pairwise(ends)):
+        end += sum(counts) + line.num_biased
+    if end != len(order.extras):
         return "lists of rows that begin are too long or too short"
-    begun = {SampleLine.unpack(line_F.tobytes()).row for line_F in order.lines} if arrived else set()
-    return None if len(begun) == arrived else "a row begins twice"
+    return None if len(np.unique(_begun(order))) == arrived else "a row begins twice"
+
+
+def _begun(order: StepOrder) -> np.ndarray:
+    """The rows that begin with an order: the first field of their lines."""
+    rows: np.ndarray = order.lines[:, SampleLine._fields.index("row")] if order.has_begun else EMPTY.rows
+    return rows

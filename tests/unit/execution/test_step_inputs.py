@@ -44,7 +44,7 @@ def test_prompts_and_rows_that_decode_may_come_in_any_order(first: int) -> None:
 
 
 def test_samples_stand_where_they_are_told_among_padding() -> None:
-    inputs = DeviceInputs(8, 64, 16, 16, torch.device("cpu"))
+    inputs = DeviceInputs(8, 64, 16, 16, torch.device("cpu"), max_chunks=16)
     where, places = np.array([0, 1, 4]), np.array([5, 6, 7])
     inputs.send_samples(where, places, np.array([20, 21, 22]), np.array([30, 31, 32]), 6)
     assert inputs.samples_3C[:, :6].tolist() == [

@@ -132,7 +132,7 @@ class AttentionProfile:
     branch_from: int  # tokens of a step; with fewer, kernels that start early gain more than two branches
     rotate_ahead: int  # tokens; with more, registers that hold what was read early cost more than a launch
     projected_heads: int  # heads up to which one kernel from the projection on is faster: one item each
-    cuda_projected_heads: Mapping[int, int]  # by head size: heads up to which CUDA C++'s form of it is faster
+    cuda_projected_heads: Mapping[int, int]  # heads up to which CUDA C++'s form is faster, by head size
     projected_registers: int  # registers per thread of it; leaves room for the next kernel on the SM
     decode: Mapping[int, DecodeConfig]  # tiles by the bytes of one head's key
     decode_one_warp: DecodeConfig  # tiles of more than `few_heads`
@@ -149,7 +149,7 @@ class AttentionProfile:
     merge_programs: int  # programs per SM that put splits together
     merge_rows: int  # rows that such a program merges at once
     merge_at_once: int  # parts that it waits for together
-    cudnn_min_lens: Mapping[int, int]  # by head size: tokens from which cuDNN is faster; empty: never
+    cudnn_min_lens: Mapping[int, int]  # tokens from which cuDNN is faster, by head size; empty: never
     cudnn_few_heads: int  # query heads up to which a call for each prompt and layer takes the host longer,
     cudnn_few_heads_min_lens: Mapping[int, int]  # and these lengths hold
     cudnn_pad_len: int  # tokens between the lengths of shapes; twice that above 16 times as many, and so on
@@ -163,9 +163,9 @@ class LinearProfile:
     gemv: TileTable  # measured tiles of dot products
     skinny: TileTable  # measured tiles of Triton's kernel for tensor cores
     rule_tokens: int  # tokens up to which matrices that were not measured have the tile of the rule
-    block_k: int  # columns of the rule's tile,
-    gated_block_k: int  # of a gated matrix,
-    num_stages: int  # and its stages
+    block_k: int  # columns of the rule's tile
+    gated_block_k: int  # columns of a gated matrix's tile
+    num_stages: int  # stages of the rule's tile
     stage_bytes: int  # shared memory of a block that its stages may take
     enough_programs: int  # programs that keep the memory busy: two for each SM
     few_weights: int  # weights of a matrix that three or four tokens pass over without tensor cores

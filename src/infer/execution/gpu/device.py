@@ -45,7 +45,6 @@ from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
-    EMPTY,
     NONE,
     ON_HOST,
     READS_PROMPTS,
@@ -197,7 +196,7 @@ class GpuDevice:
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
                 self._readback.settle()  # the halves take the buffers of steps that have not been read
                 kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
-                result = self._smaller.run(order._replace(transfers=EMPTY.transfers), kept, error)
+                result = self._smaller.run(order, kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
                 masks.lines_KW[:] = kept.lines_KW  # the engine still reads them
                 return ReadyResult(result)

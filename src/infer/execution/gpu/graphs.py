@@ -106,8 +106,7 @@ class StepGraphs:
     """One captured step per size.
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
-    them. `blank` makes the inputs of a step padding, `warm_up` runs one of padding before it is captured
-    (default: all of it). `pool_bytes` are those of the block with which the pool
+    them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `profile` has the sizes.
     """
 
@@ -120,14 +119,13 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         captures: bool,
-        warm_up: Callable[[StepSize], object] | None = None,
         pool_bytes: int = 0,
         short_step: int = 0,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
         self._forward, self._sample, self._blank = forward, sample, blank
-        self.warm_up = warm_up or (lambda size: sample(size, forward(size)))
+        self.warm_up: Callable[[StepSize], object] = lambda size: sample(size, forward(size))
         self._captures = captures
         self._logits_SV: torch.Tensor | None = None  # logits of a forward without a graph, until sampled
         self.decode_rows = decode_sizes(max_rows, profile)

@@ -57,7 +57,7 @@ class DeviceInputs:
         device: torch.device,
         *,
         num_tables: int = 1,
-        max_chunks: int = 16,
+        max_chunks: int,
     ) -> None:
         self.device, self.tile_len = device, tile_len
         self._max_chunks = max_chunks  # rows that do not decode, in a step that is captured
