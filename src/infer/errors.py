@@ -118,6 +118,11 @@ class ContextOverflow(RequestError):
         RequestError.__init__(error, message, param=param)
         return error
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The tokens of the prompt and of the context, of an error that was raised in this process."""
+        return self._given[0], self._given[2]
+
     def of(self, model_len: int) -> ContextOverflow:
         """Return the same error with the model's own context."""
         num_prompt_tokens, max_tokens, context_len, is_least = self._given

@@ -99,7 +99,7 @@ def test_a_schema_that_cannot_be_used_is_blamed_by_its_own_name(claude: Anthropi
     with pytest.raises(anthropic.BadRequestError, match=r"not"):
         claude.messages.create(**ASK, output_config=config)
     form: Any = {"format": {"type": "json_schema", "name": "out", "schema": wrong}}
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         gpt.responses.create(**RESPOND, text=form)
     assert caught.value.param is not None
     assert caught.value.param.startswith("text.format")

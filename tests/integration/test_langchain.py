@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("langchain_openai")
 import tiktoken  # noqa: E402
+from langchain_core.exceptions import ContextOverflowError  # noqa: E402
 from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage  # noqa: E402
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings  # noqa: E402
 from pydantic import BaseModel, ConfigDict, Field, SecretStr  # noqa: E402
@@ -123,6 +124,13 @@ def test_a_completion_model_continues_texts(live: LiveServer, completion: OpenAI
     assert completion.invoke(prompts[0]) == expected[0]
     assert completion.batch(list(prompts)) == expected  # one request with two prompts
     assert "".join(completion.stream(prompts[1])) == expected[1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_conversation_that_does_not_fit_is_langchains_own_error(chat: ChatOpenAI, is_stream: bool) -> None:
+    """Its middleware that summarizes long conversations waits for this class."""
+    with pytest.raises(ContextOverflowError):
+        list(chat.stream("river " * 3000)) if is_stream else chat.invoke("river " * 3000)
 
 
 def test_embeddings_of_text_are_the_models_hidden_states(live: LiveServer, checkpoint: Path) -> None:

@@ -130,16 +130,16 @@ def test_a_body_of_codex_is_answered(client: OpenAI, is_streamed: bool) -> None:
 
 def test_errors_are_the_packages_own_classes(client: OpenAI) -> None:
     for options, kind, param in (
-        ({"temperature": 500}, openai.UnprocessableEntityError, "temperature"),
-        ({"previous_response_id": "resp_1"}, openai.UnprocessableEntityError, "previous_response_id"),
-        ({"max_output_tokens": -1}, openai.UnprocessableEntityError, "max_output_tokens"),
+        ({"temperature": 500}, openai.BadRequestError, "temperature"),
+        ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id"),
+        ({"max_output_tokens": -1}, openai.BadRequestError, "max_output_tokens"),
         ({"input": {"a": 1}}, openai.BadRequestError, "input"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
-            openai.UnprocessableEntityError,
+            openai.BadRequestError,
             "tools[0]",
         ),
-        ({"model": "other"}, openai.UnprocessableEntityError, "model"),
+        ({"model": "other"}, openai.NotFoundError, "model"),
     ):
         for stream in (False, True):
             with pytest.raises(kind) as caught:

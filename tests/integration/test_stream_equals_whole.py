@@ -70,6 +70,9 @@ class Remembering:
                 said.append(output)
                 yield output
 
+    def has_taken(self, request_id: str) -> bool:
+        return self._engine.has_taken(request_id)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._engine.abort(request_id, index)
 

@@ -50,10 +50,12 @@ class Actor(ScriptedClient):
 
 
 def read_encoder(family: str, directory: Path) -> PromptEncoder:
-    """The text side of a tiny checkpoint."""
+    """The text side of a tiny checkpoint, with room for tools and long conversations."""
     make_checkpoint(family, directory)
     config = LoadConfig(model=str(directory))
-    return make_encoder(config, read_headers(find_source(config, show_progress=False)))
+    encoder = make_encoder(config, read_headers(find_source(config, show_progress=False)))
+    encoder.context_len = encoder.model_len = 8192  # an actor answers whatever fits
+    return encoder
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class FakeClient:
         finally:
             self.num_open -= 1
 
+    def has_taken(self, request_id: str) -> bool:
+        return True
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
 

@@ -21,8 +21,8 @@ from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.errors import install_error_handlers
-from infer.server.routes import chat, completions, embeddings, models, tokens
-from infer.server.state import ServedModel, ServerState
+from infer.server.routes import chat, completions, embeddings, messages, models, responses, tokens
+from infer.server.state import RequestRecord, ServedModel, ServerState, recording
 
 
 def make_state(encoder: PromptEncoder, *clients: EngineClient, **knobs: Any) -> ServerState:
@@ -38,7 +38,7 @@ class Wire:
         self.state = state
         self.app = FastAPI()
         self.app.state.server = state
-        for module in (completions, chat, models, tokens, embeddings):
+        for module in (completions, chat, messages, responses, models, tokens, embeddings):
             self.app.include_router(module.router)
         install_error_handlers(self.app)
 
@@ -47,8 +47,10 @@ class Wire:
 
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            record = RequestRecord("wire", 0.0, path)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.request(method, path, **options)
+                with recording(record):
+                    return await client.request(method, path, **options)
 
         return asyncio.run(send())
 
@@ -83,6 +85,11 @@ class Wire:
         return read_frames(response)
 
 
+def invalid(path: str) -> int:
+    """The status of a value that cannot be used: `/v1/completions` and its stream have one of their own."""
+    return 422 if path.startswith("/v1/completions") else 400
+
+
 def read_frames(response: httpx.Response) -> list[Any]:
     """The data frames of a stream; checks that nothing else is in it."""
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -109,6 +116,7 @@ class ScriptedClient:
     """An engine client that runs a script for each request and remembers what was asked of it."""
 
     failure: EngineError | None = None  # why it cannot serve
+    is_taken = True  # requests are not refused
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -123,6 +131,9 @@ class ScriptedClient:
                 yield output
         finally:
             self.closed.append(request.request_id)
+
+    def has_taken(self, request_id: str) -> bool:
+        return self.is_taken
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))

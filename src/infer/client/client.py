@@ -40,6 +40,10 @@ class EngineClient(Protocol):
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
         ...
 
+    def has_taken(self, request_id: str) -> bool:
+        """Whether the engine has taken a request that is being read: it was not refused."""
+        ...
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step."""
         ...
@@ -96,6 +100,10 @@ class InProcessClient:
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; closing the iterator aborts it."""
         return read_outputs(request, lambda queue: self._submit(request, queue))
+
+    def has_taken(self, request_id: str) -> bool:
+        """Whether the engine has taken a request that is being read."""
+        return self._engine.is_serving(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""

@@ -49,6 +49,7 @@ from infer.scheduling.request import StepOutput
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 2000  # for the last message to reach the server
+OVERDUE_S = 0.5  # of silence, after which commands are confirmed before the step and not behind it
 STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
 EXIT_FAILED = 1
 
@@ -100,6 +101,8 @@ class EngineServer:
                     return
                 self._carry_out(link, command)
             if self._engine.has_work:
+                if self._is_overdue():
+                    self._report()
                 self._keep(self._subscribers.step())
             self._report()
 
@@ -143,10 +146,15 @@ class EngineServer:
     def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 
+    def _is_overdue(self) -> bool:
+        """Whether commands were taken after a silence: a first step may be long, and its readers wait."""
+        now = time.monotonic()
+        return any(link.is_owed and now - link.reported_at > OVERDUE_S for link in self._links)
+
     def _report(self) -> None:
         """Send every API process what is for it, and the counts: to those without outputs now and then."""
         stats, is_idle = self._engine.stats(), not self._engine.has_work
-        now = time.monotonic() if len(self._links) > 1 else 0.0
+        now = time.monotonic()
         for link in self._links:
             if len(self._links) > 1:
                 is_due = is_idle or now - link.reported_at >= STATS_INTERVAL

@@ -61,6 +61,7 @@ class ProcessClient:
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
+        self._added: dict[str, int] = {}  # by request id: the number of the command that added it
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
@@ -83,6 +84,10 @@ class ProcessClient:
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; closing the iterator aborts it."""
         return read_outputs(request, lambda queue: self._submit(request, queue))
+
+    def has_taken(self, request_id: str) -> bool:
+        """Whether the engine has reported since it took a request that is being read."""
+        return self._added.get(request_id, self._num_sent) <= self._num_taken
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
@@ -127,8 +132,10 @@ class ProcessClient:
         ticket = next(self._tickets)
         self._send(messages.Add(ticket, request))
         self._readers[ticket] = queue
+        self._added[request.request_id] = self._num_sent
 
         def end(has_ended: bool) -> None:
+            self._added.pop(request.request_id, None)
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):

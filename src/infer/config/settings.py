@@ -425,9 +425,16 @@ class ServerConfig:
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
     metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
     access_log: bool = knob(True, "log one line per request")
+    unknown_fields: str = knob(
+        "ignore",
+        "what becomes of a body's field that resembles no known one, on other routes than /v1/completions: "
+        "ignore: it is named in the header x-infer-ignored and once in the log; refuse: an error",
+        choices=("ignore", "refuse"),
+    )
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
 
     def __post_init__(self) -> None:
+        check_choice(self, "unknown_fields")
         check_positive(self, "max_prompts", "max_n", "replicas")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
             raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")

@@ -23,7 +23,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION = 65536  # characters
-_TOOL_KEYS = ("name", "description", "parameters", "strict")
+TOOL_KEYS = ("name", "description", "parameters", "strict")
 _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 
 CHOICES = ("auto", "none", "required")  # no tool can have one of these as its name
@@ -185,12 +185,12 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
         )
     for key, value in tool.items():
         if key not in ("type", "function") and value is not None:
-            hint = "it belongs inside of function" if key in _TOOL_KEYS else None
+            hint = "it belongs inside of function" if key in TOOL_KEYS else None
             raise unknown_field(key, f"{where}.", ("type", "function"), hint=hint)
     where += ".function"
     for key in function:
-        if key not in _TOOL_KEYS:
-            raise unknown_field(key, f"{where}.", _TOOL_KEYS)
+        if key not in TOOL_KEYS:
+            raise unknown_field(key, f"{where}.", TOOL_KEYS)
     name = field_of(function, "name", where)
     description, strict = function.get("description"), function.get("strict")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):

@@ -110,6 +110,10 @@ class PromptEncoder:
         """Whether conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
 
+    def reads_option(self, name: str) -> bool:
+        """Whether the chat template reads a keyword of `template_options`."""
+        return isinstance(self._template, ChatTemplate) and name in self._template.kwargs
+
     @property
     def template_warning(self) -> str | None:
         """The warning for a chat with a model that may not know the format; None if there is none."""
@@ -205,8 +209,7 @@ class PromptEncoder:
             )
         budget = self._read_budget(reasoning_effort, max_reasoning_tokens)
         options = dict(template_options or {})
-        reads = self._template.kwargs if isinstance(self._template, ChatTemplate) else ()
-        if budget == 0 and "enable_thinking" in reads:
+        if budget == 0 and self.reads_option("enable_thinking"):
             options["enable_thinking"], budget = False, None
         ids = self.encode_chat(messages, tools=tools, template_options=options)
         form = find_format(

@@ -133,5 +133,8 @@ def build_app(
         )
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
-    app.add_middleware(AccessLog, metrics=fleet.metrics, is_logged=config.access_log)
+    ignores_unknown = config.unknown_fields == "ignore"
+    app.add_middleware(
+        AccessLog, metrics=fleet.metrics, is_logged=config.access_log, ignores_unknown=ignores_unknown
+    )
     return app

@@ -75,7 +75,9 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
-    is_anthropic: bool = False  # its path is of Anthropic's API: errors are told in that form
+    path: str = ""  # of the route: errors are told as its API tells them
+    is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
+    unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
     num_prompt_tokens: int = 0

@@ -117,6 +117,10 @@ def embed(ticket: int, length: int = 1) -> Add:
 
 def test_every_chunk_of_a_long_embedding_is_a_report_of_work_done() -> None:
     reports = serve([embed(1, 19)])
+    taken, *reports = reports
+    assert (taken.num_commands, taken.stats.num_step_tokens, taken.tickets) == (1, 0, []), (
+        "told before the step"
+    )
     assert [report.stats.num_step_tokens for report in reports] == [4, 8, 12, 16, 19]
     assert [report.tickets for report in reports] == [[], [], [], [], [1]]
     assert all(report.stats.num_running for report in reports[:-1]), "an answer is owed"

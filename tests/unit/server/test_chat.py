@@ -107,10 +107,10 @@ def test_answers_are_json_of_the_right_shape(wire: Wire) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_that_does_not_fit_is_blamed_on_the_messages(wire: Wire, stream: bool) -> None:
     body = {"messages": [{"role": "user", "content": "river " * 300}], "stream": stream}
-    error = wire.refused(PATH, body, 422, "context_length_exceeded")
+    error = wire.refused(PATH, body, 400, "context_length_exceeded")
     assert error["param"] == "messages"
     fits = {"messages": MESSAGES, "max_tokens": 10_000, "stream": stream}
-    assert wire.refused(PATH, fits, 422, "context_length_exceeded")["param"] == "max_tokens"
+    assert wire.refused(PATH, fits, 400, "context_length_exceeded")["param"] == "max_tokens"
 
 
 @pytest.mark.parametrize(

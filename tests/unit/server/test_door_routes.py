@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -26,7 +28,9 @@ ASK: dict[str, Any] = {"max_output_tokens": 5, "input": "hi"}
 
 
 def site(oracle: LLM, client: Any = None, **knobs: Any) -> Site:
-    return Site(client or FakeClient(), encoder=oracle.encoder, **knobs)
+    encoder = copy.copy(oracle.encoder)
+    encoder.context_len = encoder.model_len = 4096  # tools and rules fit
+    return Site(client or FakeClient(), encoder=encoder, **knobs)
 
 
 def saying(oracle: LLM, text: str, finish_reason: str = "stop") -> ScriptedClient:
@@ -236,9 +240,10 @@ def test_more_tokens_than_fit_fill_the_context(oracle: LLM) -> None:
     assert client.requests[-1].params.max_tokens is None
     place.request("POST", MESSAGES, json=HELLO)
     assert client.requests[-1].params.max_tokens == 5
-    long = {"max_tokens": 5, "messages": [{"role": "user", "content": "river " * 3000}]}
-    assert "context" in refused(place.request("POST", MESSAGES, json=long), 400, "invalid_request_error")
-    error = place.request("POST", RESPONSES, json={"input": "river " * 3000}).json()["error"]
+    long = {"max_tokens": 5, "messages": [{"role": "user", "content": "river " * 50_000}]}
+    said = refused(place.request("POST", MESSAGES, json=long), 400, "invalid_request_error")
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum; shorten the messages", said)
+    error = place.request("POST", RESPONSES, json={"input": "river " * 50_000}).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 

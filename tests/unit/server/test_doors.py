@@ -365,7 +365,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "'enabled' alone has it: give it"),
         ({"thinking": {"type": "disabled", "budget_tokens": 0}}, "thinking.budget_tokens", "leave it out"),
         ({"tool_choice": {"type": "required"}}, "tool_choice", "allowed: auto, any"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "always shown"),
         ({"thread": {"type": "create"}}, "thread", "keeps nothing"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "where the client runs"),
         ({"container": "c"}, "container", "runs no code"),
@@ -452,7 +451,6 @@ def test_a_field_that_its_type_needs_is_malformed_only_where_it_is_missing(
             "input[0].call_id",
             "missing",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "short answers"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         (
             {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.protocol.errors import (
     MAX_MESSAGE_LEN,
+    REFUSALS,
     RETRY_LATER_S,
     RETRY_SOON_S,
     ROUTES,
@@ -34,7 +36,7 @@ from infer.server.protocol.errors import (
 )
 from infer.server.protocol.schemas import ChatRequest, EmbeddingRequest
 from infer.server.state import ServerState
-from tests.support.wire import ScriptedClient, Wire, make_state
+from tests.support.wire import ScriptedClient, Wire, invalid, make_state
 
 JSON = {"content-type": "application/json"}
 MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
@@ -50,29 +52,36 @@ def failing(oracle: LLM, error: Exception) -> Wire:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "specified", "elsewhere"),
     [
-        (MalformedRequest("x"), 400),
-        (RequestError("x"), 422),
-        (ContextOverflow(9, 9, 10), 422),
-        (TemplateError("x"), 422),
-        (UnknownModel("x"), 422),
-        (QueueFull("x"), 503),
-        (EngineStopped("x"), 503),
-        (RequestTimeout("x"), 504),
-        (EngineError("x"), 500),
-        (ConfigError("the secret is /etc/passwd"), 500),
-        (KeyError("a bug"), 500),
+        (MalformedRequest("x"), 400, 400),
+        (RequestError("x"), 422, 400),
+        (ContextOverflow(9, 9, 10), 422, 400),
+        (TemplateError("x"), 422, 400),
+        (UnknownModel("x"), 422, 404),
+        (QueueFull("x"), 503, 503),
+        (EngineStopped("x"), 503, 503),
+        (RequestTimeout("x"), 504, 504),
+        (EngineError("x"), 500, 500),
+        (ConfigError("the secret is /etc/passwd"), 500, 500),
+        (KeyError("a bug"), 500, 500),
     ],
 )
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_error_has_its_status_also_before_a_stream(
-    oracle: LLM, error: Exception, status: int, stream: bool
+    oracle: LLM, error: Exception, specified: int, elsewhere: int, path: str, stream: bool
 ) -> None:
     wire = failing(oracle, error)
     code = "model_not_found" if isinstance(error, UnknownModel) else None
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else code
-    refused = wire.refused("/v1/completions", {"prompt": "x", "stream": stream}, status, code)
+    status = specified if path == "/v1/completions" else elsewhere
+    body: dict[str, Any] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+    }[path]
+    refused = wire.refused(path, body | {"stream": stream}, status, code)
     if status == 500 and not isinstance(error, EngineError):
         assert refused["message"] == "the server failed to answer this request; its log says why"
     elif str(error) != "x":
@@ -157,7 +166,7 @@ def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: st
 @pytest.mark.parametrize("ids", [[2**70], [[2**70]], [[5], [6, 2**70]]])
 def test_an_id_beyond_64_bits_is_out_of_range_in_any_list(wire: Wire, ids: list[Any]) -> None:
     for path, name in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
-        error = wire.refused(path, {name: ids}, 422)
+        error = wire.refused(path, {name: ids}, invalid(path))
         assert error["param"] == name
         assert "1180591620717411303424" in error["message"]
 
@@ -210,7 +219,7 @@ def test_a_missing_field_of_any_object_is_400(wire: Wire, path: str, body: Any, 
     ],
 )
 def test_every_route_lists_the_fields_it_takes(wire: Wire, path: str, body: Any, allowed: str) -> None:
-    error = wire.refused(path, body | {"zzzz": 1}, 422)
+    error = wire.refused(path, body | {"zzzz": 1}, invalid(path))
     assert error["message"] == f"unknown field 'zzzz'; allowed: {allowed}"
 
 
@@ -368,3 +377,12 @@ def test_every_route_a_hint_may_name_exists() -> None:
     paths = build_app(ServerState(config=ServerConfig())).openapi()["paths"]
     assert set(paths) >= ROUTES
     assert {path for path in paths if "{" not in path} <= ROUTES
+
+
+def test_the_documentation_has_the_table_of_statuses() -> None:
+    text = Path("docs/features/openai-api.md").read_text()
+    rows = [line.rstrip(" |").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    told = {(row[-1].strip("`"), row[-3], row[-2]) for row in rows if len(row) == 4}
+    for refusal in REFUSALS:
+        if refusal.code is not None:
+            assert (refusal.code, str(refusal.specified), str(refusal.elsewhere)) in told

@@ -46,7 +46,7 @@ def post(wire: Wire, path: str, body: dict[str, Any]) -> httpx.Response:
 def logged(wire: Wire) -> Wire:
     """The routes behind the access log."""
     metrics = ServerMetrics("infer")
-    wire.app = AccessLog(wire.app, metrics, is_logged=True)  # type: ignore[assignment]
+    wire.app = AccessLog(wire.app, metrics, is_logged=True, ignores_unknown=True)  # type: ignore[assignment]
     return wire
 
 

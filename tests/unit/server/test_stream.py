@@ -62,6 +62,74 @@ def test_a_failure_in_mid_stream_is_an_error_frame_and_the_end(oracle: LLM, path
     assert len(client.closed) == 1
 
 
+def late(error: Exception | None = None) -> Callable[[Request], AsyncGenerator[StepOutput, None]]:
+    """A script whose first token, or error, takes a tenth of a second."""
+
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        await asyncio.sleep(0.1)
+        if error is not None:
+            raise error
+        for output in outputs_of(request, [300, 301], "length"):
+            yield output
+
+    return script
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("BEGIN_S", 0.01), ("PING_S", 0.03), ("TAKEN_POLL_S", 0.01)):
+        monkeypatch.setattr(stream_module, name, seconds)
+
+
+PINGS = {
+    PATH: ": ping",
+    f"{PATH}/stream": ": ping",
+    CHAT: ": ping",
+    "/v1/responses": ": ping",
+    "/v1/messages": 'event: ping\ndata: {"type":"ping"}',
+}
+
+
+@pytest.mark.parametrize("path", PINGS)
+def test_a_stream_whose_first_token_is_late_begins_with_signs_of_life(
+    oracle: LLM, hurried: None, path: str
+) -> None:
+    body = BODIES.get(path.removesuffix("/stream"), BODIES[CHAT]) | {"stream": True}
+    if path == "/v1/responses":
+        body = {"input": "x", "stream": True}
+    wire, client = scripted(oracle, late())
+    response = wire.post(path, body)
+    assert response.status_code == 200
+    blocks = response.text.split("\n\n")
+    num_pings = blocks.index(next(block for block in blocks if block != PINGS[path]))
+    assert 2 <= num_pings <= 5
+    assert len(client.closed) == 1
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_an_error_after_the_signs_of_life_is_a_frame(oracle: LLM, hurried: None, path: str) -> None:
+    wire, client = scripted(oracle, late(EngineStopped("the engine died")))
+    response = wire.post(path, BODIES[path] | {"stream": True})
+    assert response.status_code == 200
+    error, done = [block for block in response.text.split("\n\n") if block not in ("", ": ping")]
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the engine died"
+    assert done == "data: [DONE]"
+    assert len(client.closed) == 1
+
+
+def test_a_stream_does_not_begin_before_the_engine_has_taken_its_request(oracle: LLM, hurried: None) -> None:
+    wire, client = scripted(oracle, late(QueueFull("too many")))
+    client.is_taken = False
+    response = wire.post(CHAT, BODIES[CHAT] | {"stream": True})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+
+
+def test_an_answer_that_is_not_streamed_has_no_signs_of_life(oracle: LLM, hurried: None) -> None:
+    wire, _ = scripted(oracle, late(EngineStopped("the engine died")))
+    assert wire.post(CHAT, BODIES[CHAT]).status_code == 503
+
+
 def test_a_failure_among_named_events_is_the_last_event(oracle: LLM) -> None:
     wire, _ = scripted(oracle, fails_after_two)
     events = read_events(wire.post(PATH + "/stream", BODIES[PATH]))

@@ -29,7 +29,7 @@ from infer.server.routes.json_route import (
     check_body,
     check_fields,
 )
-from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
+from tests.support.wire import ScriptedClient, Wire, invalid, make_state, outputs_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA | {"additionalProperties": False}, separators=(",", ":"))  # closed
@@ -244,14 +244,14 @@ def test_a_constraint_reaches_the_engine(
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_refusals_are_422_with_the_field_and_nothing_is_generated(
+def test_refusals_name_the_field_and_nothing_is_generated(
     scripted: Wire, engine: ScriptedClient, route: str
 ) -> None:
-    error = scripted.refused(route, ROUTES[route] | {"response_format": openai({"not": {}})}, 422)
+    error = scripted.refused(route, ROUTES[route] | {"response_format": openai({"not": {}})}, invalid(route))
     assert error["param"] == "response_format"
     assert "at #/not is not supported" in error["message"]
     assert scripted.refused(route, ROUTES[route] | {"guided_regex": 3}, 400)["param"] == "guided_regex"
-    error = scripted.refused(route, ROUTES[route] | {"guided_decoding_backend": "outlines"}, 422)
+    error = scripted.refused(route, ROUTES[route] | {"guided_decoding_backend": "outlines"}, invalid(route))
     assert error["param"] == "guided_decoding_backend"
     assert engine.requests == []
     scripted.ok(route, ROUTES[route] | {"guided_decoding_backend": "guidance", "guided_regex": "a"})
@@ -259,7 +259,7 @@ def test_refusals_are_422_with_the_field_and_nothing_is_generated(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_what_the_compiler_refuses_is_422_and_not_a_broken_stream(
+def test_what_the_compiler_refuses_is_a_status_and_not_a_broken_stream(
     oracle: LLM, route: str, is_stream: bool
 ) -> None:
     async def refuse(request: Request) -> AsyncGenerator[StepOutput, None]:
@@ -270,15 +270,14 @@ def test_what_the_compiler_refuses_is_422_and_not_a_broken_stream(
 
     wire = Wire(make_state(oracle.encoder, ScriptedClient(refuse)))
     body = ROUTES[route] | {"guided_regex": "a", "stream": is_stream}
-    error = wire.refused(route, body, 422)
+    error = wire.refused(route, body, invalid(route))
     assert error["param"] == "guided_regex"
     assert error["message"] == "guided_regex: this cannot be compiled"
-    assert error["type"] == "UnprocessableEntityError"
 
 
 def test_a_constraint_leaves_room_for_calls_where_it_is_json(scripted: Wire, engine: ScriptedClient) -> None:
     body = ROUTES["/v1/chat/completions"] | {"tools": [TOOL], "max_tokens": 2}
-    error = scripted.refused("/v1/chat/completions", body | {"guided_regex": "a+"}, 422)
+    error = scripted.refused("/v1/chat/completions", body | {"guided_regex": "a+"}, 400)
     assert error["param"] == "guided_regex"
     assert "set tool_choice to 'none'" in error["message"]
     for more in ({}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}):
@@ -420,9 +419,9 @@ def test_bodies_of_real_clients_are_parsed() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_large_schema_is_422_over_http(scripted: Wire, route: str) -> None:
+def test_a_large_schema_is_refused_over_http(scripted: Wire, route: str) -> None:
     schema = {"enum": [f"value {i}" for i in range(100_000)]}
-    error = scripted.refused(route, ROUTES[route] | {"response_format": openai(schema)}, 422)
+    error = scripted.refused(route, ROUTES[route] | {"response_format": openai(schema)}, invalid(route))
     assert error["param"] == "response_format"
     assert "at most 262144" in error["message"]
 

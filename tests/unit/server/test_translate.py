@@ -230,7 +230,7 @@ def test_an_unknown_model_is_refused(state: ServerState) -> None:
 
 def test_a_model_without_a_template_does_not_chat(state: ServerState, oracle: LLM) -> None:
     class BaseEncoder:
-        has_chat_template = False
+        has_chat_template, think = False, None
         sampling_defaults: dict[str, float] = {}
 
     state.models["tiny"].encoder = BaseEncoder()  # type: ignore[assignment]

@@ -100,6 +100,10 @@ class MeteredClient:
                 del self._open[request.request_id]
             times.finish()
 
+    def has_taken(self, request_id: str) -> bool:
+        """Whether the engine has taken a request that is being read."""
+        return self.client.has_taken(request_id)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; it counts as stopped."""
         if (times := self._open.get(request_id)) is not None:

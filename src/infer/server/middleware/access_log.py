@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
-from infer.server.protocol.errors import ANTHROPIC_PREFIX, ApiError
+from infer.server.protocol.errors import ANTHROPIC_PREFIX, SPECIFIED_PREFIX, ApiError
 from infer.server.state import RAW_SEND, RequestRecord, recording
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,19 @@ TRACE_HEADER = b"x-infer-trace"
 FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
 
 
+STRICT_PREFIXES = (SPECIFIED_PREFIX, "/admin")  # routes that refuse every unknown field
+
+
 class AccessLog:
     """ASGI layer: id, record, log line and counts of every request."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, *, is_logged: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, *, is_logged: bool, ignores_unknown: bool
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._is_logged = is_logged
+        self._ignores_unknown = ignores_unknown
         self._health_status = 0  # of the last poll
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,8 +63,9 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_anthropic = route_path(scope).startswith(ANTHROPIC_PREFIX)
-        record = RequestRecord(_request_id(scope), perf_counter(), is_anthropic)
+        path = route_path(scope)
+        is_lenient = self._ignores_unknown and not path.startswith(STRICT_PREFIXES)
+        record = RequestRecord(_request_id(scope), perf_counter(), path, is_lenient)
         if FORWARDED in scope:  # from another API process, which logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
@@ -75,7 +82,7 @@ class AccessLog:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         id_headers = [(b"x-request-id", record.request_id.encode())]
-        if record.is_anthropic:
+        if record.path.startswith(ANTHROPIC_PREFIX):
             id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
         scope[RAW_SEND] = send
 

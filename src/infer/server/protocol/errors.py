@@ -1,18 +1,15 @@
-"""Errors in the form that OpenAI's clients understand, and on Anthropic's routes in Anthropic's.
+"""Errors as each API's own clients understand them: statuses, bodies and codes.
 
-    exception                              status   the client's next move
-    MalformedRequest, wrong JSON type       400     mend the program
-    NameTaken                               409     choose another name
-    RequestError                            422     mend the values
-    ContextOverflow                         422     shorten; `code` is context_length_exceeded
-    UnknownModel                            422     ask for one that is served; `code` is model_not_found
-    QueueFull, EngineStopped                503     try again, after Retry-After seconds
-    RequestTimeout                          504     ask for less, or for more time; not the same again
-    EngineError, anything else              500     tell the operator
+`REFUSALS` has the statuses of requests that are refused. They differ by route: `/v1/completions` and
+`/v1/completions/stream` tell values that cannot be used (422) from bodies that cannot be read (400), and all
+other routes answer as the APIs do that they stand for, whose clients branch on 400 and 404. Beside these:
+
+    QueueFull, EngineStopped       503     try again, after Retry-After seconds
+    RequestTimeout                 504     ask for less, or for more time; not the same again
+    EngineError, anything else     500     tell the operator
 
 Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. Under /v1/messages
-it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server; there a
-422 is a 400, and a model that is not served a 404, because Anthropic's API has no finer words.
+it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server.
 
 A message about a request is written here, or quotes the client's own words. A message of an engine or a
 template may quote another library's exception, with addresses and paths of this machine in it, so these are
@@ -26,7 +23,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -61,8 +58,25 @@ RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
 CLIENT_GONE = 499  # what proxies log for it; it is never read
 MAX_MESSAGE_LEN = 1000
-MODEL_NOT_FOUND = "model_not_found"
-CONTEXT_EXCEEDED = "context_length_exceeded"
+SPECIFIED_PREFIX = "/v1/completions"  # the routes with finer statuses
+
+
+class Refusal(NamedTuple):
+    """How an exception that a client can mend is told."""
+
+    error: type[RequestError]
+    specified: int  # status on /v1/completions and /v1/completions/stream
+    elsewhere: int  # status on every other route
+    code: str | None = None  # word that programs branch on; None: the status
+
+
+REFUSALS = (  # the first whose class fits
+    Refusal(MalformedRequest, 400, 400),
+    Refusal(NameTaken, 409, 409),
+    Refusal(UnknownModel, 422, 404, "model_not_found"),
+    Refusal(ContextOverflow, 422, 400, "context_length_exceeded"),
+    Refusal(RequestError, 422, 400),
+)
 
 ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     400: "BadRequestError",
@@ -151,15 +165,10 @@ class ApiError(RequestFailure):
     def rendered(self) -> tuple[int, bytes]:
         """Status and body in the form of the current request's API; the error goes into its log line."""
         record = current_record()
-        if record is None or not record.is_anthropic:
-            shown, body = self, self.body
-        else:
-            status = {422: 404 if self.code == MODEL_NOT_FOUND else 400}.get(self.status, self.status)
-            shown = replace(self, status=status)
-            body = shown.anthropic_body
         if record is not None:
-            record.error = shown
-        return shown.status, orjson.dumps(body)
+            record.error = self
+        is_anthropic = record is not None and record.path.startswith(ANTHROPIC_PREFIX)
+        return self.status, orjson.dumps(self.anthropic_body if is_anthropic else self.body)
 
     def encode(self) -> bytes:
         """The JSON body as bytes, for a stream that has sent its status."""
@@ -198,12 +207,13 @@ def to_api_error(error: BaseException) -> ApiError:
     The text of an unexpected exception is kept from the client.
     """
     if isinstance(error, RequestError):
-        status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
+        refusal = next(each for each in REFUSALS if isinstance(error, each.error))
         is_foreign = isinstance(error, TemplateError)
         message = scrub(str(error)) if is_foreign else shorten(str(error), MAX_MESSAGE_LEN)
-        code = MODEL_NOT_FOUND if isinstance(error, UnknownModel) else None
-        code = CONTEXT_EXCEEDED if isinstance(error, ContextOverflow) else code
-        return ApiError(status=status, message=message, param=error.param, code=code)
+        record = current_record()
+        is_specified = record is not None and record.path.startswith(SPECIFIED_PREFIX)
+        status = refusal.specified if is_specified else refusal.elsewhere
+        return ApiError(status=status, message=message, param=error.param, code=refusal.code)
     if isinstance(error, QueueFull | EngineStopped):
         seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S
         return ApiError(status=503, message=scrub(str(error)), headers={"Retry-After": str(seconds)})

@@ -7,7 +7,8 @@ silence:
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
     ignored     about the client and not about the answer, or without effect on this server or beside another
                 field; named in the x-infer-ignored response header
-    unknown     refused, with the closest known name, or with the route it belongs to
+    unknown     refused with the closest known name, or with the route it belongs to; one that resembles
+                nothing is refused on /v1/completions* and ignored elsewhere, named as above and in the log
 
 The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
 sent back as a part of the conversation just as a client's library wrote it down.
@@ -18,12 +19,15 @@ shapes are checked here; ranges are checked where values are used (`SamplingPara
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -34,11 +38,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from infer.errors import MalformedRequest, RequestError, show_value, unknown_field
+from infer.dialects.answer import TOOL_KEYS
+from infer.errors import MalformedRequest, RequestError, nearest, show_value, unknown_field
 from infer.sampling.params import MAX_INT
+from infer.server.state import current_record
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
+MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
+MAX_SHOWN_NAMES = 20  # unknown fields of one body that a header names
+MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
+_LOGGED: set[str] = set()
+_PLACE = re.compile(r"\[\d+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
 class Neutral(NamedTuple):
@@ -52,6 +66,7 @@ _NO_TRANSFER = Neutral((), "this server has no such extension")
 
 ABOUT_THE_CLIENT = frozenset(
     {
+        "cache_control",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -105,7 +120,6 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
     "modalities": Neutral((["text"],), "this server reads and writes text"),
     "moderation": Neutral((), "this server does not moderate"),
     "prediction": Neutral((), "this server does not use predicted outputs"),
-    "verbosity": Neutral((), "ask for short answers in the messages"),
     "web_search_options": Neutral((), "this server does not search"),
 }
 
@@ -116,9 +130,11 @@ MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
     "function_call": Neutral((), "use tool_calls"),
 }
+PART_IGNORED = frozenset({"annotations", "cache_control"})  # of a text in a list
 MESSAGE_IGNORED = frozenset(
     {
         "annotations",
+        "cache_control",
         "created_at",
         "id",
         "parsed",  # an object that the openai package made of the content
@@ -174,6 +190,11 @@ class Body(BaseModel):
         return made
 
 
+def _integer(value: Any) -> Any:
+    """The value, or the integer that a float such as 4.0 stands for: some clients have no other numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts are
     """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
     if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
@@ -203,6 +224,9 @@ class Conversation(Body):
             )
             # a null or an empty list says nothing
             ignored |= {f"messages.{name}": None for name in names if message[name]}
+            if isinstance(parts := message.get("content"), list):
+                keys = (key for part in parts if isinstance(part, dict) for key in part)
+                ignored |= {f"messages.content.{key}": None for key in keys if key in PART_IGNORED}
         self.note_ignored(ignored)
         return self
 
@@ -248,8 +272,27 @@ def account_for(
         elif name in neutral:
             check_neutral(where + name, value, neutral[name])
         else:
-            raise unknown_field(name, where, known, others=(*neutral, *ignored), hint=elsewhere.get(name))
+            others, hint = (*neutral, *ignored), elsewhere.get(name)
+            if hint is not None or not pass_over(name, where, (*known, *others)):
+                raise unknown_field(name, where, known, others=others, hint=hint)
     return kept, without_effect
+
+
+def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
+    """Whether the current request may hold an unknown field, which is noted; a slip of a known one may not.
+
+    The name goes into a header and a log line, so it is cut and cleaned.
+    """
+    record = current_record()
+    if record is None or not record.is_lenient or nearest(name[:MAX_NAME_LEN], known) is not None:
+        return False
+    shown = _UNSAFE.sub("?", _PLACE.sub("", where) + name[:MAX_SHOWN_NAME])
+    if len(record.unknown) < MAX_SHOWN_NAMES:
+        record.unknown[shown] = None
+    if shown not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
+        _LOGGED.add(shown)
+        logger.warning("unknown field ignored field=%s path=%s (told once)", shown, record.path)
+    return True
 
 
 def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
@@ -293,6 +336,7 @@ def _check_stop(value: Any) -> Any:
 StopField = Annotated[str | list[str], PlainValidator(_check_stop, json_schema_input_type=str | list[str])]
 PromptField = Annotated[Prompts, PlainValidator(_check_prompts, json_schema_input_type=Prompts)]
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
+Int = Annotated[int, BeforeValidator(_integer)]
 
 
 class AskingBody(Body):
@@ -317,21 +361,21 @@ class SamplingBody(AskingBody):
     model: Name | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # the newer name of the same
-    min_tokens: int | None = None
+    seed: Int | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None  # the newer name of the same
+    min_tokens: Int | None = None
     stop: StopField | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: Int | None = None
+    best_of: Int | None = None
     use_beam_search: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -377,7 +421,7 @@ class CompletionRequest(SamplingBody):
 
     prompt: PromptField
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int | None = None
     add_special_tokens: bool | None = None
 
 
@@ -385,7 +429,7 @@ class ChatRequest(SamplingBody, Conversation):
     """`POST /v1/chat/completions`."""
 
     neutral = SAMPLING_NEUTRAL | CHAT_NEUTRAL
-    ignored = ABOUT_THE_CLIENT
+    ignored = ABOUT_THE_CLIENT | {"verbosity"}
     elsewhere = {
         "prompt": "plain prompts go to /v1/completions, this route takes messages",
         "input": "this route takes messages",
@@ -393,14 +437,39 @@ class ChatRequest(SamplingBody, Conversation):
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
-    max_reasoning_tokens: int | None = None
+    max_reasoning_tokens: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _read_hints(self) -> Self:
+        """Leave out what asks for nothing, and unknown keys of tools."""
+        if self.top_logprobs == 0 and not self.logprobs:
+            self.top_logprobs = None
+            self.note_ignored(["top_logprobs"])
+        if self.tools is not None:
+            self.tools = [_known_keys(tool, f"tools[{i}].") for i, tool in enumerate(self.tools)]
+        return self
+
+
+def _known_keys(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool without the unknown keys that may be passed over; what is wrong with it is found later."""
+    if any(key not in ("type", "function") for key in tool):
+        known = ("type", "function", *TOOL_KEYS)  # what belongs inside of function is refused, with that hint
+        tool = {key: tool[key] for key in tool if key in known or not pass_over(key, where, known)}
+    function = tool.get("function")
+    if isinstance(function, dict) and any(key not in TOOL_KEYS for key in function):
+        place = f"{where}function."
+        kept = {
+            key: function[key] for key in function if key in TOOL_KEYS or not pass_over(key, place, TOOL_KEYS)
+        }
+        tool = {**tool, "function": kept}
+    return tool
 
 
 class CountedChat(ChatRequest):
@@ -439,7 +508,6 @@ class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 
     neutral = {
-        "dimensions": Neutral((), "embeddings have the size of the model's hidden state"),
         "truncate_prompt_tokens": SAMPLING_NEUTRAL["truncate_prompt_tokens"],
         "request_id": SAMPLING_NEUTRAL["request_id"],
     }
@@ -449,6 +517,7 @@ class EmbeddingRequest(Body):
     model: Name | None = None
     input: PromptField
     encoding_format: str | None = None
+    dimensions: Int | None = None  # the model's own, or refused
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None

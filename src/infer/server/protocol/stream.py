@@ -7,8 +7,10 @@ r"""A job's answer on its way to the client: outputs of engines, pieces of one t
           └──────── the same in every frame: bytes made once ────────┘
 
 A piece holds one token, however many a step made at once. A stream begins when its first token is there, so
-a request that is refused or fails before is an HTTP error with a status. After that a failure is a frame:
-`data: {"error": ...}`, then the end.
+a request that is refused or fails before is an HTTP error with a status. Where the first token takes long
+(a prompt of thousands of tokens on a CPU, a full queue), the stream begins `BEGIN_S` after the engine has
+taken the request, and says that it is alive every `PING_S`: proxies and clients give up on a silent server.
+Once a stream has begun a failure is a frame: `data: {"error": ...}`, then the end.
 
 A generation is closed when its client leaves or its time is up, and closing it aborts the engine's requests.
 A client that stops reading stops the stream, not the engine: unread outputs wait as token ids, up to a limit,
@@ -47,6 +49,9 @@ T = TypeVar("T")
 
 MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
 PAUSES = (*[False] * 15, True)  # whether the event loop runs behind a frame sent, or an output read
+BEGIN_S = 2.0  # seconds after which the headers of a stream go out, if its request was not refused
+PING_S = 15.0  # seconds between two signs of life before the first token
+TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
 LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
 DONE = b"data: [DONE]\n\n"
 
@@ -89,6 +94,12 @@ class Generation:
     def is_open(self) -> bool:
         """Whether an output of a prompt is still to come."""
         return self._num_open > 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the engines have taken every request: none of them was refused."""
+        pairs = zip(self._clients, self.job.requests, strict=True)
+        return all(client.has_taken(request.request_id) for client, request in pairs)
 
     async def read(self) -> list[Piece]:
         """Wait for the next output of an engine; returns its tokens, one piece each."""
@@ -242,6 +253,8 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 class FrameWriter(ABC):
     """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
 
+    ping = b": ping\n\n"  # a sign of life before the first piece; readers of event streams skip comments
+
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
 
@@ -351,19 +364,33 @@ class EventStream(Response):
         self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
         self._generation = writer.generation
         self._writer = writer
-        self._first: list[bytes] = []
         self._has_ended = False
+        self._first = asyncio.ensure_future(self._read_frames())
 
     @classmethod
     async def start(cls, http: Request, writer: FrameWriter, headers: Mapping[str, str]) -> EventStream:
-        """Wait for the first frames, so that an error before them is an HTTP error; returns the response."""
+        """Wait until the stream can begin, so that a refusal is an HTTP error; returns the response."""
         stream = cls(writer, headers)
         try:
-            stream._first = await unless_disconnected(http.receive, stream._read_frames())
+            await unless_disconnected(http.receive, stream._until_begun())
         except BaseException:
-            await writer.generation.aclose()
+            await stream._close()
             raise
         return stream
+
+    async def _until_begun(self) -> None:
+        """Wait for the first frames, or until they are late and the request has been taken."""
+        await asyncio.wait((self._first,), timeout=BEGIN_S)
+        while not self._first.done() and not self._generation.is_taken:
+            await asyncio.wait((self._first,), timeout=TAKEN_POLL_S)
+        if self._first.done():
+            self._first.result()  # raises what took the place of frames
+
+    async def _close(self) -> None:
+        """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._generation.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send every frame, for as long as the client is connected."""
@@ -373,11 +400,12 @@ class EventStream(Response):
             await unless_disconnected(receive, self._send_frames(send, scope.get(RAW_SEND, send)))
 
     async def _send_frames(self, send: Send, send_frame: Send) -> None:
-        pauses, frames = itertools.cycle(PAUSES), self._first
+        pauses = itertools.cycle(PAUSES)
         try:
             async with asyncio.timeout(self._time_limit_s):
                 start = {"type": "http.response.start", "status": self.status_code}
                 await send({**start, "headers": self.raw_headers})
+                frames = await self._first_frames(send_frame)
                 while frames:
                     for frame in frames:
                         await send_frame({"type": "http.response.body", "body": frame, "more_body": True})
@@ -385,8 +413,8 @@ class EventStream(Response):
                             await asyncio.sleep(0)
                     try:
                         frames = await self._read_frames()
-                    except Exception as error:  # the status is sent: a failure can only be a frame
-                        frames, self._has_ended = [self._writer.error(error)], True
+                    except Exception as error:
+                        frames = self._fail(error)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:
             if not isinstance(error, TimeoutError):  # a send found the connection closed
@@ -395,7 +423,22 @@ class EventStream(Response):
                 return
             logger.warning("stream closed, not read in time request_id=%s", current_id())
         finally:
-            await self._generation.aclose()
+            await self._close()
+
+    async def _first_frames(self, send_frame: Send) -> list[bytes]:
+        """Wait for the first frames, with a sign of life now and then."""
+        while not self._first.done():
+            await send_frame({"type": "http.response.body", "body": self._writer.ping, "more_body": True})
+            await asyncio.wait((self._first,), timeout=PING_S)
+        try:
+            return self._first.result()
+        except Exception as error:
+            return self._fail(error)
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        """End a stream whose status is sent: a failure can only be a frame."""
+        self._has_ended = True
+        return [self._writer.error(error)]
 
     async def _read_frames(self) -> list[bytes]:
         """Wait for the next frames; returns none once the stream has ended."""

@@ -90,16 +90,16 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     return make_job(body, model, state.config, ids, params, texts=texts)
 
 
-async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = False) -> Job:
+async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     """The job of a chat body; raises a `RequestError` that names the wrong field.
 
-    With `is_agent` the body is that of another API, whose clients limit the reasoning of any model: of one
-    that does not reason every limit is kept, so it is ignored and noted.
+    Clients limit the reasoning of any model: of one that does not reason every limit is kept, so it is
+    ignored and noted.
     """
     mark("parse")
     model = state.get_model(body.model)
-    if is_agent and model.encoder.think is None:
-        _ignore_limits(body)
+    if model.encoder.think is None:
+        _ignore_limits(body, model.encoder)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError.about("top_logprobs", "needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -121,7 +121,7 @@ async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = F
     return make_job(body, model, state.config, [ids], bound or params, form=form)
 
 
-def _ignore_limits(body: ChatRequest) -> None:
+def _ignore_limits(body: ChatRequest, encoder: PromptEncoder) -> None:
     """Leave out limits on reasoning; wrong ones stay, and are refused."""
     if body.reasoning_effort is not None and EFFORTS.get(body.reasoning_effort, 0) != 0:
         body.reasoning_effort = None
@@ -129,6 +129,10 @@ def _ignore_limits(body: ChatRequest) -> None:
     if body.max_reasoning_tokens is not None and body.max_reasoning_tokens > 0:
         body.max_reasoning_tokens = None
         body.note_ignored(["max_reasoning_tokens"])
+    options = body.chat_template_kwargs or {}
+    if "enable_thinking" in options and not encoder.reads_option("enable_thinking"):
+        body.chat_template_kwargs = {name: options[name] for name in options if name != "enable_thinking"}
+        body.note_ignored(["chat_template_kwargs.enable_thinking"])
 
 
 def make_job(

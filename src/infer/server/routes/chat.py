@@ -33,6 +33,8 @@ router = make_router()
 @router.post("/v1/chat/completions", response_model=None)
 async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
+    if body.max_tokens == -1:  # no limit, as some clients say it
+        body.max_tokens = None
     return await answer(http, body, open_chat(body, server_state(http)), ChatWriter)
 
 

@@ -64,6 +64,11 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     )
 
     def write(index: int, state: list[float]) -> bytes:
+        if body.dimensions not in (None, len(state)):
+            raise RequestError.about(
+                "dimensions",
+                f"is {body.dimensions}, but this model's embeddings have {len(state)}; leave it out",
+            )
         vector = encode_vector(job.finish(state), encoding)
         return orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
 
@@ -72,6 +77,8 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
             vectors = await unless_disconnected(http.receive, _embed(model, requests, write))
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
+    if body.dimensions is not None:
+        body.note_ignored(["dimensions"])
     num_tokens = sum(len(prompt) for prompt in job.prompts)
     rest = {
         "model": body.model if body.model is not None else model.name,

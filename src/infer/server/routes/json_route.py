@@ -31,7 +31,7 @@ from infer.server.protocol.stream import EventStream, FrameWriter, Generation, u
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
 from infer.server.protocol.turns import spelled
-from infer.server.state import ServerState
+from infer.server.state import ServerState, current_record
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -200,7 +200,7 @@ async def open_agent(http: Request, body: Agent, to_chat: Callable[[Agent], Chat
     """The job of a body of another API, which is the chat that `to_chat` makes of it."""
     size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
     chat = await in_thread_if_large(size, to_chat, body)
-    job = await open_chat(chat, server_state(http), is_agent=True)
+    job = await open_chat(chat, server_state(http))
     body.note_ignored(body.spellings.get(name, name) for name in chat.ignored_fields)
     return job
 
@@ -213,7 +213,9 @@ def json_response(content: Mapping[str, Any], body: Body | None = None) -> Respo
 
 def ignored_headers(body: Body) -> dict[str, str]:
     """The header that names the fields without effect, if there are any."""
-    return {IGNORED_HEADER: ", ".join(body.ignored_fields)} if body.ignored_fields else {}
+    record = current_record()
+    names = [*body.ignored_fields, *(() if record is None else record.unknown)]
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 async def in_thread_if_large(size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:

@@ -30,10 +30,10 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from infer.dialects.events import read_arguments
-from infer.errors import MalformedRequest, RequestError, show_value
+from infer.errors import ContextOverflow, MalformedRequest, RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Name, Neutral
+from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Int, Name, Neutral
 from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.translate import Job
@@ -119,9 +119,9 @@ class ToolChoice(Body):
 class Thinking(Body):
     """How much the model reasons before it answers."""
 
-    neutral = {"display": Neutral(("summarized",), "reasoning is always shown")}
+    ignored = frozenset({"display"})  # reasoning is always shown
 
-    budget_tokens: int | None = None
+    budget_tokens: Int | None = None
 
 
 BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they stand in
@@ -197,11 +197,11 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest, AskingBody):
     """`POST /v1/messages`."""
 
-    max_tokens: int
+    max_tokens: Int
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
 
 
 class OutputConfig(Body):
@@ -381,16 +381,29 @@ async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
 
 async def open_message(body: MessagesRequest, http: Request) -> Job:
     """The job of a chat, with an answer that may fill the context where it asks for more than that."""
-    job = await open_agent(http, body, messages_to_chat)
+    try:
+        job = await open_agent(http, body, messages_to_chat)
+    except ContextOverflow as error:
+        raise _too_long(*error.lengths) from None
     request, max_tokens = job.requests[0], job.params.max_tokens
-    room = job.model.encoder.context_len - len(request.prompt)
-    if max_tokens is None or not 0 < room < max_tokens:
+    context_len = job.model.encoder.context_len
+    if (room := context_len - len(request.prompt)) < 1:
+        raise _too_long(len(request.prompt), context_len)
+    if max_tokens is None or room >= max_tokens:
         return job
     return replace(job, requests=(replace(request, params=replace(request.params, max_tokens=None)),))
 
 
+def _too_long(num_prompt_tokens: int, context_len: int) -> ContextOverflow:
+    """The error in the words by which agents know that they must shorten a conversation."""
+    message = f"prompt is too long: {num_prompt_tokens} tokens > {context_len} maximum; shorten the messages"
+    return ContextOverflow.in_words(message, param="messages")
+
+
 class MessageWriter(PartWriter):
     """Anthropic's form: in a stream, blocks are opened, filled and closed between the start and the end."""
+
+    ping = named_event("ping", b'{"type":"ping"}')
 
     def begin(self) -> list[bytes]:
         """The message without content, and the ping that Anthropic sends behind it."""

@@ -32,7 +32,7 @@ from pydantic import PrivateAttr
 from infer.errors import RequestError
 from infer.server.protocol.errors import Path, spell_path, to_api_error
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.schemas import ABOUT_THE_CLIENT, AskingBody, Body, ChatRequest, Name, Neutral
+from infer.server.protocol.schemas import ABOUT_THE_CLIENT, AskingBody, Body, ChatRequest, Int, Name, Neutral
 from infer.server.protocol.stream import Generation, named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.turns import Turns
@@ -135,7 +135,7 @@ class TextOptions(Body):
     """The form of the answer's text."""
 
     where = "text."
-    neutral = {"verbosity": Neutral(("medium",), "ask for short answers in the input")}
+    ignored = frozenset({"verbosity"})
 
     format: dict[str, Any] | None = None
 
@@ -214,7 +214,7 @@ class ResponsesRequest(AskingBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -248,8 +248,10 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
         fields["tool_choice"] = {"type": "function", "function": {"name": named.name}}
     else:
         fields["tool_choice"] = body.tool_choice
-    if body.text is not None and body.text.format is not None:
-        fields["response_format"] = _format(body.text.format)
+    if body.text is not None:
+        turns.ignored |= {f"text.{name}": None for name in body.text.ignored_fields}
+        if body.text.format is not None:
+            fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         turns.ignored |= {f"reasoning.{name}": None for name in body.reasoning.ignored_fields}
