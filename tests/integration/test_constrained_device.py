@@ -24,7 +24,7 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 
 pytest.importorskip("llguidance")
 
-PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * (i % 4))] for i in range(9)]
+PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * (i % 4))] for i in range(11)]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"]}
 JSON = Structured(kind="json_schema", text=json.dumps(SCHEMA))
 FORCED = Structured(
@@ -44,6 +44,8 @@ KINDS: list[dict[str, Any]] = [
     {"structured": FORCED, "n": 2, "temperature": 1.0, "seed": 4},
     {"structured": JSON, "logprobs": 1},
     PENALTIES,
+    {"banned_ids": [(11,), (12, 13), (20, 21, 22)], "temperature": 1.0, "seed": 6, "n": 2},
+    {"allowed_token_ids": range(10, 30), "banned_ids": [(12, 12)], "temperature": 1.0, "seed": 7},
 ]
 KNOBS: list[dict[str, Any]] = [
     {},

@@ -44,11 +44,14 @@ SAMPLING_HELP = {
     "stop": "end before this text would appear; may be given several times",
     "stop_token_ids": "end at this token; may be given several times",
     "ignore_eos": "go on past the model's end-of-text token",
+    "include_stop_str_in_output": "show the --stop text that ended the answer at its end",
+    "bad_words": "never write this text; may be given several times",
+    "allowed_token_ids": "write no other tokens than this; may be given several times",
 }
 
 # These ask for more than one text, or for numbers beside it: the command line has no place to show them.
 LIBRARY_ONLY = {
-    "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning",
+    "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
 
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags

@@ -3,8 +3,9 @@
     REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
     REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
 
-Only CONSTRAINED has a mask. Free text is watched for triggers and costs next to nothing: to run a grammar
-through it would cost a hundred times as much as through JSON.
+Only CONSTRAINED has a mask, unless ids are banned (bans.py), which holds everywhere. Free text is watched for
+triggers and costs next to nothing: to run a grammar through it would cost a hundred times as much as through
+JSON.
 
 A guide's state depends on the output's ids and nothing else, so a sequence may be preempted, swapped and
 computed again without it. Every id is consumed exactly once, in order; a matcher that was given an id that it
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar, Lexer, MaskCost
 from infer.constraints.description import Reasoning
 
@@ -40,12 +42,15 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_tail", "_taken", "error",
-        "grammar", "is_wide", "matcher", "reasoning", "state",
+        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_recent", "_tail", "_taken", "bans",
+        "error", "grammar", "is_wide", "matcher", "reasoning", "state",
     )  # fmt: skip
 
-    def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
-        self.grammar, self.reasoning = grammar, reasoning
+    def __init__(
+        self, grammar: Grammar | None, reasoning: Reasoning | None = None, bans: Bans | None = None
+    ) -> None:
+        self.grammar, self.reasoning, self.bans = grammar, reasoning, bans
+        self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans ask for
         self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
         self._lexer: Lexer | None = None  # the matcher's
         self._matched: list[int] = []  # ids that it was given
@@ -74,7 +79,7 @@ class Guide:
     @property
     def has_mask(self) -> bool:
         """Whether the next id is not free."""
-        return self.matcher is not None or self._is_early_end
+        return self.matcher is not None or self._is_early_end or self.bans is not None
 
     @property
     def mask_cost(self) -> MaskCost:
@@ -103,10 +108,19 @@ class Guide:
             mask_W[:] = 0
             mask_W.view(np.uint32)[known[0] // 32] = 1 << known[0] % 32
             return
-        assert self.matcher is not None, f"a guide that is {self.state} has no mask"
-        self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        if self.matcher.is_error():
-            self.refill(mask_W)
+        if self.matcher is None:
+            assert self.bans is not None, f"a guide that is {self.state} has no mask"
+            mask_W[:] = -1
+        else:
+            self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if self.matcher.is_error():
+                self.refill(mask_W)
+        self.apply_bans(mask_W)
+
+    def apply_bans(self, mask_W: np.ndarray) -> None:
+        """Clear the bits of banned ids in the mask of the next id; a mask that an error left open stays."""
+        if self.bans is not None and self.error is None:
+            self.bans.apply(self._recent, mask_W)
 
     def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
         """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
@@ -201,6 +215,8 @@ class Guide:
             self._consume(token_id)
 
     def _consume(self, token_id: int) -> None:
+        if self.bans is not None and self.bans.num_remembered:
+            self._recent = (*self._recent, token_id)[-self.bans.num_remembered :]
         if self.matcher is not None:
             self._match(token_id)
         elif self._is_early_end:

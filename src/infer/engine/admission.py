@@ -79,6 +79,10 @@ def check_token_ids(request: Request, vocab_size: int) -> array[int]:
         _check_range("prompt", request.prompt, vocab_size)
     _check_range("logit_bias", request.params.logit_bias, vocab_size)
     _check_range("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    _check_range("allowed_token_ids", request.params.allowed_token_ids, vocab_size)
+    _check_range(
+        "banned_ids", [token_id for word in request.params.banned_ids for token_id in word], vocab_size
+    )
     if (reasoning := request.params.reasoning) is not None:
         _check_range("reasoning", (reasoning.end_id, *reasoning.forced), vocab_size)
     return packed

@@ -439,7 +439,8 @@ def _why_no_token(params: SamplingParams) -> str:
     )
     if params.is_guided or params.min_tokens or params.logit_bias:
         return (
-            "every token is forbidden by what this request asks (its constraint, min_tokens or logit_bias), "
+            "every token is forbidden by what this request asks (its constraint, min_tokens, logit_bias, "
+            "bad_words or allowed_token_ids), "
             f"or {broken}"
         )
     return broken

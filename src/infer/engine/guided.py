@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar
 from infer.constraints.guide import ENDED, Guide
 from infer.constraints.masks import MaskFiller
@@ -68,7 +69,10 @@ class GuidedRequests:
 
     def add(self, leader: Sequence, grammar: Grammar | None) -> None:
         """Guide a sequence from its first id on."""
-        self.guides[leader.seq_id] = Guide(grammar, leader.group.request.params.reasoning)
+        params = leader.group.request.params
+        has_bans = params.allowed_token_ids or params.banned_ids
+        bans = Bans(params.allowed_token_ids, params.banned_ids) if has_bans else None
+        self.guides[leader.seq_id] = Guide(grammar, params.reasoning, bans)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Guide a child as its parent is guided."""
@@ -140,7 +144,7 @@ class GuidedRequests:
         seq.tokens.extend(ids[:num_taken])
         if guide.error is not None:
             return self._fail(seq, guide)
-        if guide.state == ENDED:
+        if guide.state == ENDED and guide.bans is None:
             del self.guides[seq.seq_id]
         if not has_ended and len(seq.tokens) < seq.bare_until and seq.tokens[-1] not in seq.stop_ids:
             return [StepOutput(seq.request_id, seq.index, ids)]

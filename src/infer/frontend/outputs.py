@@ -212,14 +212,18 @@ class _SequenceText:
         self.logprobs.extend(output.logprobs[:num_taken])
         self.cumulative_logprob = output.cumulative_logprob
         if self._detokenizer.stopped is not None:
-            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+            rest = self._stop_at(self._detokenizer.stopped)
+            if parser is None:
+                text += rest
+            else:
+                events += parser.push(rest)
         elif parser is not None and parser.is_done:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
             rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             if self._detokenizer.stopped is not None:  # what was held back turns out to be a stop string
-                self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+                rest += self._stop_at(self._detokenizer.stopped)
             if parser is None:
                 text += rest
             else:
@@ -245,6 +249,11 @@ class _SequenceText:
             events=tuple(events),
             num_reasoning=num_reasoning,
         )
+
+    def _stop_at(self, stop: str) -> str:
+        """End at a stop string; returns it where the text should have it."""
+        self.finish_reason, self.stop_reason = "stop", stop
+        return stop if self._request.params.include_stop_str_in_output else ""
 
     def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:
         reasoning = "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))

@@ -19,7 +19,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -32,7 +32,8 @@ from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams, check_int
 from infer.scheduling.request import Request
-from infer.tokenizer.chat_template import ChatTemplate, find_template
+from infer.tokenizer.chat_template import ChatTemplate, Opening, find_template
+from infer.tokenizer.fim import find_gap_marks
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -125,23 +126,41 @@ class PromptEncoder:
             "--chat-template FILE gives another, --chat-template family says that this one is right"
         )
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """A plain prompt's ids, BOS included where the model wants it; special-token text stays text."""
+    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
+        """A plain prompt's ids, BOS included where the model wants it; special-token text stays text.
+
+        With `most`, the last ones of any number.
+        """
         if not isinstance(text, str):
             raise RequestError(
                 f"a prompt must be text or token ids, got {type(text).__name__}", param="prompt"
             )
+        limit = self.context_len if most is None else None
         try:
-            return self.tokenizer.encode(text, add_special=add_special, context_len=self.context_len)
+            return _last(self.tokenizer.encode(text, add_special=add_special, context_len=limit), most)
         except ContextOverflow as error:
             raise error.of(self.model_len) from None
 
+    def encode_gap(self, before: str, behind: str) -> list[int]:
+        """The ids of a text with a gap, which the model fills; only some vocabularies have marks for it."""
+        if (marks := find_gap_marks(self.tokenizer)) is None:
+            raise RequestError.about(
+                "suffix", "needs a model whose vocabulary marks gaps (fill in the middle); this one cannot"
+            )
+        texts = (self.encode(text, add_special=False) for text in (before, behind))
+        return self.tokenizer.begin(marks.join(*texts))
+
     def encode_all(
-        self, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+        self,
+        prompts: Sequence[str | list[int]],
+        param: str,
+        *,
+        add_special: bool = True,
+        most: int | None = None,
     ) -> list[list[int]]:
         """The ids of every prompt: those of texts from the tokenizer, those given if the tokenizer has them.
 
-        `param` is what the caller calls the prompts.
+        `param` is what the caller calls the prompts. Of each, the last `most` are kept.
         """
         last = self.tokenizer.vocab_size - 1
         places = [param] if len(prompts) == 1 else [f"{param} {i}" for i in range(len(prompts))]
@@ -155,9 +174,10 @@ class PromptEncoder:
         ids: list[list[int]] = []
         try:
             for prompt in prompts:
-                ids.append(
-                    self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
-                )
+                if isinstance(prompt, str):
+                    ids.append(self.encode(prompt, add_special=add_special, most=most))
+                else:
+                    ids.append(_last(prompt, most))
         except RequestError as error:
             raise error.of_prompt(places[len(ids)], param) from None
         return ids
@@ -168,15 +188,19 @@ class PromptEncoder:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        opening: Opening = "answer",
+        most: int | None = None,
     ) -> list[int]:
-        """A conversation's ids, ready for the assistant's answer."""
+        """A conversation's ids, ready for the assistant's answer or as `opening` says; the last `most`."""
         if not isinstance(self._template, ChatTemplate):
             raise self._template
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         options = template_options or {}
+        limit = self.context_len if most is None else None
         try:
-            return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
+            ids = self._template.encode_chat(messages, limit, opening=opening, tools=tools, **options)
+            return _last(ids, most)
         except ContextOverflow as error:
             raise error.of(self.model_len).of_prompt("prompt", "messages") from None
 
@@ -191,10 +215,13 @@ class PromptEncoder:
         reasoning_effort: str | None = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,
+        opening: Opening = "answer",
+        most: int | None = None,
     ) -> tuple[list[int], SamplingParams | None, AnswerFormat | None]:
         """A conversation's ids, the parameters of its answer, and how to read it: None if it is only text.
 
-        With `tool_choice` none the tools are not shown to the model.
+        With `tool_choice` none the tools are not shown to the model. An answer that continues the last
+        message does not begin with reasoning.
         """
         tools = as_schemas(tools)
         known = read_tools(tools)
@@ -211,12 +238,12 @@ class PromptEncoder:
         options = dict(template_options or {})
         if budget == 0 and self.reads_option("enable_thinking"):
             options["enable_thinking"], budget = False, None
-        ids = self.encode_chat(messages, tools=tools, template_options=options)
+        ids = self.encode_chat(messages, tools=tools, template_options=options, opening=opening, most=most)
         form = find_format(
             self.tokenizer,
             ids,
             dialect=self.dialect,
-            think=self.think,
+            think=None if opening == "continued" else self.think,
             tools=known,
             choice=choice,
             is_parallel=parallel_tool_calls,
@@ -226,8 +253,8 @@ class PromptEncoder:
             bound = form.bind(given, self.tokenizer, budget)
             params = params if bound is given else bound
             if bound.reasoning is not None:
-                opening, form = form.opened(self.tokenizer)
-                ids += opening
+                begun, form = form.opened(self.tokenizer)
+                ids += begun
         return ids, params, form
 
     def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:
@@ -269,7 +296,16 @@ class PromptEncoder:
             raise RequestError.about("params", f"must be SamplingParams, got {type(params).__name__}")
         if options.get("request_id") is None:
             options["request_id"] = self.next_id()
-        return Request(prompt=tuple(ids), params=params, **options)
+        return Request(prompt=tuple(ids), params=self.ban_words(params), **options)
+
+    def ban_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the ids of their `bad_words`, at the start of a text and behind a space."""
+        if not params.bad_words:
+            return params
+        spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
+        ids = [tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings]
+        banned = dict.fromkeys((*params.banned_ids, *filter(None, ids)))
+        return replace(params, banned_ids=tuple(banned), bad_words=())
 
     def default_params(self, num_prompt: int) -> SamplingParams:
         """The model's defaults; a short context ends an output, and is not an error."""
@@ -282,6 +318,11 @@ class PromptEncoder:
     def next_id(self) -> str:
         """An id for a request that was given none: the next number."""
         return f"request-{next(self._numbers)}"
+
+
+def _last(ids: list[int], most: int | None) -> list[int]:
+    """The last `most` ids; None: all."""
+    return ids if most is None else ids[-most:]
 
 
 def is_token_id(value: object) -> bool:
@@ -404,9 +445,10 @@ def open_embeddings(
     pooling: str | None = None,
     normalize: bool | None = None,
     add_special: bool = True,
+    most: int | None = None,
 ) -> EmbeddingJob:
     """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
-    prompts = encoder.encode_all(inputs, "input", add_special=add_special)
+    prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most)
     for i, ids in enumerate(prompts):
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")

@@ -2,8 +2,8 @@
 
 The order is fixed and documented in docs/features/sampling.md:
 
-    logit_bias -> bans (min_tokens) -> mask (structured) -> repetition, presence, frequency penalty
-               -> temperature -> top_k -> top_p -> min_p -> draw
+    logit_bias -> bans (min_tokens) -> mask (structured, allowed_token_ids, bad_words)
+               -> repetition, presence, frequency penalty -> temperature -> top_k -> top_p -> min_p -> draw
 
 Each filter sees the distribution the previous one left, renormalised. `temperature=0` and `top_k=1`
 skip everything after the penalties and take the largest logit.
@@ -26,6 +26,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_IDS = 65_536
+MAX_BAD_WORDS = 256
+MAX_BANNED_IDS = 1024  # ids of one banned word
 MAX_INT = 2**63 - 1  # of any parameter: what a tensor and every wire format can hold
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
@@ -74,6 +77,10 @@ class SamplingParams(metaclass=_CheckedNames):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False  # the text ends with the stop string that ended it
+    bad_words: tuple[str, ...] = ()  # texts that may not appear; their ids are put into `banned_ids`
+    banned_ids: tuple[tuple[int, ...], ...] = ()  # sequences of ids that may not appear
+    allowed_token_ids: tuple[int, ...] = ()  # no other ids may appear; none: all may
     logprobs: int | None = None  # report each output token's logprob and this many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     n: int = 1  # how many outputs
@@ -105,6 +112,7 @@ class SamplingParams(metaclass=_CheckedNames):
         if self.seed is not None:
             check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         _check_bool("use_beam_search", self.use_beam_search)
         self._check_sequences()
         self._check_collections()
@@ -116,6 +124,13 @@ class SamplingParams(metaclass=_CheckedNames):
         object.__setattr__(self, "stop", _own_tuple("stop", stop, "a string or a list of strings"))
         ids = _own_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", ids)
+        words = _own_tuple("bad_words", self.bad_words, "a list of strings")
+        object.__setattr__(self, "bad_words", words)
+        ids = _own_tuple("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+        object.__setattr__(self, "allowed_token_ids", ids)
+        lists = _own_tuple("banned_ids", self.banned_ids, "a list of lists of token ids")
+        owned = tuple(_own_tuple("banned_ids", each, "a list of lists of token ids") for each in lists)
+        object.__setattr__(self, "banned_ids", owned)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError.about(
                 "logit_bias", f"must map token ids to numbers, got {_shown(self.logit_bias)}"
@@ -135,10 +150,11 @@ class SamplingParams(metaclass=_CheckedNames):
                 )
         if not self.use_beam_search:
             return
-        if not self.is_greedy or self.has_filters or self.has_penalties or self.logit_bias:
+        if not self.is_greedy or self.has_filters or self.has_penalties or self.logit_bias or self.has_bans:
             raise RequestError(
-                "beam search ranks continuations by the model's own logprobs; set temperature=0 "
-                "and leave top_k, top_p, min_p, logit_bias and the penalties at their defaults",
+                "beam search ranks continuations by the model's own logprobs; set temperature=0 and leave "
+                "top_k, top_p, min_p, logit_bias, bad_words, allowed_token_ids and the penalties at their "
+                "defaults",
                 param="use_beam_search",
             )
         if self.reasoning is not None and self.reasoning.max_tokens is not None:
@@ -155,17 +171,27 @@ class SamplingParams(metaclass=_CheckedNames):
             "stop": (MAX_STOP_STRINGS, "strings"),
             "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
             "logit_bias": (MAX_LOGIT_BIAS, "entries"),
+            "allowed_token_ids": (MAX_ALLOWED_IDS, "ids"),
+            "bad_words": (MAX_BAD_WORDS, "strings"),
+            "banned_ids": (2 * MAX_BAD_WORDS, "lists"),
         }
         for name, (limit, what) in limits.items():
             if (count := len(getattr(self, name))) > limit:
                 raise RequestError.about(name, f"has {count} {what}, at most {limit} are allowed")
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
-                raise RequestError.about(
-                    "stop", f"must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}"
-                )
-        for i, token_id in enumerate(self.stop_token_ids):
-            check_int(f"stop_token_ids[{i}]", token_id, 0)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
+                    raise RequestError.about(
+                        name, f"must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}"
+                    )
+        for word in self.banned_ids:
+            if not 0 < len(word) <= MAX_BANNED_IDS:
+                raise RequestError.about("banned_ids", f"must hold lists of 1 to {MAX_BANNED_IDS} ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for i, token_id in enumerate(getattr(self, name)):
+                check_int(f"{name}[{i}]", token_id, 0)
+        for token_id in (each for word in self.banned_ids for each in word):
+            check_int("banned_ids", token_id, 0)
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias", token_id, 0)
             _check_range(f"logit_bias.{token_id}", bias, -100.0, 100.0)
@@ -186,11 +212,15 @@ class SamplingParams(metaclass=_CheckedNames):
                 )
 
     @property
+    def has_bans(self) -> bool:
+        """Whether ids are forbidden by name."""
+        return bool(self.bad_words or self.banned_ids or self.allowed_token_ids)
+
+    @property
     def is_guided(self) -> bool:
-        """Whether each output's text decides what may follow it: a constraint, or an end of its reasoning."""
-        return self.structured is not None or (
-            self.reasoning is not None and self.reasoning.max_tokens is not None
-        )
+        """Whether a mask says what may come next: a constraint, an end of the reasoning, banned ids."""
+        has_limit = self.reasoning is not None and self.reasoning.max_tokens is not None
+        return self.structured is not None or has_limit or self.has_bans
 
     @property
     def num_sequences(self) -> int:

@@ -32,7 +32,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -56,6 +56,9 @@ _STRING_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 MAX_RENDERED_CHARS = 4 * MAX_CHARS
 
 # what a client may set beside messages and tools, if the template reads it
+# A prompt ends with the beginning of an answer, inside the last message, or behind it.
+Opening = Literal["answer", "continued", "none"]
+OPEN_END = "\ue0f1"  # a character without a meaning, behind the text that an answer continues
 KWARGS: dict[str, type] = {"enable_thinking": bool, "date_string": str, "tools_in_user_message": bool}
 
 
@@ -78,17 +81,43 @@ class ChatTemplate:
         self.reads_tools = "tools" in names
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], context_len: int | None = None, /, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        context_len: int | None = None,
+        /,
+        opening: Opening = "answer",
+        **options: Any,
     ) -> list[int]:
         """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
 
         `options` are those of `render`. What cannot fit `context_len` tokens is refused before it is encoded.
         """
-        text = self.render(messages, **options)
+        if opening == "continued":
+            text = self.render_open(messages, **options)
+        else:
+            text = self.render(messages, **{"add_generation_prompt": opening == "answer"} | options)
         ids = self._tokenizer.encode(
             text, add_special=False, parse_special=True, guard=GUARD, context_len=context_len
         )
         return self._tokenizer.begin(ids)
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text up to the end of the last message, which an answer continues.
+
+        A template writes what closes a message behind its text, so the text is marked, and cut at the mark.
+        """
+        last = clean_messages(messages)[-1]
+        if last["role"] != "assistant" or "tool_calls" in last:
+            raise TemplateError(
+                "only an assistant's message without tool calls can be continued, and the last message is "
+                f"of the role {last['role']!r}; leave continue_final_message out",
+                param="messages",
+            )
+        marked = [*messages[:-1], {**messages[-1], "content": last["content"] + OPEN_END}]
+        text, mark, _ = self.render(marked, add_generation_prompt=False, **options).rpartition(OPEN_END)
+        if not mark:
+            raise TemplateError(f"the {self.name} chat template does not show the last message's text")
+        return text
 
     def render(
         self,

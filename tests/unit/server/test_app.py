@@ -59,7 +59,7 @@ SECRET = "my secret prompt"
         ({"prompt": "a", "tempratur": 1}, 422, "did you mean 'temperature'?\""),
         ({"prompt": {"text": SECRET}}, 400, 'param="prompt" error="prompt: must be a string'),
         ({"prompt": "a", "stop": {"x": SECRET}}, 400, 'param="stop" error="stop: must be a string or'),
-        ({"prompt": "a", "suffix": SECRET}, 422, 'param="suffix" error="suffix is not supported'),
+        ({"prompt": "a", "prompt_embeds": SECRET}, 422, 'param="prompt_embeds" error="prompt_embeds is not'),
         ({"prompt": "a", SECRET: 1}, 422, 'error="unknown field \'..."'),
         ({"prompt": "a", "model": "gpt\n4"}, 422, "code=model_not_found"),
         ([SECRET], 400, "error="),

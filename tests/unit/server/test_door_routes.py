@@ -83,13 +83,30 @@ def test_a_message_is_the_chat_it_stands_for(oracle: LLM) -> None:
 def test_the_end_of_a_history_can_be_counted_and_not_answered(oracle: LLM) -> None:
     place = site(oracle)
     block = {"type": "tool_result", "tool_use_id": "toolu_cut", "content": "rain"}
-    said = {"role": "assistant", "content": "It rains."}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    said = {"role": "assistant", "content": [call]}
     for history in ([{"role": "user", "content": [block]}, *HELLO["messages"]], [*HELLO["messages"], said]):
         counted = place.request("POST", COUNT, json={"messages": history})
         assert counted.status_code == 200, counted.text
         shorter = place.request("POST", COUNT, json={"messages": HELLO["messages"]})
         assert counted.json()["input_tokens"] > shorter.json()["input_tokens"]
         assert place.request("POST", MESSAGES, json=HELLO | {"messages": history}).status_code == 400
+
+
+def test_an_answer_may_continue_a_text_of_the_assistant(oracle: LLM) -> None:
+    client = saying(oracle, " blue.")
+    place = site(oracle, client)
+    said = {"role": "assistant", "content": "The sky is"}
+    body = HELLO | {"messages": [*HELLO["messages"], said]}
+    answer = place.request("POST", MESSAGES, json=body).json()
+    assert answer["content"][0]["text"] == " blue."
+    prompt = oracle.tokenizer.decode(client.requests[0].prompt, skip_special=False)
+    assert prompt.endswith("The sky is")
+    counted = place.request("POST", COUNT, json={"messages": body["messages"]}).json()
+    assert counted["input_tokens"] == len(client.requests[0].prompt)
+    chat = HELLO | {"messages": body["messages"], "continue_final_message": True}
+    place.request("POST", "/v1/chat/completions", json=chat | {"add_generation_prompt": False})
+    assert client.requests[1].prompt == client.requests[0].prompt
 
 
 def test_a_response_is_the_chat_it_stands_for(oracle: LLM) -> None:

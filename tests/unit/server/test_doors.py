@@ -351,11 +351,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             "unknown field 'output_config.type'; allowed: format, effort",
         ),
         (
-            {"messages": [USER, {"role": "assistant", "content": "The answer is ("}]},
-            "messages",
-            "cannot continue",
-        ),
-        (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "tools[0]",
             "'web_search_20250305'",

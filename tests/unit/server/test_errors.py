@@ -264,7 +264,7 @@ def test_the_value_that_was_given_is_shown(wire: Wire, body: dict[str, Any], sta
         {"prompt": "x", "model": "m" * 10**6},
         {"prompt": [[1.5] * 10**5]},
         {"prompt": {str(i): [i] * 100 for i in range(1000)}},
-        {"prompt": "x", "suffix": "long " * 10**5},
+        {"prompt": "x", "prompt_embeds": "long " * 10**5},
     ],
 )
 def test_a_value_is_shown_in_part_if_it_is_long(wire: Wire, body: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-r"""Logprobs in the two shapes of OpenAI's API.
+r"""Logprobs in the two shapes of OpenAI's API, and those of prompts in vLLM's.
 
     completions   {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{token: logprob}, ..],
                    "text_offset": [..]}                         parallel lists
                   a token that is part of a character is spelled `bytes:\xe2\x82`, as OpenAI does
     chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [..]}, ..]}
+    prompts       [null, {token id: {"logprob", "rank", "decoded_token"}, ..}, ..]
 
 A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
 the likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
@@ -97,4 +98,21 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
         "token": data.decode("utf-8", errors="replace"),
         "logprob": to_json_number(logprob),
         "bytes": list(data),
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[RowLogprobs | None]
+) -> list[dict[str, Any] | None]:
+    """The logprobs of a prompt in vLLM's form: of each token but the first, of itself and the likeliest."""
+    pairs = zip(ids, rows, strict=True)
+    return [None if row is None else _ranked(tokenizer, token_id, row) for token_id, row in pairs]
+
+
+def _ranked(tokenizer: Tokenizer, token_id: int, row: RowLogprobs) -> dict[str, Any]:
+    tokens = {other: (logprob, rank) for rank, (other, logprob) in enumerate(row.top, 1)}
+    tokens[token_id] = (row.logprob, row.rank)
+    return {
+        str(each): {"logprob": to_json_number(logprob), "rank": rank, "decoded_token": spell(tokenizer, each)}
+        for each, (logprob, rank) in tokens.items()
     }

@@ -79,39 +79,28 @@ ABOUT_THE_CLIENT = frozenset(
 )
 
 SAMPLING_NEUTRAL: dict[str, Neutral] = {
-    "allowed_token_ids": Neutral((), "use logit_bias"),
-    "bad_words": Neutral(([],), "use logit_bias"),
     "early_stopping": Neutral((False,), "beam search runs until its result is certain"),
     "guided_decoding_backend": Neutral(
         ("auto", "guidance", "llguidance"), "constraints are compiled by llguidance"
     ),
-    "include_stop_str_in_output": Neutral((False,), "an answer ends before its stop string"),
     "kv_transfer_params": _NO_TRANSFER,
     "length_penalty": Neutral((1.0,), "beams are ranked by mean logprob"),
     "logits_processors": Neutral(([],), "a request cannot bring code"),
-    "prompt_logprobs": Neutral((), "use echo with logprobs on /v1/completions"),
     "request_id": Neutral((), "send the header x-request-id"),
-    "return_token_ids": Neutral((False,), "use /v1/completions/stream, whose events hold token ids"),
-    "return_tokens_as_token_ids": Neutral(
-        (False,), "use /v1/completions/stream, whose events hold token ids"
-    ),
+    "return_tokens_as_token_ids": Neutral((False,), "set return_token_ids"),
     "skip_special_tokens": Neutral((True,), "special tokens are never shown"),
     "spaces_between_special_tokens": Neutral((True, False), "special tokens are never shown"),
-    "truncate_prompt_tokens": Neutral((), "a prompt is never cut; shorten it before sending"),
     "vllm_xargs": _NO_TRANSFER,
 }
 
 COMPLETION_NEUTRAL: dict[str, Neutral] = {
     "prompt_embeds": Neutral((), "prompts are text or token ids"),
-    "suffix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
 }
 
 CHAT_NEUTRAL: dict[str, Neutral] = {
-    "add_generation_prompt": Neutral((True,), "an answer always begins with the assistant's turn"),
     "add_special_tokens": Neutral((False,), "the chat template writes them"),
     "audio": Neutral((), "this server reads and writes text"),
     "chat_template": Neutral((), "templates are never taken from requests"),
-    "continue_final_message": Neutral((False,), "use /v1/completions to continue a text"),
     "documents": Neutral(([],), "put documents into the messages"),
     "echo": Neutral((False,), "use /v1/completions"),
     "function_call": Neutral((), "it is deprecated, use tools and tool_choice"),
@@ -374,6 +363,12 @@ class SamplingBody(AskingBody):
     stop: StopField | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: Int | None = None  # its last tokens are kept; -1: as many as fit
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
     n: Int | None = None
     best_of: Int | None = None
     use_beam_search: bool | None = None
@@ -384,6 +379,9 @@ class SamplingBody(AskingBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # SGLang's names
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
     guided_whitespace_pattern: str | None = None
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
@@ -420,6 +418,7 @@ class CompletionRequest(SamplingBody):
     }
 
     prompt: PromptField
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     add_special_tokens: bool | None = None
@@ -445,6 +444,8 @@ class ChatRequest(SamplingBody, Conversation):
     reasoning_effort: str | None = None
     max_reasoning_tokens: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _read_hints(self) -> Self:
@@ -482,15 +483,15 @@ class TokenizeRequest(Conversation):
     """`POST /tokenize`: a text, or a conversation."""
 
     is_answered = False
-    neutral = {"add_generation_prompt": CHAT_NEUTRAL["add_generation_prompt"]} | {
-        name: CHAT_NEUTRAL[name] for name in ("chat_template", "continue_final_message")
-    }
+    neutral = {"chat_template": CHAT_NEUTRAL["chat_template"]}
 
     model: Name | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -508,7 +509,6 @@ class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 
     neutral = {
-        "truncate_prompt_tokens": SAMPLING_NEUTRAL["truncate_prompt_tokens"],
         "request_id": SAMPLING_NEUTRAL["request_id"],
     }
     ignored = ABOUT_THE_CLIENT
@@ -521,4 +521,5 @@ class EmbeddingRequest(Body):
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

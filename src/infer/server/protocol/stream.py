@@ -73,7 +73,7 @@ class Generation:
         self.num_reasoning = 0  # of the output's tokens
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
-            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_chat, form=job.form)
+            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_fresh, form=job.form)
             for request, text in zip(job.requests, job.prompts, strict=True)
         ]
         pairs = zip(self._clients, job.requests, strict=True)
@@ -295,6 +295,7 @@ class ChunkWriter(FrameWriter):
         self._plain = self.closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._ends_with_usage = options is not None and bool(options.include_usage)
         self.has_usage = options is not None and bool(options.continuous_usage_stats)
+        self.has_ids = bool(body.return_token_ids)
 
     def last_usage(self) -> Mapping[str, Any]:
         """The usage at the end."""
@@ -310,11 +311,19 @@ class ChunkWriter(FrameWriter):
         """The error as a frame, and [DONE]."""
         return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
 
-    def token(self, index: int, delta: TextDelta, logprobs: Mapping[str, Any] | None) -> bytes:
+    def token(
+        self,
+        index: int,
+        delta: TextDelta,
+        logprobs: Mapping[str, Any] | None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> bytes:
         """The frame of one token; most hold nothing but its text, and are put together from three parts."""
-        if logprobs is None and delta.finish_reason is None and not self.has_usage:
+        if logprobs is None and delta.finish_reason is None and not (self.has_usage or self.has_ids):
             return self._openings[index] + orjson.dumps(delta.text) + self._plain
-        return self.frame(index, self.text(delta.text), logprobs, delta.finish_reason, delta.stop_reason)
+        reasons = delta.finish_reason, delta.stop_reason
+        text, ids = self.text(delta.text), delta.token_ids
+        return self.frame(index, text, logprobs, *reasons, token_ids=ids, prompt_ids=prompt_ids)
 
     def text(self, text: str) -> bytes:
         """The field of a choice that holds its text."""
@@ -328,14 +337,20 @@ class ChunkWriter(FrameWriter):
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
         num_output: int | None = None,
+        token_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] | None = None,
     ) -> bytes:
         """A frame whose choice holds `inner`: a field with its name, without braces.
 
-        `num_output` tokens are counted as made; by default, all so far.
+        `num_output` tokens are counted as made; by default, all so far. Ids are shown where that was asked.
         """
         reasons: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             reasons["stop_reason"] = stop_reason
+        if self.has_ids:
+            reasons["token_ids"] = token_ids
+            if prompt_ids is not None:
+                reasons["prompt_token_ids"] = prompt_ids
         usage = b""
         if self.has_usage:
             usage = b',"usage":' + orjson.dumps(self.generation.usage(num_output))

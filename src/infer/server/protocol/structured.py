@@ -3,17 +3,21 @@ r"""The fields by which clients ask for an answer of a certain form; whichever t
     OpenAI      response_format       {"type": "json_object"}
                                       {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}
                                       {"type": "json_schema", "schema": {...}}
+    Hugging Face                      {"type": "json_object", "value": {...}}
     vLLM        structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
+    SGLang      json_schema, regex, ebnf
 
-Two of them at once are refused, and so is an option that changes nothing of the one that is there. What a
-constraint may hold is checked by `Structured`.
+Two that differ are refused, and so is an option that changes nothing of the one that is there; the same
+constraint under two names, for servers of either kind, is one. What a constraint may hold is checked by
+`Structured`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from infer.constraints.description import Structured
@@ -21,7 +25,7 @@ from infer.errors import MalformedRequest, RequestError, field_of, show_value
 from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 
 FORMATS = ("text", "json_object", "json_schema")
-FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description")
+FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description", "value")
 SCHEMA_KEYS = ("name", "schema", "strict", "description")
 
 KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words; a schema may be a text that holds it
@@ -36,10 +40,16 @@ NEUTRAL = {
     "disable_fallback": Neutral((True, False), "there is one compiler of constraints"),
     "structural_tag": Neutral((), "use tools, whose calls are constrained"),
 }
+SGLANG: Mapping[str, Callable[..., Structured]] = {
+    "json_schema": Structured.json_schema,
+    "regex": Structured.regex,
+    "ebnf": Structured.grammar,
+}
 CONSTRAINTS = (  # the fields of a body that may hold a constraint, or an option of one
     "response_format",
     "structured_outputs",
     *(f"guided_{kind}" for kind in KINDS),
+    *SGLANG,
     "guided_whitespace_pattern",
 )
 
@@ -56,14 +66,16 @@ def read_structured(body: SamplingBody) -> Structured | None:
             None if body.response_format is None else read_format(body.response_format, "response_format"),
             _read_structured_outputs(body.structured_outputs),
             *_read_guided(body),
+            *_read_sglang(body),
         )
         if made is not None
     ]
-    if len(found) > 1:
-        first, second = found[0].param, found[1].param
-        raise RequestError(
-            f"{first} and {second} each say what the answer must match; give one of them", param=second
-        )
+    for other in found[1:]:
+        if replace(other, param=found[0].param) != found[0]:
+            first, second = found[0].param, other.param
+            raise RequestError(
+                f"{first} and {second} each say what the answer must match; give one of them", param=second
+            )
     return found[0] if found else None
 
 
@@ -75,9 +87,15 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         allowed = ", ".join(map(repr, FORMATS))
         raise error(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
     account_for(given, FORMAT_KEYS, where=f"{param}.")
+    if kind != "json_object" and given.get("value") is not None:
+        raise RequestError.about(
+            f"{param}.value", f"goes with the type 'json_object', got {show_value(kind)}"
+        )
     if kind == "text":
         return None
     if kind == "json_object":
+        if (schema := given.get("value")) is not None:
+            return Structured.json_schema(schema, param=f"{param}.value")
         return Structured.json_object(param=param)
     described = given.get("json_schema", given)
     if not isinstance(described, dict):
@@ -134,6 +152,11 @@ def _read_guided(body: SamplingBody) -> list[Structured]:
         KINDS[kind](value, param=f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
         for kind, value in asked.items()
     ]
+
+
+def _read_sglang(body: SamplingBody) -> list[Structured]:
+    asked = {name: value for name in SGLANG if (value := getattr(body, name)) is not None}
+    return [SGLANG[name](value, param=name) for name, value in asked.items()]
 
 
 def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:

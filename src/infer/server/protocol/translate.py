@@ -21,11 +21,19 @@ from infer.dialects.answer import EFFORTS, AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
-from infer.sampling.params import SamplingParams, check_num_sequences
+from infer.sampling.params import SamplingParams, check_int, check_num_sequences
 from infer.scheduling.request import Request
-from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
+from infer.server.protocol.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Prompts,
+    SamplingBody,
+    TokenizeRequest,
+)
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
 from infer.server.state import ServedModel, ServerState, engine_id, mark
+from infer.tokenizer.chat_template import Opening
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
 
@@ -48,7 +56,13 @@ class Job:
     prompts: tuple[str | None, ...]  # the texts, where the client gave texts
     time_limit_s: float | None
     is_chat: bool = False
+    is_continued: bool = False  # the answer goes on inside of the last message
     form: AnswerFormat | None = None  # how answers are read, where they may hold reasoning or tool calls
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether answers are texts of their own, and continue none."""
+        return self.is_chat and not self.is_continued
 
     @property
     def params(self) -> SamplingParams:
@@ -83,7 +97,11 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     special = body.add_special_tokens is not False
-    ids = await encode_prompts(model.encoder, prompts, "prompt", add_special=special)
+    most = most_tokens(body, model.encoder, max_tokens)
+    if body.suffix:
+        ids = [await asyncio.to_thread(model.encoder.encode_gap, only_text(body, prompts), body.suffix)]
+    else:
+        ids = await encode_prompts(model.encoder, prompts, "prompt", add_special=special, most=most)
     if len(ids) > 1 and [] in ids:
         raise RequestError(f"prompt {ids.index([])} has no tokens; give at least one", param="prompt")
     texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
@@ -115,6 +133,8 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         reasoning_effort=body.reasoning_effort,
         max_reasoning_tokens=body.max_reasoning_tokens,
         template_options=body.chat_template_kwargs,
+        opening=read_opening(body),
+        most=most_tokens(body, model.encoder, body.max_tokens),
     )
     if params.structured is not None and form is not None and form.is_forced:
         body.note_ignored([params.structured.param.partition(".")[0]])  # the answer is calls
@@ -173,6 +193,7 @@ def make_job(
         prompts=texts,
         time_limit_s=min(limits, default=None),
         is_chat=is_chat,
+        is_continued=isinstance(body, ChatRequest) and bool(body.continue_final_message),
         form=form,
     )
 
@@ -197,8 +218,11 @@ async def make_params(
         fields["logit_bias"] = _read_bias(body.logit_bias)
     if any(getattr(body, name) is not None for name in CONSTRAINTS):  # a schema may take milliseconds
         fields["structured"] = await asyncio.to_thread(read_structured, body)
-    fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    return SamplingParams(**fields)
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    if prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs
+    params = SamplingParams(**fields)
+    return await asyncio.to_thread(model.encoder.ban_words, params) if params.bad_words else params
 
 
 def check_supported(body: SamplingBody, params: SamplingParams) -> None:
@@ -207,6 +231,8 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
         raise RequestError.about("stream_options", "needs stream to be true")
     if body.stream:
         check_streams(params, "leave stream out")
+        if body.prompt_logprobs is not None:
+            raise RequestError.about("prompt_logprobs", "come with a whole answer; leave stream out")
 
 
 def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[str | list[int]]:
@@ -238,13 +264,52 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
         )
 
 
+def most_tokens(
+    body: SamplingBody | EmbeddingRequest, encoder: PromptEncoder, num_output: int | None
+) -> int | None:
+    """How many tokens of a prompt are kept, its last ones; None: all.
+
+    -1 keeps as many as fit in front of `num_output` tokens.
+    """
+    if (most := body.truncate_prompt_tokens) is None:
+        return None
+    if most != -1:
+        check_int("truncate_prompt_tokens", most, 1)
+        return most
+    return max(1, encoder.context_len - (1 if num_output is None else num_output))
+
+
+def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
+    """How the prompt of a conversation ends."""
+    if not body.continue_final_message:
+        return "none" if body.add_generation_prompt is False else "answer"
+    if body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict each other; give one of them",
+            param="continue_final_message",
+        )
+    return "continued"
+
+
+def only_text(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> str:
+    """The text before a gap; a suffix beside several prompts, token ids or an echo is refused."""
+    if len(prompts) != 1 or not isinstance(prompts[0], str) or body.echo:
+        raise RequestError.about("suffix", "goes with one prompt, which is a text, and without echo")
+    return prompts[0]
+
+
 async def encode_prompts(
-    encoder: PromptEncoder, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+    encoder: PromptEncoder,
+    prompts: Sequence[str | list[int]],
+    param: str,
+    *,
+    add_special: bool = True,
+    most: int | None = None,
 ) -> list[list[int]]:
-    """The ids of every prompt, tokenized in a thread."""
+    """The ids of every prompt, tokenized in a thread; of each the last `most`."""
     if any(isinstance(prompt, str) for prompt in prompts):
-        return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special)
-    return encoder.encode_all(prompts, param)
+        return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special, most=most)
+    return encoder.encode_all(prompts, param, most=most)
 
 
 def check_has_template(encoder: PromptEncoder) -> None:

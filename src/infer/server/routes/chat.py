@@ -21,7 +21,7 @@ from fastapi import Request, Response
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
-from infer.server.protocol.logprobs import chat_logprobs
+from infer.server.protocol.logprobs import chat_logprobs, prompt_logprobs
 from infer.server.protocol.schemas import ChatRequest
 from infer.server.protocol.stream import ChunkWriter, Generation, Piece, job_fields
 from infer.server.protocol.translate import open_chat
@@ -65,7 +65,10 @@ class ChatWriter(ChunkWriter):
         # as OpenAI does: null where the answer may be a tool call and nothing else
         content = b"null" if self.generation.job.has_tools else b'""'
         role = b'"delta":{"role":"assistant","content":' + content + b"}"
-        roles = [self.frame(index, role, num_output=0) for index in range(self._num_roles)]
+        prompt_ids = self.generation.job.requests[0].prompt
+        roles = [
+            self.frame(index, role, num_output=0, prompt_ids=prompt_ids) for index in range(self._num_roles)
+        ]
         self._num_roles = 0
         return [*roles, *frames]
 
@@ -76,21 +79,29 @@ class ChatWriter(ChunkWriter):
         for event in delta.events:
             if self._shows_reasoning or not isinstance(event, ReasoningDelta):
                 inners.append(b'"delta":' + orjson.dumps(event_delta(event)))
-        if logprobs is not None and not inners:
+        if not inners and (logprobs is not None or (self.has_ids and delta.finish_reason is None)):
             inners.append(b'"delta":{}')
         frames = []
+        ids: Sequence[int] = delta.token_ids
         for inner in inners:
-            frames.append(self.frame(index, inner, logprobs))
-            logprobs = None
+            frames.append(self.frame(index, inner, logprobs, token_ids=ids))
+            logprobs, ids = None, ()
         if delta.finish_reason is not None:
-            frames.append(self.frame(index, b'"delta":{}', None, delta.finish_reason, delta.stop_reason))
+            reasons = delta.finish_reason, delta.stop_reason
+            frames.append(self.frame(index, b'"delta":{}', None, *reasons, token_ids=ids))
         return frames
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choices = [self._choice(output) for output in answers[0].outputs]
         fields = job_fields(self.generation.job, "chat.completion")
-        return fields | {"choices": choices, "usage": self.generation.usage()}
+        fields |= {"choices": choices, "usage": self.generation.usage()}
+        if (rows := answers[0].prompt_logprobs) is not None:
+            ids = answers[0].prompt_token_ids
+            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, ids, rows)
+        if self.has_ids:
+            fields["prompt_token_ids"] = answers[0].prompt_token_ids
+        return fields
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
@@ -101,13 +112,14 @@ class ChatWriter(ChunkWriter):
                 message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
             if output.tool_calls:
                 message["tool_calls"] = [call.to_wire() for call in output.tool_calls]
-        return {
+        choice = {
             "index": output.index,
             "message": message,
             "logprobs": None if output.logprobs is None else chat_logprobs(self._tokenizer, output.logprobs),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        return choice | {"token_ids": output.token_ids} if self.has_ids else choice
 
 
 def event_delta(event: AnswerEvent) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fastapi import Request, Response
 from infer.errors import RequestError
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
-from infer.server.protocol.logprobs import CompletionLogprobs, join
+from infer.server.protocol.logprobs import CompletionLogprobs, join, prompt_logprobs
 from infer.server.protocol.schemas import CompletionRequest
 from infer.server.protocol.stream import ChunkWriter, FrameWriter, Generation, Piece, job_fields, named_event
 from infer.server.protocol.translate import Job, open_completion
@@ -47,6 +47,8 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
             param="stream_options.continuous_usage_stats",
         )
     body.stream = True
+    if body.return_token_ids:
+        body.note_ignored(["return_token_ids"])  # every event has its token's id
     return await answer(http, body, open_completion(body, server_state(http)), EventWriter)
 
 
@@ -57,6 +59,8 @@ class CompletionView:
         self.job = job
         self.echoes = bool(body.echo)
         self.shows_output = body.max_tokens != 0
+        self._has_ids = bool(body.return_token_ids)
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._tokenizer = job.model.encoder.tokenizer
         self._logprobs: list[CompletionLogprobs] | None = None
         if body.logprobs is not None:
@@ -106,13 +110,20 @@ class CompletionView:
             text += output.text
             made = self.logprobs(choice, output.token_ids, output.logprobs or ())
             logprobs = join(logprobs, made) if logprobs is not None and made is not None else made
-        return {
+        made_choice = {
             "index": choice,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason if self.shows_output else "length",
             "stop_reason": output.stop_reason if self.shows_output else None,
         }
+        if self._has_prompt_logprobs:
+            rows = answer.prompt_logprobs or ()
+            made_choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, answer.prompt_token_ids, rows)
+        if self._has_ids:
+            made_choice["prompt_token_ids"] = answer.prompt_token_ids
+            made_choice["token_ids"] = output.token_ids if self.shows_output else []
+        return made_choice
 
 
 class CompletionWriter(ChunkWriter):
@@ -124,6 +135,7 @@ class CompletionWriter(ChunkWriter):
         view = self._view = CompletionView(generation.job, body)
         super().__init__(generation, body, num_choices=view.num_choices)
         self._not_echoed = set(range(view.num_choices)) if view.echoes else set()
+        self._not_begun = set(range(view.num_choices)) if self.has_ids else set()
 
     def last_usage(self) -> Mapping[str, Any]:
         """The usage at the end, where a sample that is not shown is not counted."""
@@ -155,7 +167,9 @@ class CompletionWriter(ChunkWriter):
             frames.append(self.frame(choice, self.text(view.prompt_text(piece.prompt)), logprobs, reason))
         if view.shows_output:
             logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
-            frames.append(self.token(choice, delta, logprobs))
+            prompt_ids = view.job.requests[piece.prompt].prompt if choice in self._not_begun else None
+            self._not_begun.discard(choice)
+            frames.append(self.token(choice, delta, logprobs, prompt_ids))
         return frames
 
 

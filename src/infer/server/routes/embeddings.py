@@ -25,7 +25,7 @@ from infer.frontend.prompts import open_embeddings
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
-from infer.server.protocol.translate import split_prompts
+from infer.server.protocol.translate import most_tokens, split_prompts
 from infer.server.routes.json_route import ignored_headers, make_router, server_state
 from infer.server.state import ServedModel, engine_id, mark
 
@@ -55,6 +55,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         pooling=body.pooling,
         normalize=body.normalize,
         add_special=body.add_special_tokens is not False,
+        most=most_tokens(body, model.encoder, 0),
     )
     mark("tokenize")
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)

@@ -190,8 +190,9 @@ async def answer(
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
         answers = await unless_disconnected(http.receive, writer.generation.collect())
-    num_tokens, logprobs = writer.generation.usage()["total_tokens"], writer.generation.job.params.logprobs
-    num_spelled = 0 if logprobs is None else num_tokens * (1 + logprobs)  # and the alternatives of each
+    num_tokens, params = writer.generation.usage()["total_tokens"], writer.generation.job.params
+    asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
+    num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # and the alternatives of each
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
     return json_response(content, body)
 

@@ -222,11 +222,10 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
         _add_content(turns, "system", body.system, ("system",), BLOCKS["system"])
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
-    if is_answered and body.messages and body.messages[-1].get("role") == "assistant":
-        raise RequestError.about(
-            "messages", "ends with the assistant's turn, which this server cannot continue; end with a user's"
-        )
     fields: dict[str, Any] = {"model": body.model, "messages": turns.messages()}
+    last = fields["messages"][-1] if body.messages else {}
+    if last.get("role") == "assistant" and (is_answered or "tool_calls" not in last):
+        fields["continue_final_message"] = True  # the answer goes on where its text ends
     if body.tools:
         fields["tools"] = [_tool(turns, tool, ("tools", i)) for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None:

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from infer.errors import MalformedRequest
 from infer.server.protocol.logprobs import spell
 from infer.server.protocol.schemas import DetokenizeRequest, TokenizeRequest
-from infer.server.protocol.translate import check_has_template, encode_prompts
+from infer.server.protocol.translate import check_has_template, encode_prompts, read_opening
 from infer.server.routes.json_route import in_thread_if_large, json_response, make_router, server_state
 
 router = make_router()
@@ -32,7 +32,11 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         check_has_template(encoder)
         options = body.chat_template_kwargs
         ids = await asyncio.to_thread(
-            encoder.encode_chat, body.messages or [], tools=body.tools, template_options=options
+            encoder.encode_chat,
+            body.messages or [],
+            tools=body.tools,
+            template_options=options,
+            opening=read_opening(body),
         )
     strings = None
     if body.return_token_strs:
