@@ -15,6 +15,10 @@ the spot would make the operating system answer the rest of the body with a rese
 the answer before the client has read it. So the connection *lingers*: our side is closed, what still
 comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
 
+A client may stop sending behind its request and still read (a half-closed connection): it gets its answer.
+One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
+Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
+
 A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
 asked, body and all (RFC 9110, 7.8).
 
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 from http import HTTPStatus
 from typing import Any
 
@@ -44,6 +49,7 @@ TOO_LARGE = f"the first line, headers and trailers are larger than {MAX_HEAD_BYT
 MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
 TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
 HTTP2_HELLO = b"PRI * HTTP/2"
+PROBE_S = 0.05  # between two looks at whether a half-closed connection was reset
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
 
@@ -84,7 +90,7 @@ class GuardedConnection(HttpToolsProtocol):
         self.logger = uvicorn_logger
         self.parser = RequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: pipelining
-        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the lingering
+        self._timer: asyncio.TimerHandle | None = None  # of a head, of the lingering, or of a probe
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
@@ -179,6 +185,17 @@ class GuardedConnection(HttpToolsProtocol):
         if self._is_body_open and self._is_answered():
             self.close_behind_answer()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent all it wants to, until it has its answers."""
+        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # knows no `100 Continue`
+        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # half a TLS is none
+            return False
+        self.cycle.keep_alive = False
+        if not self.pipeline and not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe()
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time: the connection is gone."""
         self._stop_timer()
@@ -226,6 +243,17 @@ class GuardedConnection(HttpToolsProtocol):
             self._refusal = (501, "the method CONNECT is for proxies, and this server is none")
         if self._refusal is not None:
             raise RefusedHead
+
+    def _probe(self) -> None:
+        """Close a half-closed connection that was reset; look again later if it was not."""
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups alone
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(PROBE_S, self._probe)
 
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from uvicorn.server import ServerState as Host
 from infer.config.settings import ServerConfig
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, MAX_LINGER_BYTES, GuardedConnection
+from infer.server.serve import loop_factory
 from infer.server.state import ServerState
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -365,3 +368,49 @@ def test_a_head_that_asks_for_what_is_not_served_is_told_so(
         assert peer.transport.is_ended or peer.transport.is_closed
 
     talk(script)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()])
+def test_a_client_that_hangs_up_is_told_from_one_that_stops_sending(
+    make_loop: Any, version: str, family: int, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+
+    async def listen(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            async with asyncio.timeout(0.4):
+                heard.append((await receive())["type"])
+        except TimeoutError:
+            heard.append("nothing")
+            await tell_what_came(scope, lambda: asyncio.sleep(0, {}), send)
+
+    async def main() -> None:
+        config = uvicorn.Config(listen, http=GuardedConnection, ws="none", lifespan="off", log_config=None)
+        loop, host = asyncio.get_running_loop(), Host()
+        path = str(tmp_path / "s")
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+            listener.listen()
+            server = await loop.create_server(lambda: GuardedConnection(config, host, {}), sock=listener)
+            for is_half in (True, False):
+                with socket.socket(family, socket.SOCK_STREAM) as client:
+                    client.setblocking(False)
+                    await loop.sock_connect(client, listener.getsockname())
+                    await loop.sock_sendall(client, f"GET /a HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+                    if is_half:
+                        client.shutdown(socket.SHUT_WR)
+                        answer = b""
+                        while part := await loop.sock_recv(client, 65536):
+                            answer += part
+                        assert answer.endswith(b"[GET /a ]") or (version == "1.0" and not answer)
+                while len(heard) < 2 - is_half or host.connections:
+                    await asyncio.sleep(0.01)
+            server.close()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(main())
+    half = "nothing" if version == "1.1" else "http.disconnect"
+    assert heard == [half, "http.disconnect"]

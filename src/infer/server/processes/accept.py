@@ -3,8 +3,8 @@
 All processes wait for the same socket, and a connection goes to the one that takes it first. One that has
 more connections than another leaves a newcomer to the others for PAUSE_S, once: so a burst spreads evenly,
 and a process that hangs keeps nothing from the rest. Each takes one connection per turn of its event loop; a
-process that has the socket to itself takes all that wait, up to BURST. A TLS handshake has as much time as the
-head of a request.
+process that has the socket to itself takes all that wait, up to BURST. A TLS handshake has as much time as
+the head of a request.
 """
 
 from __future__ import annotations
