@@ -144,6 +144,7 @@ async def serve(
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
             await drain(state, config.drain_timeout)
+            _raise_if_lost(workers)
     finally:
         state.board.is_draining = True
         starting.cancel()
