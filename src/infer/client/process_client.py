@@ -12,6 +12,10 @@ it still has to do and how many tokens it has computed. While it owes us somethi
 come within `stuck_timeout` seconds: a chunk of a long prompt is work, though no output comes of it. One that
 has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which it
 owes a report like any command. So an engine that freezes while idle is found as well.
+
+A *full queue* is told here, for the engine takes commands between two steps alone, and a step may take
+seconds. What counts is its last report and the requests on their way: one that it would have taken is refused
+only for the sequences that have ended since that report.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -32,7 +37,7 @@ from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, 
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
-from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -48,6 +53,7 @@ class ProcessClient:
     _stats: EngineStats  # the last snapshot that arrived
     _num_sent: int  # commands, and those of them that the engine has taken
     _num_taken: int
+    _on_way: deque[tuple[int, int]]  # the number of a command, and how many sequences it adds
 
     def __init__(
         self,
@@ -125,24 +131,37 @@ class ProcessClient:
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
-        self._send(messages.Add(ticket, request))
+        self._check_room()
+        self._send(messages.Add(ticket, request), num_added=1)
         self._readers[ticket] = queue
 
         def end(has_ended: bool) -> None:
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):
-                    self._send(messages.Unsubscribe(ticket, request.request_id))
+                    self._send(messages.Unsubscribe(ticket, request.request_id), num_added=-1)
 
         return end
 
-    def _send(self, command: messages.Command) -> None:
+    def _check_room(self) -> None:
+        """Refuse what the engine would refuse at its next turn."""
+        stats, max_queue = self._stats, self.ready.max_queue
+        if max_queue is None or self._down is not None:
+            return
+        num_added = sum(number for _, number in self._on_way)
+        num_queued = stats.num_running + stats.num_waiting + num_added - stats.max_batch_size
+        if num_queued >= max_queue:
+            raise QueueFull.of(num_queued, max_queue)
+
+    def _send(self, command: messages.Command, num_added: int = 0) -> None:
         if self._down is not None:
             raise EngineStopped(self._down)
         self._process.send(command)
         if not self._owes_us:
             self._progress_at = time.monotonic()
         self._num_sent += 1
+        if num_added:
+            self._on_way.append((self._num_sent, num_added))
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -152,6 +171,8 @@ class ProcessClient:
             self._progress_at = time.monotonic()
         self._stats = message.stats
         self._num_taken = message.num_commands
+        while self._on_way and self._on_way[0][0] <= self._num_taken:
+            self._on_way.popleft()
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
             if ticket in readers:  # else its reader has left, and the engine will know soon
@@ -176,6 +197,7 @@ class ProcessClient:
         self.ready = ready  # what the engine says of its model, and of its start
         self._stats = ready.stats
         self._num_sent = self._num_taken = 0
+        self._on_way = deque()
         self._progress_at = time.monotonic()
         self._down = None
         process.listen(self._take)
