@@ -109,6 +109,7 @@ class ScriptedClient:
     """An engine client that runs a script for each request and remembers what was asked of it."""
 
     failure: EngineError | None = None  # why it cannot serve
+    silent_s = 0.0
 
     def __init__(self, script: Script) -> None:
         self._script = script

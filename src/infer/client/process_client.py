@@ -11,7 +11,8 @@ Whether the engine is *stuck* is read from its reports. Each says how many of ou
 it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
 come within `stuck_timeout` seconds: a chunk of a long prompt is work, though no output comes of it. One that
 has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which it
-owes a report like any command. So an engine that freezes while idle is found as well.
+owes a report like any command. So an engine that freezes while idle is found as well, and gets no requests
+that another replica can take long before it counts as stuck (`silent_s`, read by the server's router).
 
 A *full queue* is told here, for the engine takes commands between two steps alone, and a step may take
 seconds. What counts is its last report and the requests on their way: one that it would have taken is refused
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -104,8 +106,13 @@ class ProcessClient:
         if self._down is not None:
             return EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
         if self._is_stuck():
-            return EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
+            return EngineError(f"the engine has made no progress for {self.silent_s:.0f} s")
         return None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        return time.monotonic() - self._progress_at if self._owes_us else 0.0
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
@@ -234,15 +241,14 @@ class ProcessClient:
 
     async def _watch(self) -> str:
         """Wait for the end of the process and return the reason; one that is stuck is ended here."""
-        timeout = self._options.stuck_timeout
-        interval = min(CHECK_INTERVAL, timeout / 4) if timeout else None
+        interval = min(CHECK_INTERVAL, (self._options.stuck_timeout or math.inf) / 4)
         while not self._process.exited.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._process.exited.wait()
             self._ping_if_idle()
             if self._start_again is not None and self._is_stuck():
-                silent_s = self._silent_s()
+                silent_s = self.silent_s
                 self._process.kill()
                 await self._process.exited.wait()
                 return f"the engine made no progress for {silent_s:.0f} s and was ended"
@@ -250,7 +256,7 @@ class ProcessClient:
 
     def _ping_if_idle(self) -> None:
         idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
-        if idle_s > min(PING_INTERVAL, self._options.stuck_timeout) > 0:
+        if idle_s > min(PING_INTERVAL, self._options.stuck_timeout or math.inf):
             with contextlib.suppress(EngineStopped):  # its exit is about to be known
                 self._send(messages.Ping())
 
@@ -283,11 +289,8 @@ class ProcessClient:
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 
-    def _silent_s(self) -> float:
-        return time.monotonic() - self._progress_at if self._owes_us else 0.0
-
     def _is_stuck(self) -> bool:
-        if not 0 < self._options.stuck_timeout < self._silent_s():
+        if not 0 < self._options.stuck_timeout < self.silent_s:
             return False
         self._process.receive_all()  # its reports may be here, unread
-        return self._silent_s() > self._options.stuck_timeout
+        return self.silent_s > self._options.stuck_timeout

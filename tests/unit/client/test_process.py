@@ -300,7 +300,7 @@ def test_a_full_queue_is_told_without_asking_the_engine() -> None:
 
     async def main() -> None:
         process, client = await silent_client(0.0, max_batch_size=2, max_queue=3)
-        readers = []
+        readers: list[asyncio.Task[StepOutput]] = []
 
         async def submit() -> int:
             """Returns how many of ten requests were sent."""
@@ -348,5 +348,30 @@ def test_without_a_limit_the_queue_is_never_full() -> None:
         assert len(process.sent) == 50
         await client.close()
         await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stuck_timeout", [0.0, 120.0])
+def test_an_idle_engine_that_does_not_answer_its_ping_is_silent(
+    stuck_timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in an API process that does not decide when it is stuck."""
+    monkeypatch.setattr(process_client, "CHECK_INTERVAL", 0.01)
+    monkeypatch.setattr(process_client, "PING_INTERVAL", 0.05)
+
+    async def main() -> None:
+        process, client = await silent_client(stuck_timeout)
+        async with asyncio.timeout(5):
+            while not process.sent:
+                assert client.silent_s == 0.0
+                await asyncio.sleep(0.01)
+            assert process.sent == [Ping()]
+            while client.silent_s < 0.1:
+                await asyncio.sleep(0.01)
+        assert client.failure is None and process.sent == [Ping()]
+        client._take(StepReport(1, EngineStats(), [], []))
+        assert client.silent_s == 0.0
+        await client.close()
 
     asyncio.run(main())
