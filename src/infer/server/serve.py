@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from infer.client.spawn import SpareEngines
-from infer.client.supervisor import remove_directories
+from infer.client.supervisor import remove_directories, remove_stale_directories
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
@@ -122,6 +122,7 @@ async def serve(
     listener = bind(config)
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
+    remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
     await workers.start(http.loaded_app, listener, knobs)

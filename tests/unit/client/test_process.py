@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +17,7 @@ import pytest
 import zmq
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.client import process, process_client
+from infer.client import process, process_client, supervisor
 from infer.client.client import embed as embed_prompt
 from infer.client.messages import (
     Add,
@@ -375,3 +378,27 @@ def test_an_idle_engine_that_does_not_answer_its_ping_is_silent(
         await client.close()
 
     asyncio.run(main())
+
+
+def test_directories_of_killed_servers_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.ExitStack() as alive:
+        held = Path(supervisor._private_directory(alive))
+        stale, begun, other = (tmp_path / name for name in ("infer-run-a", "infer-run-b", "else"))
+        for directory in (held, stale, other):
+            directory.mkdir(exist_ok=True)
+            (directory / "engine-0").touch()
+        begun.mkdir()
+        (tmp_path / "infer-run-link").symlink_to(other)
+        (tmp_path / "infer-run-file").touch()
+        supervisor.remove_stale_directories()
+        assert (held / "engine-0").exists() and (other / "engine-0").exists() and begun.exists()
+        assert not stale.exists()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        stale.mkdir()
+        (stale / "engine-0").touch()
+        supervisor.remove_stale_directories()
+        assert stale.exists(), "another user's"
+    assert not held.exists()
