@@ -23,7 +23,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -46,6 +45,7 @@ from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes
 from infer.server.state import ServerState
+from infer.server.tls import tls_context, warn_if_expired
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ async def serve(
     listener = bind(config)
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
+    warn_if_expired(config)
     remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
@@ -254,13 +255,9 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WRITES_S,
         backlog=BACKLOG,
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
     )
-    try:
-        made.load()
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"cannot use tls_cert and tls_key: {error.strerror or error}") from None
+    made.load()
+    made.ssl = tls_context(config)  # uvicorn would ask for a passphrase, and take old ciphers
     return made
 
 
