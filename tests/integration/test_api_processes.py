@@ -268,3 +268,24 @@ def is_served(client: httpx.Client) -> bool:
 
 def cmdline(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_terminal_that_closes_ends_the_server_and_leaves_nothing(
+    number: int, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGHUP drains, as SIGTERM does; SIGQUIT (Ctrl-\\) ends it on the spot, and what it started follows."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    arguments = (f"tiny={checkpoint}", "--api-processes", "2")
+    with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
+        children = server.children()
+        assert len(children) == 2 and list(tmp_path.glob("infer-run-*"))
+        for pid in children:  # as a service manager does that signals a whole group
+            if number == signal.SIGHUP:
+                os.kill(pid, number)
+        assert server.stop(number) == (0 if number == signal.SIGHUP else -number)
+        wait_until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: not list(tmp_path.glob("infer-run-*")))
+        assert logged(server, "draining requests=0") == (number == signal.SIGHUP)
+        assert logged(server, "stopped") == (number == signal.SIGHUP)
+        assert "Traceback" not in server.log.read_text()

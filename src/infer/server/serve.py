@@ -7,10 +7,10 @@ minute, and a health check sees "starting" instead of a refused connection. Only
 is refused earlier still: a server that will never be ready should not listen. What the device cannot do is
 refused by the first engine: this process imports no torch.
 
-After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
-then cut off with an error; a second signal cuts them off now, and exits within two seconds. If a model cannot
-be loaded the server ends with that error, and if every engine is down for good it ends with `EngineLost`, so
-that a service manager can start it again.
+After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
+`drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and
+exits within two seconds. If a model cannot be loaded the server ends with that error, and if every engine is
+down for good it ends with `EngineLost`, so that a service manager can start it again.
 """
 
 from __future__ import annotations
@@ -262,7 +262,11 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
 
 
 def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; the second cuts requests off, and another one ends the process."""
+    """Done at the first SIGINT, SIGTERM or SIGHUP; a second one of the former two cuts requests off.
+
+    Another one ends the process. A terminal that closes may send SIGHUP twice, so it never cuts off; it does
+    nothing to a server that was told not to mind (nohup).
+    """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
@@ -276,8 +280,14 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
             return
         stopping.set_result(None)
 
+    def on_hang_up() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, on_hang_up)
     return stopping
 
 
