@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +18,7 @@ import pytest
 
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
+from tests.support.faulty_server import STUCK
 from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
 
 NUM = 3
@@ -208,6 +211,36 @@ def test_a_process_that_dies_ends_the_server_with_a_line(checkpoint: str, tmp_pa
         wait_until(lambda: not any(map(is_alive, children)))
 
 
+def test_a_process_that_dies_in_a_drain_is_named_and_not_waited_for(checkpoint: str, tmp_path: Path) -> None:
+    arguments = (f"tiny={checkpoint}", "--api-processes", "2", "--drain-timeout", "100")
+    with (
+        start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server,
+        ExitStack() as stack,
+    ):
+        (worker,) = (pid for pid in server.children() if "processes.worker" in cmdline(pid))
+        for _ in range(100):
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
+            client.get("/version")
+            if process_of(client, server) == worker:
+                break
+        body = {"model": "tiny", "prompt": [STUCK], "max_tokens": 9}
+        asking = threading.Thread(target=lambda: lost(client, body))
+        asking.start()
+        time.sleep(1.0)  # until it is inside, which "draining requests=1" proves
+        server.process.terminate()
+        wait_until(lambda: logged(server, "draining requests=1"))
+        os.kill(worker, signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        asking.join()
+        assert "server ends error=API process 1 ended with signal 9" in server.log.read_text()
+
+
+def lost(client: httpx.Client, body: dict[str, Any]) -> None:
+    """Ask for what never comes."""
+    with pytest.raises(httpx.HTTPError):
+        client.post("/v1/completions", json=body)
+
+
 def test_processes_end_with_process_0_however_that_ends(checkpoint: str, tmp_path: Path) -> None:
     with start_server(tmp_path, checkpoint, "--num-blocks", "64", "--api-processes", "2") as server:
         children = server.children()
@@ -235,3 +268,24 @@ def is_served(client: httpx.Client) -> bool:
 
 def cmdline(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_terminal_that_closes_ends_the_server_and_leaves_nothing(
+    number: int, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGHUP drains, as SIGTERM does; SIGQUIT (Ctrl-\\) ends it on the spot, and what it started follows."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    arguments = (f"tiny={checkpoint}", "--api-processes", "2")
+    with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
+        children = server.children()
+        assert len(children) == 2 and list(tmp_path.glob("infer-run-*"))
+        for pid in children:  # as a service manager does that signals a whole group
+            if number == signal.SIGHUP:
+                os.kill(pid, number)
+        assert server.stop(number) == (0 if number == signal.SIGHUP else -number)
+        wait_until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: not list(tmp_path.glob("infer-run-*")))
+        assert logged(server, "draining requests=0") == (number == signal.SIGHUP)
+        assert logged(server, "stopped") == (number == signal.SIGHUP)
+        assert "Traceback" not in server.log.read_text()

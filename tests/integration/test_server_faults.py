@@ -232,6 +232,25 @@ def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
     assert answer.json()["choices"][0]["text"] == offline(oracle, "The river", 8)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_client_that_only_stops_sending_gets_its_whole_answer(
+    live: Live, oracle: LLM, stream: bool, number: int
+) -> None:
+    body = body_of("a prompt", 40, stream=stream)
+    with live.connect() as connection:
+        connection.sendall((head_of(len(body)) + body) * number)
+        connection.shutdown(socket.SHUT_WR)
+        answers = read_all(connection).split(b"HTTP/1.1 200 OK")[1:]  # to the end: the server closes it
+    assert len(answers) == number
+    for answer in answers:
+        if stream:
+            assert answer.count(b"data: ") >= 40 and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        else:
+            text = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+            assert text == offline(oracle, "a prompt", 40)
+
+
 def test_a_full_queue_refuses_with_a_time_to_come_back(live: Live, oracle: LLM) -> None:
     num_tokens, prompts = 60, [f"question {i}" for i in range(24)]
     with ThreadPoolExecutor(len(prompts)) as pool:

@@ -83,6 +83,10 @@ class Remembering:
     def failure(self) -> EngineError | None:
         return self._engine.failure
 
+    @property
+    def silent_s(self) -> float:
+        return self._engine.silent_s
+
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 

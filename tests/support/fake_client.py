@@ -17,6 +17,7 @@ class FakeClient:
         self.delay_s = delay_s
         self.first_token = first_token
         self.failure: EngineError | None = None  # why it cannot serve
+        self.silent_s = 0.0
         self.snapshot = EngineStats(num_blocks=8)
         self.requests: list[Request] = []
         self.num_open = 0

@@ -16,7 +16,7 @@ from typing import Any
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
-from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
 
@@ -97,6 +97,8 @@ def read_models(
         named[0] = (config.served_model_name, named[0][1])
     models: dict[str, EngineConfig] = {}
     for name, model in named:
+        if fault := name_fault(name):
+            raise ConfigError(f"the NAME of --model NAME=MODEL {fault}")
         if name in models:
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))

@@ -57,6 +57,11 @@ class EngineClient(Protocol):
         """Why it cannot serve: `EngineStopped` if it is dead, `EngineError` if it is stuck; None: it can."""
         ...
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        ...
+
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         ...
@@ -116,11 +121,16 @@ class InProcessClient:
     @property
     def failure(self) -> EngineError | None:
         """`EngineStopped` if the thread is dead, `EngineError` if it makes no progress; else None."""
-        owes = self._inbox or self._engine.has_work
-        busy_s = time.monotonic() - self._progress_at if owes else 0.0
-        if self._stopped is None and 0 < self._stuck_timeout < busy_s:
-            return EngineError(f"the engine has made no progress for {busy_s:.0f} s")
+        silent_s = self.silent_s
+        if self._stopped is None and 0 < self._stuck_timeout < silent_s:
+            return EngineError(f"the engine has made no progress for {silent_s:.0f} s")
         return self._stopped
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        owes = self._inbox or self._engine.has_work
+        return time.monotonic() - self._progress_at if owes else 0.0
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""

@@ -107,6 +107,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     context_len: int = 0  # tokens of the longest sequence served
     model_len: int = 0  # tokens of the model's own context
     phases: dict[str, float] = {}  # seconds of each phase of the start, in order
+    max_queue: int | None = None  # sequences that may wait beside those that run; None: no limit
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

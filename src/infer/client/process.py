@@ -223,7 +223,8 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             freeze()  # the model and its parts live as long as the process
             phases = {"spawn": spawn_s, **engine.phases}
             served = engine.family, engine.context_len, engine.model_len
-            ready = messages.encode(messages.Ready(engine.stats(), *served, phases))
+            max_queue = engine.scheduler.config.max_queue
+            ready = messages.encode(messages.Ready(engine.stats(), *served, phases, max_queue))
             for socket in sockets:
                 socket.send(ready)
             EngineServer(engine, sockets).run()

@@ -11,7 +11,12 @@ Whether the engine is *stuck* is read from its reports. Each says how many of ou
 it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
 come within `stuck_timeout` seconds: a chunk of a long prompt is work, though no output comes of it. One that
 has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which it
-owes a report like any command. So an engine that freezes while idle is found as well.
+owes a report like any command. So an engine that freezes while idle is found as well, and gets no requests
+that another replica can take long before it counts as stuck (`silent_s`, read by the server's router).
+
+A *full queue* is told here, for the engine takes commands between two steps alone, and a step may take
+seconds. What counts is its last report and the requests on their way: one that it would have taken is refused
+only for the sequences that have ended since that report.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -32,7 +39,7 @@ from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, 
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
-from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -48,6 +55,7 @@ class ProcessClient:
     _stats: EngineStats  # the last snapshot that arrived
     _num_sent: int  # commands, and those of them that the engine has taken
     _num_taken: int
+    _on_way: deque[tuple[int, int]]  # the number of a command, and how many sequences it adds
 
     def __init__(
         self,
@@ -103,8 +111,13 @@ class ProcessClient:
         if self._down is not None:
             return EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
         if self._is_stuck():
-            return EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
+            return EngineError(f"the engine has made no progress for {self.silent_s:.0f} s")
         return None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        return time.monotonic() - self._progress_at if self._owes_us else 0.0
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
@@ -130,7 +143,8 @@ class ProcessClient:
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
-        self._send(messages.Add(ticket, request))
+        self._check_room()
+        self._send(messages.Add(ticket, request), num_added=1)
         self._readers[ticket] = queue
         self._added[request.request_id] = self._num_sent
 
@@ -139,17 +153,29 @@ class ProcessClient:
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):
-                    self._send(messages.Unsubscribe(ticket, request.request_id))
+                    self._send(messages.Unsubscribe(ticket, request.request_id), num_added=-1)
 
         return end
 
-    def _send(self, command: messages.Command) -> None:
+    def _check_room(self) -> None:
+        """Refuse what the engine would refuse at its next turn."""
+        stats, max_queue = self._stats, self.ready.max_queue
+        if max_queue is None or self._down is not None:
+            return
+        num_added = sum(number for _, number in self._on_way)
+        num_queued = stats.num_running + stats.num_waiting + num_added - stats.max_batch_size
+        if num_queued >= max_queue:
+            raise QueueFull.of(num_queued, max_queue)
+
+    def _send(self, command: messages.Command, num_added: int = 0) -> None:
         if self._down is not None:
             raise EngineStopped(self._down)
         self._process.send(command)
         if not self._owes_us:
             self._progress_at = time.monotonic()
         self._num_sent += 1
+        if num_added:
+            self._on_way.append((self._num_sent, num_added))
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -159,6 +185,8 @@ class ProcessClient:
             self._progress_at = time.monotonic()
         self._stats = message.stats
         self._num_taken = message.num_commands
+        while self._on_way and self._on_way[0][0] <= self._num_taken:
+            self._on_way.popleft()
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
             if ticket in readers:  # else its reader has left, and the engine will know soon
@@ -183,6 +211,7 @@ class ProcessClient:
         self.ready = ready  # what the engine says of its model, and of its start
         self._stats = ready.stats
         self._num_sent = self._num_taken = 0
+        self._on_way = deque()
         self._progress_at = time.monotonic()
         self._down = None
         process.listen(self._take)
@@ -219,15 +248,14 @@ class ProcessClient:
 
     async def _watch(self) -> str:
         """Wait for the end of the process and return the reason; one that is stuck is ended here."""
-        timeout = self._options.stuck_timeout
-        interval = min(CHECK_INTERVAL, timeout / 4) if timeout else None
+        interval = min(CHECK_INTERVAL, (self._options.stuck_timeout or math.inf) / 4)
         while not self._process.exited.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._process.exited.wait()
             self._ping_if_idle()
             if self._start_again is not None and self._is_stuck():
-                silent_s = self._silent_s()
+                silent_s = self.silent_s
                 self._process.kill()
                 await self._process.exited.wait()
                 return f"the engine made no progress for {silent_s:.0f} s and was ended"
@@ -235,7 +263,7 @@ class ProcessClient:
 
     def _ping_if_idle(self) -> None:
         idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
-        if idle_s > min(PING_INTERVAL, self._options.stuck_timeout) > 0:
+        if idle_s > min(PING_INTERVAL, self._options.stuck_timeout or math.inf):
             with contextlib.suppress(EngineStopped):  # its exit is about to be known
                 self._send(messages.Ping())
 
@@ -268,11 +296,8 @@ class ProcessClient:
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 
-    def _silent_s(self) -> float:
-        return time.monotonic() - self._progress_at if self._owes_us else 0.0
-
     def _is_stuck(self) -> bool:
-        if not 0 < self._options.stuck_timeout < self._silent_s():
+        if not 0 < self._options.stuck_timeout < self.silent_s:
             return False
         self._process.receive_all()  # its reports may be here, unread
-        return self._silent_s() > self._options.stuck_timeout
+        return self.silent_s > self._options.stuck_timeout

@@ -60,7 +60,7 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
     From here on signals are the server's business, and the process ends when its standard input does, which
     is when the server ends, however that comes; `on_orphaned` then cleans up in its place.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = bytearray()
     while not line.endswith(b"\n"):  # unbuffered: a daemon thread reads on from there

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 5.0  # seconds from Stop to SIGKILL: one step in flight may end
 MAX_TMP_LEN = 70  # characters: a unix socket's path may have about 100
+DIRECTORY_PREFIX = "infer-run-"
 NUM_LAST_LINES = 20
 
 
@@ -210,13 +212,40 @@ class EngineProcess(EngineLink):
 _directories: set[str] = set()  # of the engine processes of this process
 
 
-def _private_directory(resources: contextlib.ExitStack) -> str:
+def _directory_base() -> str:
     base = tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix="infer-", dir=base if len(base) <= MAX_TMP_LEN else "/tmp")  # 0700
+    return base if len(base) <= MAX_TMP_LEN else "/tmp"
+
+
+def _private_directory(resources: contextlib.ExitStack) -> str:
+    """A directory for this user alone, locked for as long as this process lives, and empty until it is."""
+    directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=_directory_base())  # 0700
     _directories.add(directory)
     resources.callback(_directories.discard, directory)
     resources.callback(shutil.rmtree, directory, ignore_errors=True)
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    resources.callback(os.close, lock)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     return directory
+
+
+def remove_stale_directories() -> None:
+    """Remove what killed processes of this user have left: directories that nobody has locked."""
+    for entry in os.scandir(_directory_base()):
+        with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
+            if (
+                not entry.name.startswith(DIRECTORY_PREFIX)
+                or entry.stat(follow_symlinks=False).st_uid != os.geteuid()
+            ):
+                continue
+            lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.listdir(lock):  # an empty one may not be locked yet
+                    shutil.rmtree(entry.path)
+                    logger.info("directory of a killed server removed path=%s", entry.path)
+            finally:
+                os.close(lock)
 
 
 def remove_directories() -> None:

@@ -454,6 +454,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
+        if fault := name_fault(self.served_model_name or ""):
+            raise ConfigError(f"served_model_name {fault}")
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let every client in; give a key or none")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
@@ -461,6 +463,11 @@ class ServerConfig:
                 "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "
                 f"such as infer or vllm, got {self.metrics_prefix!r}"
             )
+
+
+def name_fault(name: str) -> str | None:
+    """What is wrong with a name for a model: it must not write lines of a log or move a terminal's cursor."""
+    return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
 
 
 def check_backend(section: Any, name: str) -> None:

@@ -15,6 +15,13 @@ the spot would make the operating system answer the rest of the body with a rese
 the answer before the client has read it. So the connection *lingers*: our side is closed, what still
 comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
 
+A client may stop sending behind its request and still read (a half-closed connection): it gets its answer.
+One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
+Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
+
+A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
+asked, body and all (RFC 9110, 7.8).
+
 `GuardedConnection` is a protocol class of the kind that uvicorn takes as its `http` setting.
 """
 
@@ -22,9 +29,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -36,10 +45,39 @@ uvicorn_logger.addFilter(lambda said: "Invalid HTTP request" not in said.getMess
 
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
+TOO_LARGE = f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes"
 MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
 TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
+HTTP2_HELLO = b"PRI * HTTP/2"
+PROBE_S = 0.05  # between two looks at whether a half-closed connection was reset
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
+
+
+class RefusedHead(Exception):
+    """A head was read whole and asks for what no request gets; never leaves this file."""
+
+
+class RequestParser(httptools.HttpRequestParser):
+    """A parser that goes on where a request asks for another protocol.
+
+    llhttp stops behind a head like that and takes the message for ended. What frames the body is therefore
+    given to it once more, in a head that asks for nothing; its reader knows that the request is still open.
+    """
+
+    def __init__(self, reader: GuardedConnection) -> None:
+        super().__init__(reader)
+        self._reader = reader
+
+    def feed_data(self, data: Any) -> None:
+        """Parse some bytes."""
+        while data:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                super().feed_data(b"POST / HTTP/1.1\r\n" + self._reader.framing + b"\r\n")
+                data = memoryview(data)[stop.args[0] :]
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -50,11 +88,14 @@ class GuardedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = uvicorn_logger
-        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the lingering
+        self.parser = RequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: pipelining
+        self._timer: asyncio.TimerHandle | None = None  # of a head, of the lingering, or of a probe
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
-        self._begins_as_tls = False
+        self._first_bytes = b""  # of what is being read, where it begins a request
+        self._refusal: tuple[int, str] | None = None  # of the head just read
         self._num_begun = 0  # requests begun within the bytes being read now
         self._num_body_bytes = 0  # of the request being read
         self._num_other_bytes = 0
@@ -66,6 +107,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the time of a head, unless it runs already."""
+        if self._is_open:  # `RequestParser` repeats what frames its body
+            return
         super().on_message_begin()
         self._is_open = True
         self._num_begun += 1
@@ -80,7 +123,10 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the time: a head is whole."""
+        if self._is_body_open:  # repeated
+            return
         self._stop_timer()
+        self._check_head()
         super().on_headers_complete()
         self._is_body_open = True
         self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
@@ -92,6 +138,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that a request is whole."""
+        if self.parser.should_upgrade():  # its head is
+            return
         self._is_open = self._is_body_open = False
         super().on_message_complete()
 
@@ -103,7 +151,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self.transport.close()
             return
         was_open, num_body_bytes = self._is_open, self._num_body_bytes
-        self._begins_as_tls = not was_open and data.startswith(TLS_HELLO)
+        self._first_bytes = b"" if was_open else data[:16]
         self._num_begun = 0
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
@@ -114,14 +162,18 @@ class GuardedConnection(HttpToolsProtocol):
             num_before = 0 if self._num_begun else num_body_bytes
             self._num_other_bytes += len(data) - (self._num_body_bytes - num_before)
         if self._num_other_bytes > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes:
-            self._refuse(431, f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes")
+            self._refuse(431, TOO_LARGE)
         elif self._timer is None and not self._is_open and self._is_answered():
             self._expect_head()  # empty lines between requests ended the keep-alive timeout
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP."""
-        if self._begins_as_tls:  # its sender cannot read the answer, but the operator can read the log
+        """Refuse bytes that are not HTTP, or a head that `_check_head` has refused."""
+        if self._refusal is not None:
+            self._refuse(*self._refusal)
+        elif self._first_bytes.startswith(TLS_HELLO):  # for the log: its sender cannot read this
             self._refuse(400, "this port speaks HTTP, not HTTPS; write http:// in the address")
+        elif self._first_bytes.startswith(HTTP2_HELLO):
+            self._refuse(505, "this server speaks HTTP/1.1, not HTTP/2; let the client use HTTP/1.1")
         else:
             self._refuse(400, "this is not a valid HTTP request")
 
@@ -132,6 +184,17 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_body_open and self._is_answered():
             self.close_behind_answer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent all it wants to, until it has its answers."""
+        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # knows no `100 Continue`
+        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # half a TLS is none
+            return False
+        self.cycle.keep_alive = False
+        if not self.pipeline and not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time: the connection is gone."""
@@ -155,6 +218,42 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    @property
+    def framing(self) -> bytes:
+        """The headers that say where the body of the request being read ends."""
+        fields = (b"content-length", b"transfer-encoding")
+        return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in fields)
+
+    def _check_head(self) -> None:
+        """Refuse a head that no layer behind this one could answer."""
+        names = [name for name, _ in self.headers]
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        size = len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        if size + len("GET  HTTP/1.1\r\n\r\n") > MAX_HEAD_BYTES:
+            self._refusal = (431, TOO_LARGE)
+        elif names.count(b"host") > 1:
+            self._refusal = (400, "there is more than one host header; send one")
+        elif codings not in ([], [b"chunked"]):
+            self._refusal = (
+                501,
+                "the only transfer-encoding is 'chunked'; send the body without another one",
+            )
+        elif self.parser.get_method() == b"CONNECT":
+            self._refusal = (501, "the method CONNECT is for proxies, and this server is none")
+        if self._refusal is not None:
+            raise RefusedHead
+
+    def _probe(self) -> None:
+        """Close a half-closed connection that was reset; look again later if it was not."""
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups alone
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(PROBE_S, self._probe)
 
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

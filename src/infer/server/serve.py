@@ -7,10 +7,10 @@ minute, and a health check sees "starting" instead of a refused connection. Only
 is refused earlier still: a server that will never be ready should not listen. What the device cannot do is
 refused by the first engine: this process imports no torch.
 
-After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
-then cut off with an error; a second signal cuts them off now, and exits within two seconds. If a model cannot
-be loaded the server ends with that error, and if every engine is down for good it ends with `EngineLost`, so
-that a service manager can start it again.
+After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
+`drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and
+exits within two seconds. If a model cannot be loaded the server ends with that error, and if every engine is
+down for good it ends with `EngineLost`, so that a service manager can start it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -33,7 +32,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from infer.client.spawn import SpareEngines
-from infer.client.supervisor import remove_directories
+from infer.client.supervisor import remove_directories, remove_stale_directories
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
@@ -46,6 +45,7 @@ from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes
 from infer.server.state import ServerState
+from infer.server.tls import tls_context, warn_if_expired
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ async def serve(
     listener = bind(config)
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
+    warn_if_expired(config)
+    remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
     await workers.start(http.loaded_app, listener, knobs)
@@ -144,6 +146,7 @@ async def serve(
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
             await drain(state, config.drain_timeout)
+            _raise_if_lost(workers)
     finally:
         state.board.is_draining = True
         starting.cancel()
@@ -252,18 +255,18 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WRITES_S,
         backlog=BACKLOG,
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
     )
-    try:
-        made.load()
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"cannot use tls_cert and tls_key: {error.strerror or error}") from None
+    made.load()
+    made.ssl = tls_context(config)  # uvicorn would ask for a passphrase, and take old ciphers
     return made
 
 
 def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; the second cuts requests off, and another one ends the process."""
+    """Done at the first SIGINT, SIGTERM or SIGHUP; a second one of the former two cuts requests off.
+
+    Another one ends the process. A terminal that closes may send SIGHUP twice, so it never cuts off; it does
+    nothing to a server that was told not to mind (nohup).
+    """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
@@ -277,8 +280,14 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
             return
         stopping.set_result(None)
 
+    def on_hang_up() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, on_hang_up)
     return stopping
 
 

@@ -51,6 +51,14 @@ def test_familiar_spellings_are_understood(flag: str, value: str, name: str) -> 
     assert str(getattr(config, name)).strip("(),'") in (value, f"{value}.0")
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "a\x00", "a\u2028b", "\x9b", "\udc80"])
+def test_a_name_with_control_characters_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="^served_model_name must not have control characters, got '.*'$"):
+        read("one", "--served-model-name", name)
+    with pytest.raises(ConfigError, match="^the NAME of --model NAME=MODEL must not have control characters"):
+        read("--model", f"{name}=one")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("m", ("", "m")), ("n=m", ("n", "m")), ("n=a=b", ("n", "a=b")), ("./x=y", ("", "./x=y"))],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +17,7 @@ import pytest
 import zmq
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.client import process, process_client
+from infer.client import process, process_client, supervisor
 from infer.client.client import embed as embed_prompt
 from infer.client.messages import (
     Add,
@@ -36,7 +39,7 @@ from infer.config.settings import EngineConfig
 from infer.constraints.description import Structured
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError
+from infer.errors import EngineError, QueueFull
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -243,10 +246,13 @@ class SilentProcess:
     async def close(self, *, timeout: float = 0.0) -> None: ...
 
 
-async def silent_client(stuck_timeout: float) -> tuple[SilentProcess, ProcessClient]:
+async def silent_client(
+    stuck_timeout: float, *, max_batch_size: int = 0, max_queue: int | None = None
+) -> tuple[SilentProcess, ProcessClient]:
     process = SilentProcess()
     options = ProcessOptions(stuck_timeout=stuck_timeout)
-    client = ProcessClient(cast(EngineProcess, process), Ready(EngineStats()), options, None)
+    ready = Ready(EngineStats(max_batch_size=max_batch_size), max_queue=max_queue)
+    client = ProcessClient(cast(EngineProcess, process), ready, options, None)
     return process, client
 
 
@@ -294,3 +300,109 @@ def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytes
         await client.close()
 
     asyncio.run(main())
+
+
+def test_a_full_queue_is_told_without_asking_the_engine() -> None:
+    """It takes commands between steps alone, and a step may take seconds."""
+
+    async def main() -> None:
+        process, client = await silent_client(0.0, max_batch_size=2, max_queue=3)
+        readers: list[asyncio.Task[StepOutput]] = []
+
+        async def submit() -> int:
+            """Returns how many of ten requests were sent."""
+            num_sent = len(process.sent)
+            for _ in range(10):
+                request = make_request(f"r{len(readers)}")
+                readers.append(asyncio.create_task(anext(client.generate(request))))
+            await asyncio.sleep(0)
+            for reader in readers[-10:]:
+                if reader.done():
+                    assert isinstance(reader.exception(), QueueFull)
+            return len(process.sent) - num_sent
+
+        def report(num_running: int, num_waiting: int, num_taken: int | None = None) -> None:
+            stats = EngineStats(num_running=num_running, num_waiting=num_waiting, max_batch_size=2)
+            client._take(StepReport(len(process.sent) if num_taken is None else num_taken, stats, [], []))
+
+        assert await submit() == 5, "two run, three wait"
+        assert "3 sequences are waiting and max_queue is 3" in str(readers[5].exception())
+        assert await submit() == 0
+        report(2, 1, num_taken=3)
+        assert await submit() == 0, "two are on their way"
+        report(2, 1)
+        assert await submit() == 2
+        report(2, 3)
+        for reader in readers[:2]:
+            reader.cancel()
+        await asyncio.sleep(0)
+        assert await submit() == 2, "two have left"
+        report(0, 0)
+        assert await submit() == 5
+        for reader in readers:
+            reader.cancel()
+        await client.close()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_without_a_limit_the_queue_is_never_full() -> None:
+    async def main() -> None:
+        process, client = await silent_client(0.0, max_batch_size=1)
+        readers = [asyncio.create_task(anext(client.generate(make_request(f"r{i}")))) for i in range(50)]
+        await asyncio.sleep(0)
+        assert len(process.sent) == 50
+        await client.close()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stuck_timeout", [0.0, 120.0])
+def test_an_idle_engine_that_does_not_answer_its_ping_is_silent(
+    stuck_timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in an API process that does not decide when it is stuck."""
+    monkeypatch.setattr(process_client, "CHECK_INTERVAL", 0.01)
+    monkeypatch.setattr(process_client, "PING_INTERVAL", 0.05)
+
+    async def main() -> None:
+        process, client = await silent_client(stuck_timeout)
+        async with asyncio.timeout(5):
+            while not process.sent:
+                assert client.silent_s == 0.0
+                await asyncio.sleep(0.01)
+            assert process.sent == [Ping()]
+            while client.silent_s < 0.1:
+                await asyncio.sleep(0.01)
+        assert client.failure is None and process.sent == [Ping()]
+        client._take(StepReport(1, EngineStats(), [], []))
+        assert client.silent_s == 0.0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_directories_of_killed_servers_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_directory_base", lambda: str(tmp_path))
+    with contextlib.ExitStack() as alive:
+        held = Path(supervisor._private_directory(alive))
+        stale, begun, other = (tmp_path / name for name in ("infer-run-a", "infer-run-b", "else"))
+        for directory in (held, stale, other):
+            directory.mkdir(exist_ok=True)
+            (directory / "engine-0").touch()
+        begun.mkdir()
+        (tmp_path / "infer-run-link").symlink_to(other)
+        (tmp_path / "infer-run-file").touch()
+        supervisor.remove_stale_directories()
+        assert (held / "engine-0").exists() and (other / "engine-0").exists() and begun.exists()
+        assert not stale.exists()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        stale.mkdir()
+        (stale / "engine-0").touch()
+        supervisor.remove_stale_directories()
+        assert stale.exists(), "another user's"
+    assert not held.exists()

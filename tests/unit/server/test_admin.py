@@ -57,6 +57,8 @@ def test_an_alias_can_be_made_and_pointed_elsewhere_but_not_onto_a_model() -> No
     assert post(site, "/admin/models/alias", {"alias": "gpt-4", "name": "fake"}).status_code == 200
     assert site.state.get_model("gpt-4") is site.state.models["fake"]
     assert post(site, "/admin/models/alias", {"alias": "fake", "name": "fake"}).status_code == 409
+    forged = post(site, "/admin/models/alias", {"alias": "x\ry", "name": "fake"})
+    assert forged.status_code == 400 and forged.json()["error"]["param"] == "alias"
     unknown = post(site, "/admin/models/alias", {"alias": "x", "name": "nobody"})
     assert unknown.status_code == 404 and "nobody" in unknown.json()["error"]["message"]
 
@@ -95,6 +97,8 @@ def test_draining_sends_newcomers_away_until_it_is_taken_back() -> None:
         ({"name": "b", "model": 3}, 400, "model"),
         ({"name": "b", "model": "x", "nome": 1}, 400, "nome"),
         ({"name": "fake", "model": "x"}, 409, "already"),
+        ({"name": "b\n12:00 INFO", "model": "x"}, 400, "name must not have control characters"),
+        ({"name": "b\x1b[2J", "model": "x"}, 400, "name must not have control characters"),
         ({"name": "b", "model": "/no/such/directory"}, 400, "model"),
         ({"name": "b", "model": "x", "knobs": {"block_sise": 3}}, 400, "block_size"),
         ({"name": "b", "model": "x", "knobs": {"block_size": "big"}}, 400, "block_size"),

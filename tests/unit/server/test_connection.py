@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from uvicorn.server import ServerState as Host
 from infer.config.settings import ServerConfig
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, MAX_LINGER_BYTES, GuardedConnection
+from infer.server.serve import loop_factory
 from infer.server.state import ServerState
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -243,3 +246,171 @@ def test_what_is_no_http_is_told_in_the_log(
     with caplog.at_level(logging.INFO, logger="infer.server.connection"):
         talk(script)
     assert caplog.messages == [f"connection refused status=400 error={message!r}"]
+
+
+BODY = b'{"model": "nothing"}'
+UPGRADES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    "websocket": b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\n",
+    "something else": b"upgrade: anything\r\nconnection: upgrade\r\n",
+}
+FRAMINGS = {
+    "length": (b"content-length: %d\r\n" % len(BODY), BODY),
+    "chunks": (
+        b"transfer-encoding: chunked\r\n",
+        b"4\r\n%b\r\n10;a=b\r\n%b\r\n0\r\nx-t: 1\r\n\r\n" % (BODY[:4], BODY[4:]),
+    ),
+    "none": (b"", b""),
+}
+
+
+async def tell_what_came(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the method, the path and the body of its request."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    said = f"[{scope['method']} {scope['path']} ".encode() + body + b"]"
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]}
+    )
+    await send({"type": "http.response.body", "body": said})
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_the_wish_for_another_protocol_is_ignored(
+    upgrade: str, framing: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields, body = FRAMINGS[framing]
+    wish = b"POST /a HTTP/1.1\r\nhost: x\r\n" + UPGRADES[upgrade] + fields + b"\r\n" + body
+    plain = b"POST /b HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n" + body
+    sent = wish + plain + wish
+
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        for begin in range(0, len(sent), size):
+            await peer.send(sent[begin : begin + size])
+        said = BODY if body else b""
+        answers = [part.partition(b"\r\n\r\n") for part in peer.answer.split(b"HTTP/1.1 ")[1:]]
+        assert [body for _, _, body in answers] == [
+            b"[POST /%b %b]" % (path, said) for path in (b"a", b"b", b"a")
+        ]
+        assert all(head.startswith(b"200") and b"close" not in head for head, _, _ in answers)
+        assert not peer.transport.is_closed
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+    assert not caplog.messages
+
+
+def test_a_body_behind_the_wish_for_another_protocol_is_no_request() -> None:
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        hidden = b"GET /admin HTTP/1.1\r\nhost: x\r\n\r\n"
+        head = (
+            b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: b\r\ncontent-length: %d\r\n\r\n"
+        )
+        await peer.send(head % len(hidden))
+        await peer.send(hidden)
+        assert peer.answer.count(b"HTTP/1.1 200") == 1 and peer.answer.endswith(b"[POST /a " + hidden + b"]")
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
+def test_thousands_of_wishes_in_one_packet_are_answered() -> None:
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        peer.connection.data_received(
+            b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: b\r\n\r\n" * 3000
+        )
+        while peer.connection.pipeline:
+            await asyncio.sleep(0)
+        await peer.send(HEALTH)
+        assert peer.answer.count(b"HTTP/1.1 200") == 3001
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "part"),
+    [
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\nhello", 501, "CONNECT"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/1.1"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\n\r\n", 400, "host header"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\nabc", 501, "chunked"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501, "chunked"),
+        (b"GET /" + b"a" * 65_534 + b" HTTP/1.1\r\n\r\n", 431, "65536 bytes"),
+        (b"GET /" + b"a" * 65_534 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431, "65536 bytes"),
+        (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431, "65536 bytes"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 65_534 + b"\r\n\r\n", 431, "65536 bytes"),
+    ],
+    ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else None,
+)
+@pytest.mark.parametrize("before", [b"", HEALTH])
+@pytest.mark.parametrize("size", [40, 300_000])
+def test_a_head_that_asks_for_what_is_not_served_is_told_so(
+    sent: bytes, status: int, part: str, before: bytes, size: int
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(before)
+        peer.transport.written = b""
+        for begin in range(0, len(sent), size):
+            await peer.send(sent[begin : begin + size])
+        assert peer.answer.startswith(b"HTTP/1.1 %d " % status), peer.answer
+        assert b"content-type: application/json" in peer.answer
+        assert peer.error["code"] == status and part in peer.error["message"]
+        assert peer.transport.is_ended or peer.transport.is_closed
+
+    talk(script)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()])
+def test_a_client_that_hangs_up_is_told_from_one_that_stops_sending(
+    make_loop: Any, version: str, family: int, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+
+    async def listen(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            async with asyncio.timeout(0.4):
+                heard.append((await receive())["type"])
+        except TimeoutError:
+            heard.append("nothing")
+            await tell_what_came(scope, lambda: asyncio.sleep(0, {}), send)
+
+    async def main() -> None:
+        config = uvicorn.Config(listen, http=GuardedConnection, ws="none", lifespan="off", log_config=None)
+        loop, host = asyncio.get_running_loop(), Host()
+        path = str(tmp_path / "s")
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+            listener.listen()
+            server = await loop.create_server(lambda: GuardedConnection(config, host, {}), sock=listener)
+            for is_half in (True, False):
+                with socket.socket(family, socket.SOCK_STREAM) as client:
+                    client.setblocking(False)
+                    await loop.sock_connect(client, listener.getsockname())
+                    await loop.sock_sendall(client, f"GET /a HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+                    if is_half:
+                        client.shutdown(socket.SHUT_WR)
+                        answer = b""
+                        while part := await loop.sock_recv(client, 65536):
+                            answer += part
+                        assert answer.endswith(b"[GET /a ]") or (version == "1.0" and not answer)
+                while len(heard) < 2 - is_half or host.connections:
+                    await asyncio.sleep(0.01)
+            server.close()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(main())
+    half = "nothing" if version == "1.1" else "http.disconnect"
+    assert heard == [half, "http.disconnect"]

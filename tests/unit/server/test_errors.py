@@ -76,12 +76,12 @@ def test_every_error_has_its_status_also_before_a_stream(
     code = "model_not_found" if isinstance(error, UnknownModel) else None
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else code
     status = specified if path == "/v1/completions" else elsewhere
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/responses": {"input": "x"},
-    }[path]
-    refused = wire.refused(path, body | {"stream": stream}, status, code)
+    }
+    refused = wire.refused(path, bodies[path] | {"stream": stream}, status, code)
     if status == 500 and not isinstance(error, EngineError):
         assert refused["message"] == "the server failed to answer this request; its log says why"
     elif str(error) != "x":
@@ -299,11 +299,6 @@ def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
         (b"true", JSON, "the body must be a JSON object, such as {...}, got true or false"),
         ('{"prompt": "ä"}'.encode("latin-1"), JSON, "the body is not UTF-8 text, as JSON must be"),
         ('{"prompt": "a"}'.encode("utf-16"), JSON, "the body is not UTF-8 text, as JSON must be"),
-        (
-            b"\x1f\x8b\x08\x00",
-            JSON | {"content-encoding": "gzip"},
-            "the body came with content-encoding gzip; send it as it is, not compressed",
-        ),
         (
             b'{"prompt": "a"}',
             {"content-type": "application/x-www-form-urlencoded"},  # what curl -d says by itself

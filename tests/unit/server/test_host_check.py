@@ -29,7 +29,18 @@ def status_for(host: str, *allowed: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000", "a.localhost"]
+    "host",
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:8000",
+        "127.8.9.1",
+        "[::1]:8000",
+        "[::1]",
+        "a.localhost",
+        "localhost.:8000",
+        "localhost:",
+    ],
 )
 def test_names_of_this_machine_are_answered(host: str) -> None:
     assert status_for(host) == 200
@@ -37,7 +48,20 @@ def test_names_of_this_machine_are_answered(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1"],
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "[::1]evil.example",
+        "[::1].evil.example:8000",
+        "[::1]:8000.evil.example",
+        "127.0.0.1:8000.evil.example",
+        "localhost:8000:9000",
+        "localhost:80@evil.example",
+        "",
+    ],
 )
 def test_other_names_are_not(host: str) -> None:
     assert status_for(host) == 403

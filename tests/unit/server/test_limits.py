@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_a_declared_length_over_the_limit_is_refused_before_a_byte_is_read() -> 
     through_body_limit(connection, headers=[(b"content-length", str(LIMIT + 1).encode())])
     assert connection.status == 413
     assert connection.num_received == 0
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity, br", "Deflate"])
+def test_a_compressed_body_is_told_to_come_as_it_is(encoding: str) -> None:
+    connection = Connection(chunks(5))
+    headers = [(b"content-encoding", encoding.encode()), (b"content-length", b"5")]
+    through_body_limit(connection, headers=headers)
+    assert connection.status == 415 and connection.num_received == 0
+    error = json.loads(connection.sent[1]["body"])["error"]
+    assert error["message"] == (
+        f"the body came with content-encoding {encoding}; send it as it is, not compressed"
+    )
+    assert error["type"] == "UnsupportedMediaTypeError"
+    assert (b"connection", b"close") in connection.sent[0]["headers"]
+
+
+def test_a_body_that_is_said_to_be_plain_is_read() -> None:
+    connection = Connection(chunks(5))
+    through_body_limit(connection, headers=[(b"content-encoding", b"Identity")])
+    assert connection.sent[1]["body"] == b"5"
 
 
 def test_chunks_without_a_length_are_counted_and_the_rest_is_not_read() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from subprocess import Popen
@@ -21,6 +22,7 @@ from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineError, EngineLost, EngineStopped, UnknownModel
 from infer.server.app import build_app, create_app
+from infer.server.connection import HEAD_TIMEOUT_S
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import answer_forwarded
@@ -30,7 +32,7 @@ from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
 from infer.server.processes.worker import EngineFeed, Worker
 from infer.server.processes.workers import Workers, _Process, num_processes
-from infer.server.serve import HttpServer, uvicorn_config
+from infer.server.serve import HttpServer, loop_factory, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -414,3 +416,28 @@ def test_processes_that_die_together_in_a_load_are_one_loss_with_its_exit_code()
         assert re.fullmatch("API process [12] ended with exit code 4", str(failure))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()])
+def test_a_tls_handshake_that_never_ends_is_cut_off(
+    make_loop: Callable[[], asyncio.AbstractEventLoop] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert HEAD_TIMEOUT_S == 15.0
+    monkeypatch.setattr("infer.server.processes.accept.HEAD_TIMEOUT_S", 0.2)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            board = Board(2)
+            acceptor = Acceptor(listener, board, Greeting, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"\x16\x03\x01\x02\x00")  # the first bytes of a handshake
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+            while board.has_more_connections:
+                await asyncio.sleep(0.01)
+            acceptor.close()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(main())

@@ -108,3 +108,18 @@ def test_memory_is_bounded_and_a_forgotten_replica_leaves_no_trace() -> None:
     for client in clients:
         router.forget(client)
     assert not router._served_by and not router._sent
+
+
+def test_a_replica_that_gives_no_sign_of_life_is_left_out_until_it_does() -> None:
+    quiet, other = clients = [FakeClient(), FakeClient()]
+    router = Router()
+    prompt = prompt_of(1)
+    router._load(quiet)
+    router._remember(router_module._prefix_keys(request(*prompt)), quiet)
+    quiet.silent_s = router_module.MAX_SILENCE_S + 1
+    set_load(other, 40)
+    assert {id(router.pick(request(*prompt), clients)) for _ in range(10)} == {id(other)}
+    other.silent_s = quiet.silent_s
+    assert router.pick(request(7), clients) is quiet, "all are silent: the least busy one"
+    quiet.silent_s = 0.0
+    assert router.pick(request(8), clients) is quiet

@@ -52,7 +52,7 @@ def test_a_certificate_that_cannot_be_used_leaves_no_socket_behind(tmp_path: Pat
     path, cert = tmp_path / "s", tmp_path / "cert.pem"
     cert.write_text("no certificate")
     config = ServerConfig(uds=str(path), tls_cert=str(cert), tls_key=str(cert))
-    with pytest.raises(ConfigError, match="cannot use tls_cert and tls_key"):
+    with pytest.raises(ConfigError, match="tls_cert '.*' has no certificate, or a damaged one"):
         asyncio.run(serve({}, config, announce=print))
     assert not path.exists()
 
@@ -148,6 +148,33 @@ def test_a_second_signal_says_how_many_requests_it_ends(
         asyncio.run(interrupt_twice())
     assert caught.value.code == 130
     assert caplog.messages == ["second signal ended_requests=3", "stopped"]
+
+
+def test_a_terminal_that_closes_twice_cuts_nothing_off() -> None:
+    async def hang_up() -> None:
+        state = ServerState(config=ServerConfig())
+        stopping = serving._stop_on_signals(state)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(stopping, 5)
+            await asyncio.sleep(0.01)
+        assert not state.is_cut_off
+
+    asyncio.run(hang_up())
+
+
+def test_a_server_started_with_nohup_does_not_mind_its_terminal() -> None:
+    async def hang_up() -> None:
+        stopping = serving._stop_on_signals(ServerState(config=ServerConfig()))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(hang_up())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_name_of_the_loop_says_when_the_fast_one_is_missing() -> None:

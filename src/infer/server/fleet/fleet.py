@@ -27,7 +27,7 @@ from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig, LoadConfig
+from infer.config.settings import EngineConfig, LoadConfig, name_fault
 from infer.engine.phases import spell_phases
 from infer.errors import ConfigError, EngineLost, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
@@ -114,8 +114,8 @@ class Fleet:
         """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
         if name not in self.state.models:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
-        if not alias:
-            raise RequestError.about("alias", "must not be empty")
+        if fault := name_fault(alias) if alias else "must not be empty":
+            raise RequestError.about("alias", fault)
         if alias in self.state.models or alias in self._is_loading:
             what = "is served" if alias in self.state.models else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
@@ -150,6 +150,8 @@ class Fleet:
     # -- loading ----------------------------------------------------------------------------------
 
     def _check_name(self, name: str) -> None:
+        if fault := name_fault(name):
+            raise RequestError.about("name", fault)
         if name in self.state.models or name in self.state.aliases or name in self._is_loading:
             what = "being loaded" if name in self._is_loading else "already served"
             raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")

@@ -119,6 +119,11 @@ class MeteredClient:
         """Why the engine cannot serve; None: it can."""
         return self.client.failure
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the engine has owed a sign of progress; 0: it owes none."""
+        return self.client.silent_s
+
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()

@@ -7,7 +7,8 @@ The router remembers, for the first blocks of recent prompts, which replica serv
     memory    hash(block 1) -> replica 0,  hash(blocks 1-2) -> replica 0,  ...        longest match wins
 
 A match is a hint, not an order: if its replica has MAX_IMBALANCE requests more than the least busy one,
-the least busy one gets the request, and is remembered from then on. Replicas that are down are left out.
+the least busy one gets the request, and is remembered from then on. Replicas that are down are left out, and
+those that have given no sign of progress for MAX_SILENCE_S, a ping included, until they give one.
 
 How busy a replica is comes from its last snapshot, plus what was sent to it since: a burst that arrives
 between two steps is spread, not piled onto the replica that looked idle.
@@ -27,6 +28,7 @@ PREFIX_BLOCK = 16  # tokens hashed at a time
 MAX_PREFIX_BLOCKS = 64  # a longer agreement makes no difference to the choice
 MAX_REMEMBERED = 32_768
 MAX_IMBALANCE = 4
+MAX_SILENCE_S = 5.0  # longer than steps take
 SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, or was never taken
 
 
@@ -53,6 +55,7 @@ class Router:
         if len(clients) == 1:
             return clients[0]
         up = [client for client in clients if client.failure is None] or list(clients)
+        up = [client for client in up if client.silent_s < MAX_SILENCE_S] or up
         loads = [self._load(client) for client in up]
         least = min(loads)
         keys = _prefix_keys(request)

@@ -9,12 +9,15 @@ machine, and for those its operator adds.
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config.settings import ServerConfig
 from infer.server.middleware.auth import header_of
 from infer.server.protocol.errors import ApiError
+
+_NAME_AND_PORT = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 
 
 def is_loopback(name: str) -> bool:
@@ -55,9 +58,13 @@ class HostCheck:
 
 
 def _host_of(scope: Scope) -> str | None:
-    """The Host header without its port; None where there is none, which no browser leaves out."""
+    """The Host header without its port, or whole if it is not a name and a port.
+
+    None where there is none, which no browser leaves out.
+    """
     given = header_of(scope, b"host")
     if given is None:
         return None
     text = given.decode("latin-1").strip()
-    return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
+    found = _NAME_AND_PORT.fullmatch(text)
+    return found["name"] if found else text

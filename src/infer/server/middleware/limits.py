@@ -2,7 +2,8 @@
 
 `BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
 chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
-It does so for every method: a GET may bring a body too, and no other layer would stop reading it.
+It does so for every method: a GET may bring a body too, and no other layer would stop reading it. A body that
+is compressed is refused with 415: how much it would become is not known before it is read.
 
 `Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
 watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts the
@@ -30,7 +31,7 @@ class BodyTooLarge(Exception):
 
 
 class BodyLimit:
-    """ASGI layer: hands the application a whole body of bounded size, or answers 413 or 408."""
+    """ASGI layer: hands the application a whole body of bounded size, or answers 413, 408 or 415."""
 
     def __init__(self, app: ASGIApp, max_body_size: str, *, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
@@ -42,6 +43,11 @@ class BodyLimit:
         """Read one request's body and pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        encoding = (header_of(scope, b"content-encoding") or b"").decode("latin-1")
+        if encoding.strip().lower() not in ("", "identity"):
+            message = f"the body came with content-encoding {encoding[:40]}; send it as it is, not compressed"
+            await ApiError(status=415, message=message).send_unread(scope, receive, send)
             return
         try:
             declared = header_of(scope, b"content-length") or b""

@@ -3,7 +3,8 @@
 All processes wait for the same socket, and a connection goes to the one that takes it first. One that has
 more connections than another leaves a newcomer to the others for PAUSE_S, once: so a burst spreads evenly,
 and a process that hangs keeps nothing from the rest. Each takes one connection per turn of its event loop; a
-process that has the socket to itself takes all that wait, up to BURST.
+process that has the socket to itself takes all that wait, up to BURST. A TLS handshake has as much time as
+the head of a request.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from infer.server.connection import HEAD_TIMEOUT_S
 from infer.server.processes.board import Board
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,12 @@ class Acceptor:
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S if self._tls else None,
+            )
         except (OSError, ssl.SSLError) as error:  # the client has left, or does not speak TLS
             self._board.count_connection(-1)
             logger.debug("connection not opened reason=%r", str(error))

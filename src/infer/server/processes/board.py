@@ -2,8 +2,9 @@
 
     [ is_starting | is_draining | requests inside, of each process | connections, of each process ]
 
-Every process writes its own counts, process 0 the two flags; a read is a load from memory, so a drain stops
-all processes at the same moment and no message has to be waited for.
+Every process writes its own counts, process 0 the two flags, and zero requests for a process that died; a
+read is a load from memory, so a drain stops all processes at the same moment and no message has to be waited
+for.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Board:
     def count_request(self, change: int) -> None:
         """Add to the requests inside this process, streams not read to their end included."""
         self._slots[_NUM_FLAGS + self.number] += change
+
+    def forget_requests(self, number: int) -> None:
+        """Count the requests inside another process no more: it has ended, and they with it."""
+        self._slots[_NUM_FLAGS + number] = 0
 
     @property
     def num_active(self) -> int:

@@ -181,9 +181,10 @@ class Workers:
 
     async def _run(self, process: _Process) -> None:
         await process.channel.run()
-        if self._is_closing or self.lost.done():
+        if self._is_closing:
             return
         code = await asyncio.to_thread(_wait, process.child)
+        self._board.forget_requests(process.number)
         how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         if not self.lost.done():  # else another one has ended meanwhile
             self.lost.set_result(f"API process {process.number} ended with {how}")

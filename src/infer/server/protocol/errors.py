@@ -87,6 +87,7 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -253,9 +254,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
 def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
     """The message for a body of which no field could be read: how it was sent, or what it is."""
     example = "send a JSON object, such as {...}"
-    encoding, media_type = headers.get("content-encoding"), headers.get("content-type")
-    if encoding not in (None, "", "identity"):
-        return f"the body came with content-encoding {encoding[:40]}; send it as it is, not compressed"
+    media_type = headers.get("content-type")
     if kind == "json_invalid":
         said = str(first["ctx"]["error"])
         if "not valid UTF-8" in said:
