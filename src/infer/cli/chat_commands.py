@@ -111,7 +111,7 @@ def _set(conversation: ChatSession, argument: str) -> None:
         return
     if not value.strip():
         for each in [name] if name else flags.SAMPLING_HELP:
-            notice(f"  {each:<20} {_value(conversation, each):<12} {flags.SAMPLING_HELP[each]}")
+            notice(f"  {each:<20} {_value(conversation, each):<13} {flags.SAMPLING_HELP[each]}")
         return
     args = conversation.args
     before = dict(vars(args))
@@ -209,8 +209,12 @@ def _text_of(file_name: str, example: str) -> str | None:
     if not file_name:
         notice(f"{example.partition(' ')[0]} needs a file name: {example}")
         return None
+    path = Path(file_name).expanduser()
     try:
-        return Path(file_name).expanduser().read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device may have no end
+            notice(f"{file_name} is a folder or a device; give the name of a file")
+            return None
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         notice(f"cannot read {file_name}: {error.strerror}")
     except UnicodeDecodeError as error:

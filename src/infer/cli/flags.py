@@ -48,6 +48,7 @@ SAMPLING_HELP = {
 }
 
 # These ask for more than one text, or for numbers beside it: the command line has no place to show them.
+# `infer generate -n` asks for each of its answers by itself.
 LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning",
 }  # fmt: skip

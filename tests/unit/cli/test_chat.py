@@ -335,12 +335,17 @@ def test_a_drawn_seed_stays_when_a_setting_changes(infer: Infer) -> None:
 def test_read_puts_a_file_behind_the_next_message(infer: Infer, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear\nall\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    lines = (
-        f"/read {tmp_path}/letter.txt\nsum up:\nthanks\n/read\n/read {tmp_path}/no\n/read {tmp_path}/bytes\n"
-    )
+    refused = f"/read\n/read {tmp_path}/no\n/read {tmp_path}/bytes\n/read /dev/zero\n"
+    lines = f"/read {tmp_path}/letter.txt\nsum up:\nthanks\n{refused}"
     outcome = infer("chat", stdin=lines)
     assert [chat[-1]["content"] for chat in outcome.llm.chats] == ["sum up:\n\ndear\nall", "thanks"]
-    for said in ("[9 characters of ", "/read needs a file name", "cannot read ", "is not UTF-8"):
+    for said in (
+        "[9 characters of ",
+        "/read needs a file name",
+        "cannot read ",
+        "is not UTF-8",
+        "or a device",
+    ):
         assert said in outcome.err
 
 

@@ -121,7 +121,7 @@ def test_keys_during_an_answer_are_kept_and_not_echoed_into_it(chat: Open) -> No
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_leaves(chat: Open) -> None:
-    with chat(seconds=0.03) as terminal:
+    with chat(seconds=0.1) as terminal:
         terminal.type("a rather long question\r")
         terminal.wait_for("A RATHER")
         terminal.type("\x03")
