@@ -68,6 +68,23 @@ def test_every_workload_is_measured_on_a_real_server(live: LiveServer, tmp_path:
     assert "| `baseline` |" in page and "not told" not in page
 
 
+def test_a_load_in_the_words_of_other_benchmarks_is_what_the_server_gets(
+    live: LiveServer, tmp_path: Path
+) -> None:
+    before = made_tokens(live)
+    load = ["--num-prompts", "6", "--request-rate", "50", "--max-concurrency", "2"]
+    sizes = ["--random-input-len", "20", "--random-output-len", "4"]
+    how = ["--warmup", "0", "--out", str(tmp_path / "r")]
+    assert main(["bench", "serve", "--base-url", live.url, *load, *sizes, *how]) == 0
+    [row] = read_report(tmp_path / "r.json").rows
+    assert row.settings["arrival"] == "open loop, 50 per second (Poisson), at most 2 at once"
+    figures = {
+        name: row.figures[name].median for name in ("num_requests", "num_prompt_tokens", "num_output_tokens")
+    }
+    assert figures == {"num_requests": 6, "num_prompt_tokens": 120, "num_output_tokens": 24}
+    assert made_tokens(live) - before == 24 + 1  # one to find out which ids it takes
+
+
 def test_refused_requests_are_counted_and_said(live: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     """Token ids beyond the vocabulary: the run ends, its exit code says that it was not clean."""
     arguments = ["--workload", "w1_single", "--vocab-size", "9000", "--warmup", "0"]

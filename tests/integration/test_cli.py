@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from unittest import mock
 
 import pytest
 
+from infer.cli.generate import EXAMPLES
 from infer.cli.main import main
 from scripts.make_checkpoint import make_checkpoint
 
@@ -155,3 +157,11 @@ def test_the_default_model_answers_a_question() -> None:
     answer = generate_json(question, "--temperature", "0", "--max-tokens", "16")
     assert "Paris" in str(answer["text"])
     assert answer["finish_reason"] == "stop"
+
+
+@pytest.mark.network
+def test_the_example_with_choices_gets_the_right_answer_of_the_default_model() -> None:
+    [example] = [line for line in EXAMPLES.splitlines() if "--choice" in line]
+    name, *arguments = shlex.split(example)
+    assert name == "infer"
+    assert infer(*arguments).stdout == "blue\n"

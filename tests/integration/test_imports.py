@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "transformers", "huggingface_hub", "tokenizers", "llguidance", "numpy", "yaml", "rich"}
+HEAVY = {
+    "torch", "transformers", "huggingface_hub", "tokenizers", "llguidance", "numpy", "yaml", "rich",
+    "prompt_toolkit",
+}  # fmt: skip
 
 
 def heavy_modules_after(code: str) -> set[str]:

@@ -1,7 +1,8 @@
 """Put a workload on a server: the right requests at the right times, and a trace of each.
 
     closed loop    `concurrency` clients, each takes the next session when its last has ended
-    open loop      a session starts at its time, however many are still running
+    open loop      a session starts at its time, however many are still running; with a limit,
+                   when there is room
 
 Bodies are made before the clock starts, except those that need an answer first. The client's own CPU time
 is part of the result: a client that is busy for most of the run measures itself. One Python process feeds one
@@ -82,6 +83,12 @@ async def run_workload(
                     break
                 message = _message(endpoint, workload, session, answers)
 
+    turns = asyncio.Semaphore(workload.arrival.concurrency or len(sessions))
+
+    async def hold_in_turn(number: int) -> None:
+        async with turns:
+            await hold([number])
+
     if starts_at is not None:
         await asyncio.sleep(max(0.0, starts_at - clock()))
     started, cpu_started = clock(), time.process_time()
@@ -93,7 +100,7 @@ async def run_workload(
                     if (early := due - clock()) > 0:
                         await asyncio.sleep(early)
                     lag_s = max(lag_s, clock() - due)
-                    tasks.create_task(hold([number]))
+                    tasks.create_task(hold_in_turn(number))
             else:
                 waiting = iter(range(len(sessions)))  # one for all clients: each takes the next
                 for _ in range(workload.arrival.concurrency or len(sessions)):

@@ -20,7 +20,18 @@ from infer.bench.metrics import Slo, cached_share, summarise
 from infer.bench.repeats import RowJob, run_rows
 from infer.bench.report import Report, make_report
 from infer.bench.sse_client import Endpoint, NotReady, fetch
-from infer.bench.workloads import DEFAULT_VOCAB, WORDS, Turn, Workload, fit, make_workload, vary
+from infer.bench.workloads import (
+    DEFAULT_VOCAB,
+    RANDOM,
+    WORDS,
+    RandomLoad,
+    Turn,
+    Workload,
+    fit,
+    make_workload,
+    random_workload,
+    vary,
+)
 from infer.errors import ConfigError
 from infer.log import progress
 
@@ -46,6 +57,12 @@ class Plan:
     slo: Slo = field(default_factory=Slo)
     wait_s: float = 0.0  # for the server to be ready
     note: str = ""  # for the report: what the server does not tell
+    random: RandomLoad = field(default_factory=RandomLoad)  # for the workload of that name
+
+    def make(self, name: str) -> Workload:
+        """Return the workload of this name, in ids that the server takes."""
+        draw = {"seed": self.seed, "vocab_size": self.vocab_size or DEFAULT_VOCAB}
+        return random_workload(self.random, **draw) if name == RANDOM else make_workload(name, **draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +153,7 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
     """
     if plan.as_text or plan.vocab_size is not None:
         return replace(plan, vocab_size=plan.vocab_size or DEFAULT_VOCAB)
-    if all(make_workload(name).is_chat for name in plan.workloads):
+    if all(plan.make(name).is_chat for name in plan.workloads):
         return replace(plan, vocab_size=DEFAULT_VOCAB)
     size, refusal = DEFAULT_VOCAB, ""
     while size > LEAST_VOCAB:
@@ -166,7 +183,7 @@ def _try(endpoint: Endpoint, turn: Turn, *, count: int = 1, concurrency: int = 1
 
 def _prepare(name: str, plan: Plan, served: Served) -> Workload:
     assert plan.vocab_size is not None
-    workload = make_workload(name, seed=plan.seed, vocab_size=plan.vocab_size)
+    workload = plan.make(name)
     if plan.as_text and not workload.is_chat:
         workload = _as_text(workload)
     vocab_size = None if workload.is_chat or plan.as_text else plan.vocab_size

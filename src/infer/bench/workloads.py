@@ -18,6 +18,7 @@ A prompt is token ids, exact in length on every model; or, in chats, words, sinc
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,14 +44,17 @@ class Arrival:
     """The process by which sessions start."""
 
     kind: Literal["closed", "open"]
-    concurrency: int = 0  # closed: sessions at once; 0: all of them
+    concurrency: int = 0  # sessions at once; 0: all of them (closed), no limit (open)
     rate: float = 0.0  # open: sessions per second, as a Poisson process; 0: all at once
 
     def describe(self) -> str:
         """Return the arrival process in words."""
         if self.kind == "closed":
             return f"closed loop, {self.concurrency or 'all'} at once"
-        return f"open loop, {self.rate:g} per second (Poisson)" if self.rate else "open loop, all at once"
+        limit = f", at most {self.concurrency} at once" if self.concurrency else ""
+        return (
+            f"open loop, {self.rate:g} per second (Poisson){limit}" if self.rate else "open loop, all at once"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +253,7 @@ def _chat_serving(draw: _Draw, variant: str) -> Load:
     return about, _poisson(rate), sessions
 
 
+RANDOM = "random"  # the workload that flags describe
 PRESETS = ("short", "mid", "long")
 COUNTS = ("16", "64")
 
@@ -314,6 +319,34 @@ def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB)
         first = variants[0] if variants else ""
         about, arrival, sessions = load(_Draw(base, seed, vocab_size), variant or first)
     return Workload(name=name, about=about, arrival=arrival, sessions=tuple(sessions), is_chat=base in CHAT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomLoad:
+    """The numbers of the workload RANDOM; the defaults are those of `vllm bench serve`."""
+
+    num_prompts: int = 1000
+    input_len: int = 1024
+    output_len: int = 128
+    request_rate: float = math.inf  # per second, as a Poisson process; inf: all at once
+    max_concurrency: int = 0  # 0: no limit
+
+
+def random_workload(load: RandomLoad, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB) -> Workload:
+    """Return requests of one size, whose prompts have nothing in common."""
+    draw = _Draw(RANDOM, seed, vocab_size)
+    rate = 0.0 if math.isinf(load.request_rate) else load.request_rate
+    kind: Literal["closed", "open"] = "open" if rate or not load.max_concurrency else "closed"
+    sizes = f"{load.input_len} in, {load.output_len} out"
+    sessions = tuple(
+        draw.request(draw.ids(load.input_len), load.output_len, rate) for _ in range(load.num_prompts)
+    )
+    return Workload(
+        name=RANDOM,
+        about=f"{load.num_prompts} random prompts, {sizes}",
+        arrival=Arrival(kind=kind, rate=rate, concurrency=load.max_concurrency),
+        sessions=sessions,
+    )
 
 
 def read_names(text: str, *, group: str) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
+from infer.cli.terminal import WordWrap
 from infer.dialects.events import AnswerEvent, ReasoningDelta, TextDelta, ToolCall, join_calls
 
 
@@ -119,33 +120,37 @@ class Screen:
         self._num_hidden = 0  # characters of reasoning
         self._is_reasoning = False
         self._is_begun = False  # text was written
+        self._text_lines, self._thought_lines = WordWrap(sys.stdout), WordWrap(sys.stderr)
 
     def show(self, delta: TextDelta) -> None:
         """Write a piece of the answer, and of the reasoning before it, which may only be counted."""
         for thought in _reasoning_of(delta.events):
             if self._shows_reasoning:
-                print(f"{self._dim}{thought}{self._plain}", end="", file=sys.stderr, flush=True)
+                self._think(self._thought_lines.feed(thought))
                 self._is_reasoning = True
             else:
                 self._num_hidden += len(thought)
         if delta.text:
             self._end_reasoning()
             self._is_begun = True
-            write_out(delta.text)
+            write_out(self._text_lines.feed(delta.text))
 
     def end(self) -> None:
         """End the last line, if there is one."""
         self._end_reasoning()
         if self._is_begun:
-            write_out("\n")
+            write_out(self._text_lines.end() + "\n")
         self._is_begun = False
 
     def _end_reasoning(self) -> None:
         if self._is_reasoning:
-            notice("")
+            self._think(self._thought_lines.end() + "\n")
         if self._num_hidden:
             notice(f"[{self._num_hidden} characters of reasoning; --show-reasoning shows them]")
         self._is_reasoning, self._num_hidden = False, 0
+
+    def _think(self, text: str) -> None:
+        print(f"{self._dim}{text}{self._plain}", end="", file=sys.stderr, flush=True)
 
 
 def write_out(text: str) -> None:

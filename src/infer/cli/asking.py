@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import stat
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
+from infer.cli.answer import notice
 from infer.cli.interrupts import importing
 from infer.cli.readers import natural
 from infer.cli.remote import RemoteModel, is_remote, open_server
+from infer.cli.terminal import working
 from infer.config.settings import EngineConfig
 from infer.constraints.description import Structured
-from infer.errors import ConfigError
+from infer.errors import ConfigError, RequestError
 from infer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
     from infer.frontend.llm import LLM
     from infer.frontend.prompts import ChatOptions
 
+
+SILENCE_S = 3.0  # until a wait for standard input is explained
 
 CONVERSATION: Mapping[str, flags.Row] = {
     "--system TEXT": (str, "the system message to begin with"),
@@ -54,6 +61,13 @@ FORMS: Mapping[str, flags.Row] = {
         "text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
     ),
 }
+
+
+def add_model(group: argparse._ArgumentGroup) -> None:
+    """Give a command MODEL as its first word."""
+    group.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="as for --model; nothing: the default model"
+    )
 
 
 def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
@@ -93,7 +107,7 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = flags.knobs_from(args)
     EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
-    with importing():
+    with working(f"loading {knobs.get('model') or 'the default model'}: importing PyTorch"), importing():
         from infer.frontend.llm import LLM
 
     return LLM(**knobs, show_progress=True, observer=observer)
@@ -122,3 +136,41 @@ def read_text(flag: str, path: Path) -> str:
         raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path} is not UTF-8: {error}") from None
+
+
+def join_text(prompt: str, text: str) -> str:
+    """Return a prompt and the text that it is about, with a blank line between; the text may be empty."""
+    return f"{prompt}\n\n{text.removesuffix(chr(10))}" if text.strip() else prompt
+
+
+def join_piped(prompt: str) -> str:
+    """Return the prompt with what is piped in: the content of a pipe or of a file, to its end.
+
+    A terminal and `/dev/null` give nothing. Nor does a socket: programs that start others give them one as
+    standard input and never close it.
+    """
+    return join_text(prompt, read_piped()) if _is_piped() else prompt
+
+
+def read_piped() -> str:
+    """Return standard input to its end; whoever waits for a silent pipe is told so."""
+    said = "[waiting for the end of standard input; '< /dev/null' gives none]"
+    telling = threading.Timer(SILENCE_S, notice, [said])
+    telling.daemon = True
+    telling.start()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt on standard input is not UTF-8: {error}", param="prompt") from None
+    finally:
+        telling.cancel()
+
+
+def _is_piped() -> bool:
+    if sys.stdin.isatty():
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # an object that stands in for a stream
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
 from infer.cli.interrupts import INTERRUPTED, importing
-from infer.cli.readers import above_zero, natural, numbers, positive, zero_or_more
+from infer.cli.readers import above_zero, natural, numbers, positive, rate, zero_or_more
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ EXAMPLES = """\
 examples:
   infer bench serve --url http://127.0.0.1:8000 --workload all --seed 42 --wait 60
   infer bench serve --url http://127.0.0.1:8000 --workload w2_mixed:64,chat_serving:mid --repeats 3
+  infer bench serve --port 8000 --num-prompts 100 --request-rate 4 --input-len 512 --output-len 64
   infer bench offline --workload nano256 --model-config llama-3.2-1b/
   infer bench matrix --out matrix.json
   infer bench compare before.json after.json
@@ -39,11 +40,13 @@ examples:
 'infer bench COMMAND --help' shows all options of a command.
 """
 
+LOCAL_HOST, LOCAL_PORT = "127.0.0.1", 8000
 WORKLOADS = """\
 workloads: baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching, w1_single,
 w2_mixed (:16, :64), w3_shared_prefix (:16, :64), agent_session and chat_serving (:short, :mid, :long);
 and the lists other engines are timed on: nano256, b1_256_256, b8_256_256, b32_256_256, b128_256_256,
-prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six.
+prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six. For a
+server there is also random, which has flags of its own.
 """
 
 Flags = dict[str, flags.Row]
@@ -61,8 +64,20 @@ MATRIX: Flags = {
     "--only NAMES": (str, "ablations to run, with commas"),
     "--png FILE": (Path, "also draw a chart (needs matplotlib)"),
 }
+SERVER: Flags = {
+    "--url/--base-url URL": (str, "http://host:port, https://... or unix:///path/of/socket"),
+    "--host TEXT": (str, f"in place of --url; default: {LOCAL_HOST} where --port is given"),
+    "--port N": (natural, f"in place of --url; default: {LOCAL_PORT} where --host is given"),
+}
+RANDOM_LOAD: Flags = {
+    "--num-prompts N": (positive, "requests; default: 1000"),
+    "--request-rate X": (rate, "requests per second, as a Poisson process; default: inf, all at once"),
+    "--max-concurrency N": (positive, "requests at once, at most; default: no limit"),
+    "--input-len/--random-input-len N": (positive, "tokens of each prompt; default: 1024"),
+    "--output-len/--random-output-len N": (positive, "tokens of each answer; default: 128"),
+}
 SERVE_WHAT: Flags = {
-    "--workload NAMES": (str, "names with commas", "all"),
+    "--workload NAMES": (str, "names with commas; default: all, or random where its flags are given"),
     "--model NAME": (str, "default: the first one it serves", ""),
     "--api-key KEY": (str, "bearer token; reports do not hold it"),
     "--note TEXT": (str, "for the report: how the server was started, and on what", ""),
@@ -138,7 +153,11 @@ def run(args: argparse.Namespace) -> int:
 def _run_checked(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     if getattr(args, "out", None) is not None:
         _check_out(_report_path(args.out))
-    return run(args)
+    try:
+        return run(args)
+    except KeyboardInterrupt:  # between rows a report is made of those that are complete
+        notice("interrupted before there was a figure to report")
+        raise
 
 
 # -- a server -----------------------------------------------------------------------------------------
@@ -148,16 +167,26 @@ def _serve(args: argparse.Namespace) -> int:
     from infer.bench.metrics import read_slo
     from infer.bench.serve import Plan, bench_server
     from infer.bench.sse_client import Endpoint
-    from infer.bench.workloads import read_names
+    from infer.bench.workloads import RANDOM, RandomLoad, read_names
 
+    random = {
+        field.name: value for field in fields(RandomLoad) if (value := getattr(args, field.name)) is not None
+    }
+    names = read_names(args.workload or (RANDOM if random else "all"), group="serving")
+    if random and (RANDOM not in names or args.duration is not None):
+        given = flags.flag(next(iter(random)))
+        other = "--duration" if args.duration is not None else f"--workload {args.workload}"
+        raise ConfigError(
+            f"{given} is for the workload {RANDOM}, and {other} is another load; give one of them"
+        )
     extra = {"temperature": args.temperature, "seed": args.seed}
     if args.ignore_eos:
         extra["ignore_eos"] = True
     endpoint = Endpoint(
-        url=args.url, model=args.model, api_key=args.api_key, timeout_s=args.timeout, extra=extra
+        url=_server_url(args), model=args.model, api_key=args.api_key, timeout_s=args.timeout, extra=extra
     )
     plan = Plan(
-        workloads=read_names(args.workload, group="serving"),
+        workloads=names,
         seed=args.seed,
         repeats=args.repeats,
         warmup=args.warmup,
@@ -167,6 +196,7 @@ def _serve(args: argparse.Namespace) -> int:
         slo=read_slo(args.slo),
         wait_s=args.wait,
         note=args.note,
+        random=RandomLoad(**random),
     )
     if args.duration is not None:
         from infer.bench.metrics import Slo
@@ -178,6 +208,17 @@ def _serve(args: argparse.Namespace) -> int:
         report = bench_soak(endpoint, plan, **load, tell=notice)
         return max(_finish(args, report), int(report.rows[0].note != "passed"))
     return _finish(args, bench_server(endpoint, plan, tell=notice))
+
+
+def _server_url(args: argparse.Namespace) -> str:
+    if args.url is not None:
+        if args.host is not None or args.port is not None:
+            raise ConfigError("--url names the server already; leave out --host and --port")
+        return str(args.url)
+    if args.host is None and args.port is None:
+        raise ConfigError("which server? give --url http://host:port, or --host and --port")
+    host = LOCAL_HOST if args.host is None else args.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{LOCAL_PORT if args.port is None else args.port}"
 
 
 def _trace(args: argparse.Namespace) -> int:
@@ -356,7 +397,11 @@ BENCHES: Mapping[str, Bench] = {
     "serve": Bench(
         "workloads against any OpenAI-compatible server",
         _serve,
-        {WHAT: URL | SERVE_WHAT | SEED | ONCE | OUT, "how to ask": SERVE_HOW},
+        {
+            WHAT: SERVER | SERVE_WHAT | SEED | ONCE | OUT,
+            "the workload 'random', as 'vllm bench serve' describes it": RANDOM_LOAD,
+            "how to ask": SERVE_HOW,
+        },
         TO_SERVER,
         WORKLOADS,
     ),

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from infer.cli.answer import notice
+from infer.cli.terminal import drop_typed
 from infer.dialects.events import ToolCall
 from infer.errors import ConfigError, shorten
 from infer.frontend.functions import PythonTool
@@ -136,6 +137,7 @@ class ToolBox:
 
     def _may_call(self, name: str) -> bool:
         while not self._is_allowed[name]:
+            drop_typed()  # what was typed before the call was seen does not agree to it
             said = input(f"call it? [y]es, [n]o, [a]lways call {name}: ").strip().lower()
             if said in ("y", "yes", "n", "no"):
                 return said.startswith("y")

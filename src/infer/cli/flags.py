@@ -21,10 +21,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
 
-from infer.cli.readers import int_or_none, token_bias
+from infer.cli.readers import KINDS, int_or_none, on_or_off, token_bias
 from infer.config.foreign import FOREIGN, SHORT_FLAGS, is_quantization, refuse_quantization
 from infer.config.knobs import KnobRow, given_names, own_names, parse_knob, read_config_file
 from infer.config.settings import ServerConfig, engine_sections, knob_table
+from infer.errors import ConfigError
 from infer.loader.formats.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams
@@ -50,6 +51,7 @@ SAMPLING_HELP = {
 }
 
 # These ask for more than one text, or for numbers beside it: the command line has no place to show them.
+# `infer generate -n` asks for each of its answers by itself.
 LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
@@ -76,25 +78,27 @@ Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], 
 def add_rows(group: argparse._ActionsContainer, rows: Mapping[str, Row]) -> None:
     """Give `group` the flags of a table: "--name METAVAR": (reader, help), or (reader, help, default).
 
-    The help of a value with a default ends with it. A `bool` is a switch, which has a `--no-` form where it
-    has a default; a `list` holds what is given with each use of the flag.
+    Other spellings may follow a name: "--name/--other METAVAR". The help of a value with a default
+    ends with it. A `bool` is a switch, which has a `--no-` form where it has a default; a `list` holds
+    what is given with each use of the flag.
     """
     for spelled, (reader, text, *rest) in rows.items():
-        name, _, metavar = spelled.partition(" ")
+        spellings, _, metavar = spelled.partition(" ")
+        names = spellings.split("/")
         default = rest[0] if rest else None
         if reader is bool and rest:
-            group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=text)
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, default=default, help=text)
         elif reader is bool:
-            group.add_argument(name, action="store_true", help=text)
+            group.add_argument(*names, action="store_true", help=text)
         elif reader is list:
-            group.add_argument(name, metavar=metavar, action="append", help=text)
+            group.add_argument(*names, metavar=metavar, action="append", help=text)
         elif default is REQUIRED:
-            group.add_argument(name, metavar=metavar, type=reader, required=True, help=text)
+            group.add_argument(*names, metavar=metavar, type=reader, required=True, help=text)
         else:
             shown = f"{default:g}" if isinstance(default, float) else default
             told = "" if default in (None, "") else f" (default: {shown})"
             described = (text + told).strip()
-            group.add_argument(name, metavar=metavar, type=reader, default=default, help=described)
+            group.add_argument(*names, metavar=metavar, type=reader, default=default, help=described)
 
 
 def add_knob_flags(
@@ -163,6 +167,18 @@ def flags_as_given(args: argparse.Namespace) -> dict[str, str]:
     """Return the flag of each knob that was given under another name than its own, for error messages."""
     names = given_names(_given(args, KNOB), knob_table(with_server=True))
     return {own: flag(given) for own, given in names.items()}
+
+
+def name_model(args: argparse.Namespace, model: str, *, may_replace: bool = False) -> None:
+    """Make this the model that the flags name; unless it may replace another, that is refused."""
+    row = knob_table()["model"]
+    given = [name for name in (row.name, *row.spellings) if hasattr(args, KNOB + name)]
+    for name in given:
+        other = getattr(args, KNOB + name)
+        if other != model and not may_replace:
+            raise ConfigError(f"two models are named, {model!r} and {flag(name)} {other!r}; give one of them")
+        delattr(args, KNOB + name)
+    setattr(args, KNOB + row.name, model)
 
 
 def spell(knobs: Mapping[str, object]) -> list[str]:
@@ -235,6 +251,26 @@ def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
 def sampling_given(args: argparse.Namespace) -> list[str]:
     """Return the names of the sampling parameters that flags set."""
     return list(_given(args, SAMPLING))
+
+
+def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
+    """Set a sampling parameter as if its flag had been given; `default` takes the flag away.
+
+    A `ValueError` says what the parameter can be.
+    """
+    if text == "default":
+        vars(args).pop(SAMPLING + name, None)
+        return
+    options = _sampling_options(get_type_hints(SamplingParams)[name])
+    reader = options.get("type", str)
+    if options.get("action") is argparse.BooleanOptionalAction:
+        reader = on_or_off
+    try:
+        value = reader(text)
+    except ValueError:
+        kind = KINDS.get(reader.__name__, reader.__name__)
+        raise ValueError(f"{name} must be {kind}, or 'default', got {text!r}") from None
+    setattr(args, SAMPLING + name, [value] if options.get("action") == "append" else value)
 
 
 def fit_to_model(

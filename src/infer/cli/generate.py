@@ -4,6 +4,7 @@ Where a prompt comes from                          What is done with it
   infer generate "Why is the sky blue?"              a model that came with a chat template gets it as a
   cat question.txt | infer generate                  user's message; `--raw`, or a model that came without
   infer generate -                                   one, as base models do, continues the text itself
+  cat letter.txt | infer generate "Summarise:"       (the prompt, a blank line, the letter)
   infer generate --prompts-file FILE   (one per line)
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import asking, flags
 from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, show_answer, write_out
+from infer.cli.readers import positive
 from infer.cli.remote import RemoteModel, RemoteStream, is_remote
 from infer.errors import (
     ConfigError,
@@ -66,16 +68,18 @@ EXAMPLES = """\
 examples:
   infer generate "Why is the sky blue?"
   infer generate --model path/to/model --temperature 0 --raw "Once upon a time"
-  cat letter.txt | infer generate --system "Summarise in one sentence." --max-tokens 60
+  cat letter.txt | infer generate "Summarise in one sentence:" --max-tokens 60
   infer generate --prompts-file questions.txt --seed 1 --json > answers.jsonl
   infer generate --url http://127.0.0.1:8000 "Why is the sky blue?"
-  infer generate --choice yes --choice no "Is the sky blue?"
+  infer generate --choice red --choice green --choice blue "What color is the sky?"
   infer generate --json-schema person.json "Invent a person."
+  infer generate -n 3 --temperature 0.7 "Invent a name for a cat."
 """
 
 
 FLAGS: Mapping[str, flags.Row] = {
     "--prompts-file FILE": (Path, "answer each line of this file, all at once and printed in order"),
+    "-n/--n N": (positive, "answers to each prompt, each drawn for itself", 1),
     "--raw": (bool, "continue the text as is, without a chat template"),
     "--json": (bool, "print one JSON object per prompt, when it is done"),
     "--record FILE": (Path, "write down the run, for 'infer replay'; holds the prompts"),
@@ -85,10 +89,11 @@ FLAGS: Mapping[str, flags.Row] = {
 
 
 class Prompt(NamedTuple):
-    """One question, and its line and file where it is one of many."""
+    """One question, its line where it is one of a file's, and its number among all draws."""
 
     text: str
     line: int | None = None
+    draw: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     prompt = parser.add_argument_group("prompt and output")
     prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the text; '-' or nothing: standard input"
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the text, and after it what is piped in; '-' or nothing: standard input alone",
     )
     flags.add_rows(prompt, FLAGS)
     asking.add_asking_flags(parser, prompt)
@@ -119,7 +127,11 @@ def run(args: argparse.Namespace) -> int:
             "--record needs an engine here, and --url leaves it to the server; give one of them"
         )
     params = asking.params_from(args)
-    prompts = read_prompts(args)
+    prompts = [
+        prompt._replace(draw=args.n * prompt.draw + number)
+        for prompt in read_prompts(args)
+        for number in range(args.n)
+    ]
     if args.orders and args.record is None:
         raise ConfigError("--orders adds to a record; give its name with --record FILE")
     with recording(args.record, may_replace=args.overwrite, orders=args.orders) as observer:
@@ -148,6 +160,8 @@ def answer_all(
         raise
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
+    if args.n > 1 and params.temperature == 0 and _chooses_temperature(llm, args):
+        notice(f"[temperature is 0, so all {args.n} answers are the same; --temperature 0.7 draws others]")
     if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
         logger.info("no chat template, so prompts are continued as plain text model=%s", llm.name)
     answers: list[ShownAnswer] = []
@@ -167,6 +181,11 @@ def answer_all(
             speed = num_tokens / total_s
             notice(f"{count} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
     return len(prompts) - len(answers)
+
+
+def _chooses_temperature(llm: LLM | RemoteModel, args: argparse.Namespace) -> bool:
+    """Return whether the parameters here decide: a server applies its own to what flags leave open."""
+    return not isinstance(llm, RemoteModel) or "temperature" in flags.sampling_given(args)
 
 
 def answer_each(
@@ -227,7 +246,7 @@ def ask_all(
 def _ask(
     llm: LLM | RemoteModel, prompt: Prompt, params: SamplingParams, args: argparse.Namespace
 ) -> AskedPrompt:
-    params = flags.nth_draw(params, 0 if prompt.line is None else prompt.line - 1)
+    params = flags.nth_draw(params, prompt.draw)
     try:
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
@@ -298,19 +317,15 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         if args.prompt is not None:
             raise ConfigError("give a PROMPT or --prompts-file, not both")
         lines = asking.read_text("--prompts-file", args.prompts_file).split("\n")
-        prompts = [Prompt(text, line) for line, text in enumerate(lines, start=1) if text.strip()]
+        prompts = [Prompt(text, place + 1, place) for place, text in enumerate(lines) if text.strip()]
         if not prompts:
             raise ConfigError(f"--prompts-file {args.prompts_file} holds no prompt; write one per line")
         return prompts
     if args.prompt not in (None, "-"):
-        return [Prompt(args.prompt)]
+        return [Prompt(asking.join_piped(args.prompt))]
     if args.prompt is None and sys.stdin.isatty():
         raise ConfigError("no prompt: write one after 'infer generate', pipe one in, or use --prompts-file")
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the prompt on standard input is not UTF-8: {error}", param="prompt") from None
-    return [Prompt(text.removesuffix("\n"))]
+    return [Prompt(asking.read_piped().removesuffix("\n"))]
 
 
 def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str, Any]:

@@ -39,7 +39,8 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 
 COMMANDS = (
-    "serve", "generate", "chat", "fetch", "quantize", "plan", "doctor", "simulate", "replay", "bench",
+    "serve", "generate", "chat", "run", "fetch", "list", "rm", "quantize", "plan", "doctor", "simulate",
+    "replay", "bench",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
     infer serve: error: --port must be a whole number, for example 8000, got 'x'
     infer: error: unknown command 'serv'; did you mean serve?
 
-What other programs call a command is known as well: `infer run` means `generate`.
+What other programs call a command is known as well: `infer pull` means `fetch`.
 
 argparse reports a mistake through `error`, and leaves what a subcommand does not know to the parser above
 it. Here each parser refuses that itself, and `error` rewords what argparse says; the names that a message
@@ -18,23 +18,23 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from infer.cli.readers import KINDS
 from infer.config.settings import knob_table
 from infer.errors import nearest
 
 ELSEWHERE = {
-    "run": "generate",
     "complete": "generate",
     "pull": "fetch",
     "download": "fetch",
+    "ls": "list",
+    "models": "list",
+    "remove": "rm",
+    "delete": "rm",
     "start": "serve",
     "benchmark": "bench",
     "version": "--version",
 }
-MODELS_HINT = (
-    "'infer fetch MODEL' gets a model and prints where it lies; a server lists its own at /v1/models"
-)
 
-KINDS = {"int": "a whole number", "float": "a number"}  # readers.py names its readers in such words
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
 
 
@@ -62,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         """Parse, and refuse here what is not known; the list returned is always empty."""
         self._given = list(args or ())
         parsed, unknown = super().parse_known_args(args, namespace)
+        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(parsed, "prompt", "") is None:
+            parsed.prompt = unknown.pop()  # run MODEL --flag PROMPT: argparse expects them side by side
         if unknown:
             self.error(self._complaint(unknown))
         return parsed, unknown
@@ -109,8 +111,6 @@ class Parser(argparse.ArgumentParser):
         known = {each: each for each in choices} | {n: ours for n, ours in ELSEWHERE.items() if ours in here}
         found = nearest(given, known)
         hint = f"did you mean {known[found]}?" if found else f"'{self.prog} --help' lists the commands"
-        if given in ("list", "ls", "models") and "fetch" in choices:
-            hint = MODELS_HINT
         return f"unknown command {given!r}; {hint}"
 
     def _complaint(self, unknown: Sequence[str]) -> str:
@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         if options[0].lstrip("-").replace("-", "_") in of_server:
             hint = "it is a knob of the server: infer serve"
         if options[0] in ("-n", "--n"):
-            hint = "one answer is printed; several are for HTTP (n) and the library (SamplingParams(n=2))"
+            hint = "it is for 'infer generate'"
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:

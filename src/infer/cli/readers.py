@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+KINDS = {"int": "a whole number", "float": "a number"}  # the readers here are named in such words
 Number = TypeVar("Number", int, float)
 
 
@@ -31,6 +32,11 @@ zero_or_more = _number(float, 0.0, "a number of 0 or more")
 above_zero = _number(float, math.ulp(0.0), "a number above 0")
 
 
+def rate(text: str) -> float:
+    """A number per second; `inf` is everything at once."""
+    return math.inf if text == "inf" else above_zero(text)
+
+
 def numbers(text: str) -> Sequence[int]:
     """Several whole numbers of 1 or more, with commas between."""
     return [positive(part) for part in text.split(",")]
@@ -41,12 +47,22 @@ def int_or_none(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def on_or_off(text: str) -> bool:
+    """A switch, in one of the words that people use for it."""
+    words = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError
+    return words[text.lower()]
+
+
 def token_bias(text: str) -> tuple[int, float]:
     """A token's id and what to add to its logit."""
     token_id, _, bias = text.partition("=")
     return int(token_id), float(bias)
 
 
+rate.__name__ = "a number above 0, or 'inf'"
 numbers.__name__ = "whole numbers of 1 or more with commas between"
 int_or_none.__name__ = "a whole number or 'none'"
+on_or_off.__name__ = "on or off"
 token_bias.__name__ = "ID=BIAS"

@@ -74,7 +74,7 @@ class RemoteModel:
         `counts` asks it to count tokens, too: not every server knows how to. With `is_patient` it is asked
         again where it is full.
         """
-        self._sampling = sampling
+        self.sampling = sampling  # may change between answers
         self._counts = counts
         self.is_patient = is_patient
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -90,6 +90,7 @@ class RemoteModel:
             raise ConfigError(f"{url} serves no model at the moment")
         if model is not None and model not in served:
             raise ConfigError(f"{url} serves {', '.join(served)}, not {model!r}")
+        self.served = list(served)
         self.name = model if model is not None else next(iter(served))
         self.context_len = served[self.name]
 
@@ -125,7 +126,7 @@ class RemoteModel:
 
     def _body(self, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.name, "stream": True}
-        body |= {name: getattr(params, name) for name in self._sampling}
+        body |= {name: getattr(params, name) for name in self.sampling}
         body["max_tokens"] = params.max_tokens
         if "logit_bias" in body:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}

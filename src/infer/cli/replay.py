@@ -3,6 +3,7 @@
 0    identical, or nothing was compared; standard output says if the record has no end
 1    the runs differ: standard output says at which step, and in what
 2    this is no record, or not of this model
+130  Ctrl-C: standard error says how far it came
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
-from infer.cli.answer import write_out
+from infer.cli.answer import notice, write_out
 from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
@@ -68,10 +69,15 @@ def run(args: argparse.Namespace) -> int:
     record = Record(args.record)
     if args.until is not None and args.until > record.last_step:
         raise ConfigError(f"--until is {args.until}, but the record ends with step {record.last_step}")
-    replay = replay_model(record, args.model, device=args.device, show_progress=True)
-    if args.orders:
-        return _run_orders(replay, args)
-    report = replay.run(until=args.until, check=args.check)
+    replay: Replay | None = None
+    try:
+        replay = replay_model(record, args.model, device=args.device, show_progress=True)
+        if args.orders:
+            return _run_orders(replay, args)
+        report = replay.run(until=args.until, check=args.check)
+    except KeyboardInterrupt:
+        notice(_spell_interrupt(replay, args))
+        raise
     if report.difference is not None:
         write_out(f"the runs differ at {report.difference}\n")
         write_out(f"identical up to there: {report.num_steps - 1} steps\n")
@@ -83,6 +89,15 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None:
         write_out(describe_state(replay.engine) + "\n")
     return 0 if report.difference is None else 1
+
+
+def _spell_interrupt(replay: Replay | None, args: argparse.Namespace) -> str:
+    if replay is None:
+        return "interrupted while the model was loaded; nothing was replayed"
+    if args.orders:
+        return "interrupted; the orders were not run to their end"
+    verdict = "identical so far" if args.check else "not compared"
+    return f"interrupted after {replay.num_steps} of {replay.record.last_step} steps, {verdict}"
 
 
 def _run_orders(replay: Replay, args: argparse.Namespace) -> int:

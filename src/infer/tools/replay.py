@@ -99,6 +99,11 @@ class Replay:
             self._step_to(until)
         return self._report(None, is_whole=until is not None or not self.engine.num_requests)
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that were run."""
+        return self._witness.num_steps
+
     def _report(self, difference: str | None, *, is_whole: bool = True) -> ReplayReport:
         return ReplayReport(
             step=self.engine.scheduler.step,

@@ -89,6 +89,16 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert result.lag_s == pytest.approx(0.0, abs=1e-6)
 
 
+def test_an_open_loop_may_have_a_limit() -> None:
+    result, server = run(
+        steady(1.0, 0.0), requests(6, Arrival(kind="open", rate=4.0, concurrency=2), every=0.25)
+    )
+    assert server.peak_running == 2
+    starts = [when - server.asked_at[0] for when in server.asked_at]
+    assert starts == pytest.approx([0.0, 0.25, 1.0, 1.25, 2.0, 2.25], abs=1e-6)
+    assert [trace.ttft for trace in result.traces] == pytest.approx([1.0] * 6)  # from when it was sent
+
+
 def test_a_chat_starts_with_its_first_token_and_not_with_its_role() -> None:
     chat = Workload(
         name="c",

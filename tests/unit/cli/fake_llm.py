@@ -65,7 +65,11 @@ class FakeLLM:
         self.chats: list[list[dict[str, str]]] = []
         self.options: list[Mapping[str, object] | None] = []
         self.num_opened = self.num_closed = 0
+        self.is_closed = False
         self.before_token: Callable[[int], None] = lambda index: None
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) for letter in prompt]

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -174,3 +176,94 @@ def test_mistakes_are_explained(infer: Infer, arguments: tuple[str, ...], messag
     outcome = infer("bench", *arguments)
     assert outcome.code == 2
     assert message in outcome.err
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """What `infer bench serve` would ask: its endpoint and its plan."""
+    calls: list[tuple[Any, Any]] = []
+    report = make_report("serve", [], model={}, config={}, seed=1, repeats=1, warmup=0)
+
+    def note(endpoint: Any, plan: Any, **options: Any) -> Any:
+        calls.append((endpoint, plan))
+        return report
+
+    monkeypatch.setattr("infer.bench.serve.bench_server", note)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        (["--url", "http://a:1"], "http://a:1"),
+        (["--base-url", "http://a:1"], "http://a:1"),
+        (["--port", "9000"], "http://127.0.0.1:9000"),
+        (["--host", "there"], "http://there:8000"),
+        (["--host", "::1", "--port", "9"], "http://[::1]:9"),
+    ],
+)
+def test_a_server_is_named_as_other_benchmarks_do(
+    infer: Infer, asked: list[tuple[Any, Any]], arguments: list[str], url: str
+) -> None:
+    assert infer("bench", "serve", *arguments).code == 0
+    assert asked[0][0].url == url
+    assert "random" not in asked[0][1].workloads
+
+
+@pytest.mark.parametrize("prefix", ["--", "--random-"])
+def test_a_load_is_described_as_other_benchmarks_do(
+    infer: Infer, asked: list[tuple[Any, Any]], prefix: str
+) -> None:
+    sizes = [f"{prefix}input-len", "30", f"{prefix}output-len", "7"]
+    pace = ["--num-prompts", "5", "--request-rate", "2.5", "--max-concurrency", "3"]
+    assert infer("bench", "serve", "--port", "1", *sizes, *pace).code == 0
+    [(_, plan)] = asked
+    assert plan.workloads == ["random"]
+    workload = plan.make("random")
+    assert [(len(session.turns[0].ids), session.turns[0].max_tokens) for session in workload.sessions] == [
+        (30, 7)
+    ] * 5
+    assert workload.arrival.describe() == "open loop, 2.5 per second (Poisson), at most 3 at once"
+    assert workload.sessions[-1].start_s > 0
+    assert plan.make("random") == workload != replace(plan, seed=1).make("random")
+
+
+def test_a_load_without_a_rate_comes_at_once(infer: Infer, asked: list[tuple[Any, Any]]) -> None:
+    infer("bench", "serve", "--port", "1", "--num-prompts", "5", "--request-rate", "inf")
+    infer("bench", "serve", "--port", "1", "--workload", "random,w1_single", "--max-concurrency", "4")
+    (_, first), (_, second) = asked
+    assert first.make("random").arrival.describe() == "open loop, all at once"
+    assert second.make("random").arrival.describe() == "closed loop, 4 at once"
+    assert (second.workloads, second.random.num_prompts) == (["random", "w1_single"], 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--url", "http://a", "--port", "1"], "--url names the server already; leave out --host and --port"),
+        (
+            ["--port", "1", "--num-prompts", "5", "--workload", "all"],
+            "--num-prompts is for the workload random, and --workload all is another load",
+        ),
+        (["--port", "1", "--input-len", "5", "--duration", "9"], "and --duration is another load"),
+        (
+            ["--port", "1", "--request-rate", "0"],
+            "--request-rate must be a number above 0, or 'inf', for example 0.5, got '0'",
+        ),
+    ],
+)
+def test_a_load_that_contradicts_itself_is_refused(
+    infer: Infer, asked: list[tuple[Any, Any]], arguments: list[str], said: str
+) -> None:
+    outcome = infer("bench", "serve", *arguments)
+    assert outcome.code == 2 and said in outcome.err
+    assert not asked
+
+
+def test_ctrl_c_before_the_first_figure_says_so(infer: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infer.bench.serve.bench_server", press)
+    outcome = infer("bench", "serve", "--port", "1")
+    assert (outcome.code, outcome.err) == (130, "interrupted before there was a figure to report\n")

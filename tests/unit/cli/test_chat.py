@@ -5,10 +5,13 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from infer.cli import flags
+from infer.cli.chat_commands import complete
+from infer.cli.conversation import ChatSession
 from infer.errors import DeviceLost, EngineError, EngineStopped
 from tests.unit.cli.ctrl_c import press_ctrl_c
 from tests.unit.cli.fake_llm import FakeLLM
@@ -239,3 +242,160 @@ def test_the_form_of_the_answers_can_be_given(infer: Infer) -> None:
     outcome = infer("chat", "--json-schema", '{"type": "object"}', stdin="hi\nho\n")
     kinds = [params.structured.kind for params in outcome.llm.params]
     assert kinds == ["json_schema", "json_schema"]
+
+
+def test_three_quotes_hold_lines_of_a_pipe_together(infer: Infer) -> None:
+    outcome = infer("chat", stdin='"""\none\n/two\n"""\nthree\n')
+    assert [chat[-1]["content"] for chat in outcome.llm.chats] == ["one\n/two", "three"]
+    outcome = infer("chat", stdin='"""one\ntwo\n')
+    assert outcome.code == 2 and 'opened with """ and not closed' in outcome.err
+
+
+def test_a_model_is_named_by_position_or_by_flag(infer: Infer) -> None:
+    assert infer("chat", "a/model", stdin="").llm.knobs["model"] == "a/model"
+    assert infer("chat", "a/model", "--model", "a/model", stdin="").llm.knobs["model"] == "a/model"
+    assert infer("run", "a/model", "--seed", "1", "hi").llm.knobs["model"] == "a/model"
+
+
+def test_run_answers_a_prompt_or_a_pipe_once(infer: Infer) -> None:
+    outcome = infer("run", "a/model", "two\nlines", "--system", "s")
+    assert (outcome.code, outcome.out) == (0, "TWO\nLINES\n")
+    assert outcome.llm.chats == [[{"role": "system", "content": "s"}, user("two\nlines")]]
+    assert infer("run", "a/model", stdin="one\ntwo\n").llm.chats == [[user("one\ntwo")]]
+    assert "no prompt: write one after the model" in infer("run", "a/model", stdin=" \n").err
+    assert infer("run", "a/model", "forbidden").code == 1
+    assert infer("run", stdin="hi\nho\n", is_typed=True).llm.chats[-1] == [
+        user("hi"), assistant("HI"), user("ho"),
+    ]  # fmt: skip
+
+
+def test_retry_answers_the_last_message_again(infer: Infer) -> None:
+    outcome = infer("chat", stdin="/retry\none\n/retry\ntwo\n")
+    assert outcome.out == "ONE\nONE\nTWO\n"
+    assert outcome.llm.chats[-1] == [user("one"), assistant("ONE"), user("two")]
+    assert len({params.seed for params in outcome.llm.params}) == 3
+    assert "[nothing to answer again" in outcome.err and "temperature is 0" not in outcome.err
+    assert (
+        "/set temperature 0.7 draws another" in infer("chat", "--temperature", "0", stdin="a\n/retry\n").err
+    )
+
+
+def test_a_retry_that_fails_keeps_the_first_answer(infer: Infer) -> None:
+    llm = FakeLLM()
+
+    def fail(index: int) -> None:
+        if llm.num_opened == 2:
+            raise EngineError("the step failed")
+
+    llm.before_token = fail
+    outcome = infer("chat", stdin="one\n/retry\ntwo\n", is_typed=True, llm=llm)
+    assert "infer: error: the step failed" in outcome.err
+    assert llm.chats[-1] == [user("one"), assistant("ONE"), user("two")]
+
+
+def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
+    settings = ("temperature 0.25", "max-tokens none", "stop END NOW", "ignore_eos on", "logit_bias 5=-1")
+    lines = "".join(f"/set {setting}\n" for setting in settings)
+    outcome = infer("chat", "--seed", "7", stdin=f"{lines}one\n/set stop default\n/set seed 9\ntwo\n")
+    first, second = outcome.llm.params
+    assert (first.temperature, first.max_tokens, first.stop, first.ignore_eos) == (
+        0.25,
+        None,
+        ("END NOW",),
+        True,
+    )
+    assert (first.seed, first.logit_bias) == (7, {5: -1.0})
+    assert (second.stop, second.seed, second.temperature) == ((), 9, 0.25)
+    assert "[temperature is 0.25]\n[max_tokens is none]\n" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set tempratur 1", "no setting 'tempratur'; did you mean 'temperature'?"),
+        ("/set xyzzy 1", "no setting 'xyzzy'; /set lists them"),
+        ("/set temperature hot", "[not set: temperature must be a number, or 'default', got 'hot']"),
+        ("/set temperature -1", "[not set: temperature must be"),
+        ("/set ignore_eos maybe", "[not set: ignore_eos must be on or off, or 'default', got 'maybe']"),
+        ("/set top_k", "  top_k                0  "),
+        ("/set", "  temperature          0.7 "),
+    ],
+)
+def test_set_explains_itself(infer: Infer, line: str, said: str) -> None:
+    outcome = infer("chat", stdin=f"{line}\nhi\n")
+    assert said in outcome.err
+    assert outcome.llm.params[0].temperature == 0.7
+
+
+def test_a_drawn_seed_stays_when_a_setting_changes(infer: Infer) -> None:
+    first, second = infer("chat", stdin="hi\n/reset\n/set top_k 5\nhi\n").llm.params
+    assert second.seed == flags.nth_draw(first, 1).seed
+
+
+def test_read_puts_a_file_behind_the_next_message(infer: Infer, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear\nall\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    refused = f"/read\n/read {tmp_path}/no\n/read {tmp_path}/bytes\n/read /dev/zero\n"
+    lines = f"/read {tmp_path}/letter.txt\nsum up:\nthanks\n{refused}"
+    outcome = infer("chat", stdin=lines)
+    assert [chat[-1]["content"] for chat in outcome.llm.chats] == ["sum up:\n\ndear\nall", "thanks"]
+    for said in (
+        "[9 characters of ",
+        "/read needs a file name",
+        "cannot read ",
+        "is not UTF-8",
+        "or a device",
+    ):
+        assert said in outcome.err
+
+
+def test_load_goes_on_with_a_saved_conversation(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    infer("chat", "--system", "s", stdin=f"one\n/save {file}\n")
+    outcome = infer("chat", stdin=f"zero\n/load {file}\ntwo\n")
+    assert outcome.llm.chats[-1] == [
+        {"role": "system", "content": "s"}, user("one"), assistant("ONE"), user("two"),
+    ]  # fmt: skip
+    assert f"[3 messages read from {file}]" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "{}", "[]", "[1]", '[{"role": "boss", "content": "x"}]', '[{"role": "user"}]']
+)
+def test_load_refuses_what_is_no_conversation(infer: Infer, tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    outcome = infer("chat", stdin=f"one\n/load {tmp_path}/x\ntwo\n")
+    assert "is not a conversation that /save wrote; /read takes any text" in outcome.err
+    assert len(outcome.llm.chats[-1]) == 3
+
+
+def test_model_goes_on_with_another_model(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    lines = f"one\n/model {tmp_path}/absent\n/model {tmp_path}\ntwo\n/model\n"
+    outcome = infer("chat", "--model", "old", "--revision", "r", stdin=lines)
+    assert "there is no such file or directory" in outcome.err
+    assert outcome.llm.is_closed, "the old one, before the new one was loaded"
+    assert outcome.llm.knobs == {"model": str(tmp_path)}
+    assert outcome.llm.chats[-1] == [user("one"), assistant("ONE"), user("two")]
+    assert "[fake, context of 1000 tokens]" in outcome.err and "  fake; others: " in outcome.err
+
+
+def test_tab_offers_commands_settings_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / ".hidden").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def offered(text: str) -> list[str]:
+        return list(complete(cast("ChatSession", None), text))
+
+    assert offered("/s") == ["/set ", "/system ", "/save "]
+    assert offered("/cl") == ["/clear"]
+    assert offered("/set top") == ["top_p ", "top_k "]
+    assert offered("/load f") == ["file.txt", "folder/"]
+    assert offered(f"/save {tmp_path}/.h") == [f"{tmp_path}/.hidden"]
+    assert offered("/load no/such/") == offered("hello") == offered("/retry x") == offered("/xyzzy y") == []

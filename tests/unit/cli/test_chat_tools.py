@@ -164,6 +164,18 @@ def test_no_is_told_to_the_model_and_always_asks_no_more(
     assert sum(prompt.startswith("call it?") for prompt in prompts) == 3, "one was not understood"
 
 
+def test_keys_typed_before_a_call_was_shown_do_not_agree_to_it(
+    infer: Infer, file: Path, says: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed_before = ["y"]  # what waits in the terminal while the answer with the call comes
+    monkeypatch.setattr("infer.cli.chat_tools.drop_typed", typed_before.clear)
+    says("go", "n")
+    llm = ScriptedLLM([Call("add", '{"a": 1}')], ["done"])
+    infer("chat", "--tools", str(file), is_typed=True, llm=llm)
+    assert not typed_before
+    assert results(llm) == ['{"error": "the user declined this call"}']
+
+
 @pytest.mark.parametrize("how", [KeyboardInterrupt, EOFError])
 def test_leaving_a_question_ends_the_turn_and_not_the_chat(
     infer: Infer, file: Path, says: Callable[..., list[str]], how: type[BaseException]

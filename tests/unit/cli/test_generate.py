@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from infer.cli import asking
 from infer.cli.answer import ShownAnswer, show_answer
 from infer.cli.generate import AskedPrompt, Prompt, to_json
 from infer.dialects.events import TextDelta
@@ -295,7 +300,68 @@ def test_the_speed_does_not_count_the_first_token() -> None:
     assert alone.tokens_per_s == 0.0
 
 
-def test_several_answers_are_not_for_the_command_line(infer: Any) -> None:
-    outcome = infer("generate", "-n", "2", "hi")
-    assert outcome.code == 2 and "-ngl" not in outcome.err
-    assert "unknown option -n; one answer is printed; several are for HTTP (n) and the library" in outcome.err
+def test_several_answers_are_drawn_each_with_a_seed_of_its_own(infer: Any, tmp_path: Path) -> None:
+    outcome = infer("generate", "-n", "3", "--seed", "7", "hi")
+    assert (outcome.code, outcome.out) == (0, "HI\nHI\nHI\n")
+    seeds = [params.seed for params in outcome.llm.params]
+    assert seeds[0] == 7 and len(set(seeds)) == 3
+    assert "temperature is 0" not in outcome.err
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\n")
+    params = infer("generate", "--n", "2", "--prompts-file", str(prompts)).llm.params
+    assert len({each.seed for each in params}) == 4
+
+
+def test_equal_answers_of_a_greedy_model_are_explained(infer: Any) -> None:
+    outcome = infer("generate", "-n", "3", "--temperature", "0", "hi")
+    said = "[temperature is 0, so all 3 answers are the same; --temperature 0.7 draws others]\n"
+    assert outcome.err.startswith(said)
+    assert "are the same" not in infer("generate", "--temperature", "0", "hi").err
+
+
+@pytest.mark.parametrize(
+    ("piped", "prompt"), [("a letter\n", "Summarise:\n\na letter"), ("", "Summarise:"), (" \n", "Summarise:")]
+)
+def test_what_is_piped_in_follows_the_prompt(
+    infer: Any, monkeypatch: pytest.MonkeyPatch, piped: str, prompt: str
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, piped.encode())
+    os.close(writer)
+    with open(reader, encoding="utf-8") as stdin:
+        monkeypatch.setattr(asking, "read_piped", stdin.read)
+        monkeypatch.setattr(asking, "_is_piped", lambda: True)
+        outcome = infer("generate", "Summarise:")
+    assert outcome.llm.chats == [[{"role": "user", "content": prompt}]]
+
+
+def is_piped(stdin: int) -> bool:
+    code = "from infer.cli import asking; raise SystemExit(int(asking._is_piped()))"
+    return bool(subprocess.run([sys.executable, "-c", code], stdin=stdin).returncode)
+
+
+def test_only_a_pipe_or_a_file_is_joined_to_a_prompt(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
+    (tmp_path / "file").write_text("text")
+    with open(tmp_path / "file") as file, open(os.devnull) as nothing, ours, theirs:
+        assert is_piped(reader) and is_piped(file.fileno())
+        assert not is_piped(nothing.fileno()) and not is_piped(theirs.fileno())
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_silent_pipe_is_waited_for_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(asking, "SILENCE_S", 0.05)
+
+    def end_it(said: str) -> None:
+        assert "waiting for the end of standard input" in said
+        os.close(writer)
+
+    monkeypatch.setattr(asking, "notice", end_it)
+    with open(reader, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert asking.read_piped() == ""

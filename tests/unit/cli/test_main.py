@@ -18,7 +18,6 @@ from infer import __version__
 from infer.__main__ import main as open_door
 from infer.cli import fetch
 from infer.cli.interrupts import importing
-from infer.cli.parser import MODELS_HINT
 from infer.log import progress, setup_logging
 from tests.support.server_process import is_alive, wait_until
 from tests.unit.cli.fake_llm import FakeLLM
@@ -54,7 +53,8 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
             ["serve", "--port", "x"],
             "infer serve: error: --port must be a whole number, for example 8000, got 'x'",
         ),
-        (["bench", "serve"], "infer bench serve: error: the following arguments are required: --url"),
+        (["bench", "serve"], "infer: error: which server? give --url http://host:port, or --host and --port"),
+        (["bench", "trace"], "infer bench trace: error: the following arguments are required: --url"),
         *(
             (
                 [*words, "--nonsense", "x"],
@@ -64,17 +64,16 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
             for words in (["quantize"], ["replay"], ["bench", "serve"], ["bench", "compare"])
         ),
         (
-            ["bench", "serve", "--workload=chat"],
-            "infer bench serve: error: the following arguments are required: --url",
+            ["bench", "trace", "--prompt-len=8"],
+            "infer bench trace: error: the following arguments are required: --url",
         ),
         (["serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
-        (["run", "hello"], "infer: error: unknown command 'run'; did you mean generate?"),
         (["pull"], "infer: error: unknown command 'pull'; did you mean fetch?"),
         (["benchmark"], "infer: error: unknown command 'benchmark'; did you mean bench?"),
         (["version"], "infer: error: unknown command 'version'; did you mean --version?"),
         (["help", "serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
-        (["list"], f"infer: error: unknown command 'list'; {MODELS_HINT}"),
-        (["models"], f"infer: error: unknown command 'models'; {MODELS_HINT}"),
+        (["ls"], "infer: error: unknown command 'ls'; did you mean list?"),
+        (["models"], "infer: error: unknown command 'models'; did you mean list?"),
         (
             ["bench", "pull"],
             "infer bench: error: unknown command 'pull'; 'infer bench --help' lists the commands",
@@ -98,7 +97,11 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
             ["generate", "two", "words"],
             "infer generate: error: unexpected argument 'words'; quote a text that holds spaces",
         ),
-        (["chat", "mine"], "infer chat: error: unexpected argument 'mine'; name a model with --model"),
+        (["chat", "a", "b"], "infer chat: error: unexpected argument 'b'; name a model with --model"),
+        (
+            ["chat", "a", "--model", "b"],
+            "infer: error: two models are named, 'a' and --model 'b'; give one of them",
+        ),
         (["serve", "a", "b"], "infer serve: error: unexpected argument 'b'; name a model with --model"),
         (
             ["doctor", "who"],

@@ -192,6 +192,26 @@ def test_a_conversation_over_the_wire_draws_as_one_held_here_does(infer: Infer) 
     assert len(set(sent)) == 4
 
 
+def test_a_setting_is_sent_from_then_on(infer: Infer) -> None:
+    bodies: list[dict[str, Any]] = []
+    with server(ONE_MODEL, PIECE % b'"stop"', bodies=bodies) as url:
+        talk = "a\n/set temperature 0.5\nb\n/set temperature default\nc\n/set top_p\n"
+        outcome = infer("chat", "--url", url, stdin=talk)
+    assert [body.get("temperature") for body in bodies] == [None, 0.5, None]
+    assert "  top_p                the server's " in outcome.err
+
+
+def test_another_model_of_the_server_goes_on_with_the_conversation(infer: Infer) -> None:
+    bodies: list[dict[str, Any]] = []
+    two = b'{"data": [{"id": "m"}, {"id": "n", "max_model_len": 99}]}'
+    with server(two, PIECE % b'"stop"', bodies=bodies) as url:
+        talk = "a\n/model x\nb\n/model n\nc\n/model\n"
+        outcome = infer("chat", "--url", url, stdin=talk)
+    assert [(body["model"], len(body["messages"])) for body in bodies] == [("m", 1), ("m", 3), ("n", 5)]
+    assert "serves m, n, not 'x'" in outcome.err
+    assert "[n, context of 99 tokens]" in outcome.err and "  n; others: m\n" in outcome.err
+
+
 def test_the_lines_of_a_file_are_sent_with_the_seeds_they_would_have_here(
     infer: Infer, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer.cli.main import main
+from infer.engine.engine import Engine
 from scripts.make_checkpoint import make_checkpoint
 
 Infer = Callable[..., Any]
@@ -122,3 +124,38 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     assert outcome.code == 2
     assert "cannot record to" in outcome.err
     assert outcome.llm.params == []
+
+
+@pytest.mark.parametrize(("flags", "verdict"), [((), "identical so far"), (("--no-check",), "not compared")])
+def test_ctrl_c_says_how_far_a_replay_came(
+    infer: Infer,
+    model: Path,
+    record: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    verdict: str,
+) -> None:
+    step, num_steps = Engine.step, 0
+
+    def press_after_three(engine: Engine) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", press_after_three)
+    outcome = infer("replay", str(record), "--model", str(model), *flags)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert re.search(rf"^interrupted after [1-3] of 12 steps, {verdict}$", outcome.err, re.MULTILINE)
+
+
+def test_ctrl_c_while_the_model_of_a_replay_is_loaded_says_so(
+    infer: Infer, record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infer.tools.replay.replay_model", press)
+    outcome = infer("replay", str(record))
+    assert outcome.err == "interrupted while the model was loaded; nothing was replayed\n"

@@ -1,6 +1,6 @@
 """Where is the model? From what the user typed to files on this disk.
 
-    None                        the default model, fetched once        default_model.py
+    None, or its name           the default model, fetched once        default_model.py
     path of a directory         config.json + *.safetensors            used where it lies
     path of a file              GGUF                                   used where it lies
     org/name                    a hub repository, all of it            hub.py
@@ -49,10 +49,11 @@ def resolve_model(
     model: str | None, *, revision: str | None = None, show_progress: bool = True
 ) -> ModelSource:
     """Find `model` on disk, or bring it there; every failure is a `ModelSourceError` that says what to do."""
-    if model is None:
+    if _is_default(model):
         _refuse_revision(revision, "the default model has only one")
         file = default_model.default_model_file(show_progress=show_progress)
         return ModelSource(path=file, name=default_model.NAME, is_gguf=True)
+    assert model is not None
     found = _find(model, revision)
     if isinstance(found, ModelSource):
         return found
@@ -69,15 +70,21 @@ def resolve_model(
 
 def check_model(model: str | None, *, revision: str | None = None) -> None:
     """Refuse, as `resolve_model` would, what cannot be found; a hub is asked once, and nothing is fetched."""
-    if model is None:
+    if _is_default(model):
         _refuse_revision(revision, "the default model has only one")
         return
+    assert model is not None
     found = _find(model, revision)
     if not isinstance(found, ModelSource):
         from infer.loader.find import hub
 
         repo, file_name = found
         hub.check_file(repo, file_name or "config.json", revision=revision)
+
+
+def _is_default(model: str | None) -> bool:
+    """Return whether the default model is meant: no name, or its own where no file is called so."""
+    return model is None or (model == default_model.NAME and not _exists(Path(model)))
 
 
 def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | None]:

@@ -1,0 +1,66 @@
+"""`infer list`: the models that were fetched and are on this disk."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import Any
+
+from infer.cli import flags
+from infer.cli.answer import notice, write_out
+
+HELP = "list the models that were downloaded"
+DESCRIPTION = "List the models in this user's caches: the default model and those of the hub."
+USAGE = "[options]"
+EXAMPLES = """\
+examples:
+  infer list
+  infer list --json
+"""
+
+HEADER = ("NAME", "REVISION", "SIZE", "LAST USED", "PATH")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per model")
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row per model and revision."""
+    from infer.loader.find.cached import CachedModel, cached_models
+
+    models = cached_models()
+    if args.json:
+        for model in models:
+            facts: dict[str, Any] = dataclasses.asdict(model) | {"path": str(model.path)}
+            write_out(json.dumps(facts, ensure_ascii=False) + "\n")
+        return 0
+    if not models:
+        notice(
+            "no model is cached; 'infer fetch' gets the default one, 'infer fetch org/name' one of the hub"
+        )
+        return 0
+
+    def row(model: CachedModel) -> tuple[str, ...]:
+        revision = "-" if model.revision is None else " ".join([*model.refs, model.revision[:8]])
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
+        return model.name, revision, spell_bytes(model.num_bytes), used, str(model.path)
+
+    rows = [HEADER, *map(row, models)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        write_out("  ".join(padded).rstrip() + "\n")
+    return 0
+
+
+def spell_bytes(count: int) -> str:
+    """Return a size as people say it: 98.4 MB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,232 @@
+"""The messages of `infer chat`: typed with an editor for lines, or the lines of a pipe.
+
+    > one line                    a message
+    > \"\"\"several                 a message that ends with the line that ends with three quotes
+    ... lines\"\"\"
+    > (a pasted text)             one message, with all its lines
+    > /command                    for the program; a text of several lines, or in quotes, is never one
+
+Alt-Enter begins a new line within a message. prompt_toolkit is imported when the first one is wanted.
+
+Typed messages are kept for the arrow keys of the next conversation, in `chat-history.jsonl` next to the
+models that were fetched: a JSON string per line, the last 1,000 messages, readable by their author alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from infer.cli.answer import notice
+from infer.cli.terminal import is_terminal
+from infer.errors import ModelSourceError, RequestError
+from infer.loader.find.default_model import models_dir
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyPressEvent
+
+QUOTES = '"""'
+PROMPT, MORE = "> ", "... "
+MAX_KEPT = 1000  # messages in the history
+MAX_KEPT_LEN = 10_000  # characters of a message that is kept
+
+ReadLine = Callable[[str], str]  # shows a prompt; raises EOFError or KeyboardInterrupt, as input() does
+
+
+class Said(NamedTuple):
+    """A message, or a command to the program."""
+
+    text: str
+    is_command: bool = False
+
+
+class Completes(Protocol):
+    """What Tab offers: the words that may stand in the place of the last one."""
+
+    def __call__(self, text: str) -> Iterable[str]:
+        """Return the words for the text before the cursor."""
+
+
+def read_said(read_line: ReadLine) -> Said:
+    """Read one message, over several lines where it opens quotes."""
+    text = read_line(PROMPT).strip()
+    if not text.startswith(QUOTES):
+        return Said(text, is_command=text.startswith("/") and "\n" not in text)
+    text = text.removeprefix(QUOTES)
+    while not text.rstrip().endswith(QUOTES):
+        text += "\n" + read_line(MORE)
+    return Said(text.rstrip().removesuffix(QUOTES).strip("\n"))
+
+
+def typed_messages(read_line: ReadLine) -> Iterator[Said]:
+    """Yield what is typed, until Ctrl-D or the second Ctrl-C in a row."""
+    was_interrupted = False
+    while True:
+        try:
+            said = read_said(read_line)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if was_interrupted:
+                return
+            was_interrupted = True
+            notice("[Ctrl-C again, or Ctrl-D, leaves]")
+            continue
+        was_interrupted = False
+        yield said
+
+
+def piped_messages() -> Iterator[Said]:
+    """Yield the messages of standard input, one per line where no quotes are opened."""
+    is_open = False
+
+    def read_line(prompt: str) -> str:
+        nonlocal is_open
+        is_open = prompt == MORE
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+    while True:
+        try:
+            yield read_said(read_line)
+        except EOFError:
+            if is_open:
+                raise RequestError(f"a message was opened with {QUOTES} and not closed") from None
+            return
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is not UTF-8: {error}") from None
+
+
+def line_reader(completes: Completes, *, keeps_history: bool) -> ReadLine:
+    """Return what reads a line from the terminal: an editor, or where there is none, `input`."""
+    screen = sys.stdout if is_terminal(sys.stdout) else sys.stderr
+    if not (is_terminal(sys.stdin) and is_terminal(screen)):
+        return _plain_line
+    session = _open_editor(completes, keeps_history=keeps_history)
+    return lambda prompt: session.prompt(prompt)
+
+
+def _plain_line(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        notice("")  # the cursor is still on the line of the prompt
+        raise
+
+
+def _open_editor(completes: Completes, *, keeps_history: bool) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.history import History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output.vt100 import Vt100_Output
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class WordCompleter(Completer):
+        """Offers the words of `completes`."""
+
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+            before = document.text_before_cursor
+            begun = before.rpartition(" ")[2]
+            for word in completes(before):
+                yield Completion(word, start_position=-len(begun))
+
+    class KeptHistory(History):
+        """The messages of a file, and those of this conversation."""
+
+        def __init__(self, file: HistoryFile) -> None:
+            super().__init__()
+            self._file = file
+
+        def load_history_strings(self) -> Iterable[str]:
+            return reversed(self._file.read())  # the newest first
+
+        def store_string(self, string: str) -> None:
+            self._file.add(string)
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    # Asked for the cursor's place, a terminal answers among the keys, late or never.
+    output = Vt100_Output.from_pty(
+        sys.stdout if is_terminal(sys.stdout) else sys.stderr, term=os.environ.get("TERM")
+    )
+    output.enable_cpr = False
+    file = HistoryFile.open() if keeps_history else None
+    return PromptSession(
+        history=InMemoryHistory() if file is None else KeptHistory(file),
+        completer=WordCompleter(),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+        key_bindings=keys,
+        output=output,
+        prompt_continuation="",
+    )
+
+
+class HistoryFile:
+    """A file of typed messages that only its owner can read, and that stays short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls) -> HistoryFile | None:
+        """Return the user's file, made if there is none; None, with a notice, where it cannot be made."""
+        try:
+            file = cls(models_dir().parent / "chat-history.jsonl")
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+            file._shorten()
+        except (OSError, ModelSourceError) as error:
+            notice(f"[no history of messages is kept: {error}]")
+            return None
+        return file
+
+    def read(self) -> list[str]:
+        """Return the messages, the oldest first; lines that are not ours are left out."""
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            return []
+        return [text for line in lines if (text := _read_entry(line)) is not None][-MAX_KEPT:]
+
+    def add(self, text: str) -> None:
+        """Add a message; what cannot be written is not kept."""
+        if len(text) <= MAX_KEPT_LEN:
+            try:
+                self._write(os.O_APPEND, [text])
+            except OSError as error:
+                notice(f"[the message is not kept in {self.path}: {error.strerror}]")
+
+    def _shorten(self) -> None:
+        """Make the file, set its mode, and drop what is too old; other conversations may add meanwhile."""
+        entries = self.read()
+        is_long = self.path.exists() and self.path.read_bytes().count(b"\n") > 2 * MAX_KEPT
+        self._write(os.O_TRUNC if is_long else os.O_APPEND, entries if is_long else [])
+
+    def _write(self, mode: int, entries: Iterable[str]) -> None:
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
+        try:
+            os.fchmod(handle, 0o600)  # also of a file that was there
+            os.write(handle, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        finally:
+            os.close(handle)
+
+
+def _read_entry(line: str) -> str | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, str) else None

@@ -1,0 +1,46 @@
+"""`infer rm`: take a downloaded model off this disk."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from infer.cli import flags
+from infer.cli.answer import notice
+from infer.cli.list import spell_bytes
+from infer.errors import ConfigError
+
+HELP = "remove a downloaded model from the cache"
+DESCRIPTION = "Remove a model that 'infer list' shows. Models outside the cache are not touched."
+USAGE = "NAME [options]"
+EXAMPLES = """\
+examples:
+  infer rm org/name
+  infer rm org/name --revision main --yes
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    parser.add_argument("name", metavar="NAME", help="the name of a model, as 'infer list' shows it")
+    parser.add_argument("--revision", metavar="TEXT", help="only this branch, tag or commit of it")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find the model, ask, remove it, and say how much room that made."""
+    from infer.loader.find.cached import find_cached, remove_cached
+
+    found = find_cached(args.name, args.revision)
+    revisions = f"{len(found)} revisions, " if len(found) > 1 else ""
+    size = spell_bytes(sum(model.num_bytes for model in found))
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{args.name} is removed without a question only with --yes")
+        said = input(f"remove {args.name} ({revisions}{size}) from {found[0].path.parent}? [y/N] ")
+        if said.strip().lower() not in ("y", "yes"):
+            notice("nothing was removed")
+            return 0
+    notice(f"removed {args.name}: {spell_bytes(remove_cached(found))} freed")
+    return 0
