@@ -88,6 +88,7 @@ class PromptEncoder:
     ) -> None:
         """Take what the engine says of its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
+        self.family = family
         self.context_len = context_len
         self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
@@ -109,6 +110,11 @@ class PromptEncoder:
     def has_chat_template(self) -> bool:
         """Whether conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template; None: it has none."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else None
 
     @property
     def template_warning(self) -> str | None:

@@ -7,8 +7,8 @@
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
-    routes        completions, chat, messages, responses, models, tokens, embeddings; health, metrics;
-                  admin; the page
+    routes        completions, chat, messages, responses, models, tokens, embeddings; Ollama's;
+                  health, metrics; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -41,6 +41,7 @@ from infer.server.routes import (
     health,
     messages,
     models,
+    ollama,
     pages,
     responses,
     tokens,
@@ -107,12 +108,11 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    parts = (completions, chat, messages, responses, models, tokens, embeddings, health)
+    parts = (completions, chat, messages, responses, models, tokens, embeddings, ollama, health)
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
-    if config.ui:
-        routers.append(pages.make_router())
+    routers.append(pages.make_router() if config.ui else ollama.root)
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import Literal
 
 from infer.client.client import EngineClient
 from infer.config.settings import SchedulerConfig, ServerConfig
@@ -32,6 +33,7 @@ from infer.server.fleet.router import Router
 from infer.server.processes.board import Board
 
 UNLOAD_POLL_S = 0.02
+Api = Literal["openai", "anthropic", "ollama"]
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
 
 
@@ -75,7 +77,7 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
-    is_anthropic: bool = False  # its path is of Anthropic's API: errors are told in that form
+    api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
     num_prompt_tokens: int = 0

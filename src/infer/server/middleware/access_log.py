@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
-from infer.server.protocol.errors import ANTHROPIC_PREFIX, ApiError
+from infer.server.protocol.errors import ApiError, api_of
 from infer.server.state import RAW_SEND, RequestRecord, recording
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_anthropic = route_path(scope).startswith(ANTHROPIC_PREFIX)
-        record = RequestRecord(_request_id(scope), perf_counter(), is_anthropic)
+        record = RequestRecord(_request_id(scope), perf_counter(), api_of(route_path(scope)))
         if FORWARDED in scope:  # from another API process, which logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
@@ -75,7 +74,7 @@ class AccessLog:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         id_headers = [(b"x-request-id", record.request_id.encode())]
-        if record.is_anthropic:
+        if record.api == "anthropic":
             id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
         scope[RAW_SEND] = send
 

@@ -21,7 +21,7 @@ from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState, mark
 
 BODY_TIMEOUT_S = 30.0
-WATCHING = ("/health", "/metrics", "/version")
+WATCHING = ("/health", "/metrics", "/version", "/api/version")
 CLOSE = {"connection": "close"}
 
 

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients understand, and on Anthropic's routes in Anthropic's.
+"""Errors in the form that OpenAI's clients understand; on Anthropic's and Ollama's routes in theirs.
 
     exception                              status   the client's next move
     MalformedRequest, wrong JSON type       400     mend the program
@@ -12,7 +12,8 @@
 
 Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. Under /v1/messages
 it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server; there a
-422 is a 400, and a model that is not served a 404, because Anthropic's API has no finer words.
+422 is a 400, and a model that is not served a 404, because Anthropic's API has no finer words. Under /api/ it
+is Ollama's `{"error": "message"}`, with the same statuses.
 
 A message about a request is written here, or quotes the client's own words. A message of an engine or a
 template may quote another library's exception, with addresses and paths of this machine in it, so these are
@@ -53,7 +54,7 @@ from infer.errors import (
     shorten,
     show_value,
 )
-from infer.server.state import RequestFailure, current_id, current_record
+from infer.server.state import Api, RequestFailure, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     504: "GatewayTimeoutError",
 }
 
-ANTHROPIC_PREFIX = "/v1/messages"
+PREFIXES: Mapping[str, Api] = {"/v1/messages": "anthropic", "/api/": "ollama"}  # paths of other APIs
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -98,6 +99,19 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
 ROUTES = frozenset(  # what a hint may send a client to
     {
+        "/api/chat",
+        "/api/copy",
+        "/api/create",
+        "/api/delete",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/generate",
+        "/api/ps",
+        "/api/pull",
+        "/api/push",
+        "/api/show",
+        "/api/tags",
+        "/api/version",
         "/detokenize",
         "/health",
         "/metrics",
@@ -117,10 +131,6 @@ ROUTES = frozenset(  # what a hint may send a client to
 
 FOREIGN_ROUTES = {  # of another API: what does the same here
     "/v1/complete": "/v1/messages",
-    "/api/chat": "/v1/chat/completions",
-    "/api/generate": "/v1/completions",
-    "/api/embed": "/v1/embeddings",
-    "/api/tags": "/v1/models",
 }
 
 
@@ -151,12 +161,12 @@ class ApiError(RequestFailure):
     def rendered(self) -> tuple[int, bytes]:
         """Status and body in the form of the current request's API; the error goes into its log line."""
         record = current_record()
-        if record is None or not record.is_anthropic:
+        if record is None or record.api == "openai":
             shown, body = self, self.body
         else:
             status = {422: 404 if self.code == MODEL_NOT_FOUND else 400}.get(self.status, self.status)
             shown = replace(self, status=status)
-            body = shown.anthropic_body
+            body = shown.anthropic_body if record.api == "anthropic" else {"error": self.message}
         if record is not None:
             record.error = shown
         return shown.status, orjson.dumps(body)
@@ -181,6 +191,11 @@ class ApiError(RequestFailure):
         )
         told = replace(self, headers={**self.headers, "connection": "close"}) if has_body else self
         await told.response()(scope, receive, send)
+
+
+def api_of(path: str) -> Api:
+    """The API that a path belongs to."""
+    return next((api for prefix, api in PREFIXES.items() if path.startswith(prefix)), "openai")
 
 
 def scrub(message: str) -> str:
@@ -300,7 +315,7 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
         hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
         message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
     elif error.status_code == 405:
-        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST") if _takes(http, way))
+        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST", "DELETE") if _takes(http, way))
         message = f"{path} does not take {http.method}; it takes {headers['Allow']}"
     return ApiError(status=error.status_code, message=message, headers=headers)
 

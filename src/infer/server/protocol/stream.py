@@ -24,6 +24,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -66,6 +67,7 @@ class Generation:
         self.job = job
         self.num_output = 0
         self.num_reasoning = 0  # of the output's tokens
+        self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
             OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_chat, form=job.form)
@@ -95,6 +97,7 @@ class Generation:
         if self._failure is not None:
             raise self._failure
         where, output = await self._next_output()
+        self.first_at = self.first_at or perf_counter()
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
         pieces: list[Piece] = []
@@ -242,6 +245,8 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 class FrameWriter(ABC):
     """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
 
+    media_type = "text/event-stream"  # type of a stream of its frames
+
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
 
@@ -342,10 +347,8 @@ def named_event(name: str, data: bytes) -> bytes:
 class EventStream(Response):
     """A response of frames that closes its generation when the client leaves or does not read."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, writer: FrameWriter, headers: Mapping[str, str]) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code, self.background, self.media_type = 200, None, writer.media_type
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         limit_s = writer.generation.job.time_limit_s
         self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
