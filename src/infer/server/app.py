@@ -7,8 +7,8 @@
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
-    routes        completions, chat, messages, responses, models, tokens, embeddings; Ollama's;
-                  health, metrics; admin; the page
+    routes        completions, chat, messages, responses, models, tokens, embeddings; those of
+                  Ollama and llama.cpp; health, metrics; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -39,6 +39,7 @@ from infer.server.routes import (
     completions,
     embeddings,
     health,
+    llama_cpp,
     messages,
     models,
     ollama,
@@ -108,7 +109,7 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    parts = (completions, chat, messages, responses, models, tokens, embeddings, ollama, health)
+    parts = (completions, chat, messages, responses, models, tokens, embeddings, ollama, llama_cpp, health)
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
