@@ -426,6 +426,7 @@ class ServerConfig:
     metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
     access_log: bool = knob(True, "log one line per request")
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
+    docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def __post_init__(self) -> None:
         check_positive(self, "max_prompts", "max_n", "replicas")

@@ -98,7 +98,7 @@ def build_app(
             client if isinstance(client, MeteredClient) else fleet.metrics.add(model.name, client)
             for client in model.clients
         ]
-    # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.
+    # The interactive docs of the framework load scripts from elsewhere; --docs serves a page of our own.
     # A slash too many is not redirected: the framework would take the address from the Host header.
     app = FastAPI(
         title="infer",
@@ -114,6 +114,8 @@ def build_app(
     if config.admin_key is not None:
         routers.append(admin.router)
     routers.append(pages.make_router() if config.ui else ollama.root)
+    if config.docs:
+        routers.append(pages.make_docs_router())
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router)

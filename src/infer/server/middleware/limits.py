@@ -114,4 +114,4 @@ class Gate:
 
     def _is_always_open(self, path: str) -> bool:
         """Whether a path, below the root path as the router sees it, watches or operates the server."""
-        return path in WATCHING or is_admin(path) or is_open(path, has_page=self._state.config.ui)
+        return path in WATCHING or is_admin(path) or is_open(path, self._state.config)
