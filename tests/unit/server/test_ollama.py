@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from infer.errors import EngineError, QueueFull
+from infer.errors import EngineError, QueueFull, RequestError
 from infer.frontend.llm import LLM
+from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.schemas import ChatRequest
-from infer.server.routes.ollama import OllamaChat, ollama_to_chat, tagged
+from infer.server.routes.ollama import OllamaChat, check_abilities, ollama_to_chat, tagged
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, outputs_of
@@ -171,6 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (GENERATE, write(images=["aGk="]), 400, "reads and writes text"),
     (GENERATE, write(suffix="b"), 400, "suffix is not supported: this server continues"),
     (GENERATE, write(template="{{ .Prompt }}"), 400, "templates are never taken"),
+    (GENERATE, write(raw=True, top_logprobs=2), 400, "top_logprobs needs logprobs to be true"),
     (GENERATE, write(raw=True, system="b"), 400, "system belongs to a conversation"),
     (GENERATE, write(context=[10**9]), 400, "context holds ids from 1000000000"),
     (CHAT, talk(temperature=1), 400, "'temperature'; put it into options"),
@@ -180,8 +184,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, talk(options={"top_p": 2}), 400, "options.top_p must be"),
     (CHAT, talk(format="yaml"), 400, 'format must be "json" or a JSON schema'),
     (CHAT, talk(format={"type": 3}), 400, "format"),
-    (CHAT, talk(think=True), 400, '"fake" does not support thinking'),
-    (CHAT, talk(think="deeply"), 400, "think must be one of true, false, low"),
+    (CHAT, talk(think=True), 400, '"fake" does not support thinking; leave think out'),
     (CHAT, {"model": "fake", "messages": [], "keep_alive": 0}, 400, "keep_alive is 0, which unloads a model"),
     (
         CHAT,
@@ -251,6 +254,41 @@ def test_calls_and_results_find_each_other_without_ids() -> None:
         "type": "json_schema",
         "json_schema": {"name": "format", "schema": {"type": "object"}},
     }
+
+
+def test_many_calls_find_their_results_in_linear_time() -> None:
+    count = 10_000
+    names = [f"tool_{i}" for i in range(count)]
+    calls = [{"function": {"name": name, "arguments": {}}} for name in names]
+    results = [{"role": "tool", "content": "1", "tool_name": name} for name in reversed(names)]
+    started_at = time.perf_counter()
+    made = chat_of(messages=[*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results])
+    assert time.perf_counter() - started_at < 5
+    ids = [call["id"] for call in made.messages[1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in made.messages[2:]] == ids[::-1]
+
+
+def test_an_unknown_way_to_think_is_refused() -> None:
+    with pytest.raises(RequestError, match="think must be one of true, false, low, medium, high, max"):
+        chat_of(messages=MESSAGES, think="deeply")
+
+
+def test_a_model_without_a_notation_for_calls_does_not_support_tools() -> None:
+    body, encoder = OllamaChat(model="m", tools=[TOOL]), SimpleNamespace(dialect=None, think=None)
+    with pytest.raises(RequestError, match='"m" does not support tools; leave tools out'):
+        check_abilities(body, cast(PromptEncoder, encoder), has_tools=True)
+
+
+def test_without_a_chat_template_a_prompt_is_continued_as_it_is(
+    oracle: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptEncoder, "has_chat_template", False)
+    made, client = ask(oracle, GENERATE, write(stream=False))
+    assert made.json()["response"] == "hello there"
+    assert "context" not in made.json()
+    assert client.requests[0].prompt == tuple(oracle.encoder.encode("a"))
+    refused, _ = ask(oracle, GENERATE, write(system="b"))
+    assert refused.json()["error"].startswith("system belongs to a conversation, and this model has no chat")
 
 
 @pytest.mark.parametrize(

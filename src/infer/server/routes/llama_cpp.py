@@ -77,29 +77,15 @@ class LlamaCompletion(AskingBody):
         "typical_p": Neutral((1.0,), _SAMPLERS),
         "xtc_probability": Neutral((0.0,), _SAMPLERS),
     }
+    # penalties see the whole text, not repeat_last_n tokens
     ignored = frozenset(
         {
-            "api_key",
-            "dry_allowed_length",
-            "dry_base",
-            "dry_penalty_last_n",
-            "dry_sequence_breakers",
-            "dynatemp_exponent",
-            "id_slot",
-            "mirostat_eta",
-            "mirostat_tau",
-            "n_cache_reuse",
-            "n_discard",
-            "n_keep",
-            "penalize_nl",
-            "repeat_last_n",  # penalties see the whole text
-            "return_progress",
-            "slot_id",
-            "sse_ping_interval",
-            "timings_per_token",
-            "xtc_threshold",
+            "api_key", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+            "dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
+            "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "sse_ping_interval",
+            "timings_per_token", "xtc_threshold",
         }
-    )
+    )  # fmt: skip
     elsewhere = {
         "max_tokens": "this route takes n_predict",
         "messages": "conversations go to /v1/chat/completions, this route takes prompt",

@@ -19,7 +19,9 @@ names have a tag, so `my-model` is listed as `my-model:latest` and found by eith
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -33,6 +35,7 @@ from pydantic import BaseModel
 from infer import __version__
 from infer.errors import RequestError, UnknownModel, closest, show_value
 from infer.frontend.outputs import RequestOutput
+from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import MAX_INT
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.logprobs import chat_logprobs
@@ -81,29 +84,14 @@ class OllamaOptions(Body):
         "tfs_z": Neutral((1.0,), _FILTERS),
         "typical_p": Neutral((1.0,), _FILTERS),
     }
+    # num_ctx is the operator's choice (max_seq_len); penalties see the whole text, not repeat_last_n tokens
     ignored = frozenset(
         {
-            "draft_num_predict",
-            "embedding_only",
-            "f16_kv",
-            "logits_all",
-            "low_vram",
-            "main_gpu",
-            "mirostat_eta",
-            "mirostat_tau",
-            "num_batch",
-            "num_ctx",  # the operator's: max_seq_len
-            "num_gpu",
-            "num_keep",
-            "num_thread",
-            "numa",
-            "penalize_newline",
-            "repeat_last_n",  # penalties see the whole text
-            "use_mlock",
-            "use_mmap",
-            "vocab_only",
+            "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
+            "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
+            "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
         }
-    )
+    )  # fmt: skip
 
     num_predict: int | None = None
     temperature: float | None = None
@@ -140,10 +128,10 @@ class OllamaCall(Body):
     """A tool call of an earlier answer."""
 
     ignored = frozenset({"index"})
+    neutral = {"type": Neutral(("function",), "tools are functions")}
 
     function: dict[str, Any]
     id: str | None = None
-    type: str | None = None
 
 
 class OllamaFunction(Body):
@@ -270,7 +258,7 @@ def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
     """The chat that a body of `/api/chat` is; raises a `RequestError` that names the field."""
     turns = Turns()
     messages: list[dict[str, Any]] = []
-    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+    waiting = OpenCalls()
     for i, given in enumerate(body.messages or ()):
         path = ("messages", i)
         said = turns.read_as(OllamaMessage, given, path)
@@ -278,14 +266,14 @@ def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
         if said.thinking:
             message["reasoning_content"] = said.thinking
         if said.tool_calls:
-            message["tool_calls"] = calls = [
+            message["tool_calls"] = [
                 _call(turns, call, (*path, "tool_calls", k)) for k, call in enumerate(said.tool_calls)
             ]
-            waiting += [(call["id"], call["function"]["name"]) for call in calls]
+            for call in message["tool_calls"]:
+                waiting.add(call)
         if said.role == "tool":
-            answered = _answered(said, waiting)
-            message |= {"tool_call_id": answered} if answered is not None else {}
-            message |= {"name": said.tool_name} if said.tool_name is not None else {}
+            named = {"tool_call_id": waiting.close(said), "name": said.tool_name}
+            message |= {key: value for key, value in named.items() if value is not None}
         messages.append(message)
     if messages and messages[-1]["role"] == "assistant":
         raise RequestError.about(
@@ -307,16 +295,29 @@ def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> d
     return {"id": call.id or made_up, "type": "function", "function": named}
 
 
-def _answered(said: OllamaMessage, waiting: list[tuple[str, str]]) -> str | None:
-    """The id of the call that a result answers: by its id, by its tool's name, else the next one."""
-    if said.tool_call_id is not None:
-        waiting[:] = [each for each in waiting if each[0] != said.tool_call_id]
-        return said.tool_call_id
-    named = [each for each in waiting if each[1] == said.tool_name] or waiting[:1]
-    if not named:
+class OpenCalls:
+    """Calls without a result, in order; a long conversation takes time in proportion to its length."""
+
+    def __init__(self) -> None:
+        self._ids: deque[str] = deque()
+        self._ids_by_name: defaultdict[str | None, deque[str]] = defaultdict(deque)
+        self._closed: set[str] = set()
+
+    def add(self, call: Mapping[str, Any]) -> None:
+        """Note a call."""
+        self._ids.append(call["id"])
+        self._ids_by_name[call["function"]["name"]].append(call["id"])
+
+    def close(self, said: OllamaMessage) -> str | None:
+        """The id of the call that a result answers: by its id, by its tool's name, else the next one."""
+        named = [] if said.tool_call_id is None else [said.tool_call_id]
+        for waiting in (deque(named), self._ids_by_name[said.tool_name], self._ids):
+            while waiting:
+                found = waiting.popleft()
+                if found not in self._closed or named:
+                    self._closed.add(found)
+                    return found
         return None
-    waiting.remove(named[0])
-    return named[0][0]
 
 
 def generate_to_chat(body: OllamaGenerate, name: str) -> ChatRequest:
@@ -370,46 +371,53 @@ def _format(body: OllamaBody) -> dict[str, Any]:
 async def open_conversation(body: OllamaChat, http: Request) -> Job:
     """The job of `/api/chat`."""
     name = find_name(server_state(http), body.model)
-    return check_thinks(body, fill_context(await open_agent(http, body, lambda it: ollama_to_chat(it, name))))
+    check_abilities(body, server_state(http).get_model(name).encoder, has_tools=bool(body.tools))
+    return fill_context(await open_agent(http, body, lambda it: ollama_to_chat(it, name)))
 
 
 async def open_generate(body: OllamaGenerate, http: Request) -> Job:
-    """The job of `/api/generate`: a completion of the raw prompt, or a chat behind an earlier context."""
+    """The job of `/api/generate`: a completion of the raw prompt, or a chat after an earlier context."""
     state = server_state(http)
     name = find_name(state, body.model)
-    if body.raw:
+    encoder = state.get_model(name).encoder
+    check_abilities(body, encoder)
+    if body.raw or not encoder.has_chat_template:
         return await open_raw(body, state, name)
     job = await open_agent(http, body, lambda it: generate_to_chat(it, name))
     if body.context:
-        (before,) = await encode_prompts(job.model.encoder, [body.context], "context")
-        request, bos_id = job.requests[0], job.model.encoder.tokenizer.bos_id
+        (before,) = await encode_prompts(encoder, [body.context], "context")
+        request, bos_id = job.requests[0], encoder.tokenizer.bos_id
         prompt = request.prompt[1:] if request.prompt[:1] == (bos_id,) else request.prompt
         job = replace(job, requests=(replace(request, prompt=(*before, *prompt)),))
-    return check_thinks(body, fill_context(job))
+    return fill_context(job)
 
 
 async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
     """The job of a prompt that is continued as it is."""
     for field in ("system", "context", "think"):
         if getattr(body, field):
-            raise RequestError.about(
-                field, "belongs to a conversation, and raw is true; leave one of them out"
-            )
+            why = "raw is true" if body.raw else "this model has no chat template"
+            raise RequestError.about(field, f"belongs to a conversation, and {why}; leave it out")
     turns = Turns()
     fields = {"max_tokens": MAX_INT} | _sampling(turns, body) | _format(body)
-    fields["logprobs"] = (fields.pop("top_logprobs", None) or 0) if fields.get("logprobs") else None
+    has_logprobs, num_top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
+    if num_top is not None and not has_logprobs:
+        raise RequestError.about("top_logprobs", "needs logprobs to be true")
+    fields["logprobs"] = (num_top or 0) if has_logprobs else None
     body.note_ignored(turns.ignored)
     given = CompletionRequest.model_validate({"model": name, "prompt": body.prompt, **fields})
     return fill_context(await open_completion(given, state))
 
 
-def check_thinks(body: OllamaBody, job: Job) -> Job:
-    """The job; refuses a wish for reasoning that the model cannot fulfil, as Ollama does."""
-    if body.think and job.model.encoder.think is None:
-        raise RequestError.about(
-            "think", f'is set, and "{body.model}" does not support thinking; leave it out'
-        )
-    return job
+def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
+    """Refuse what the model cannot do, in Ollama's words: clients look for them and ask again without."""
+    for field, is_wanted, how in (
+        ("tools", has_tools, encoder.dialect),
+        ("think", body.think, encoder.think),
+    ):
+        if is_wanted and how is None:
+            word = "tools" if field == "tools" else "thinking"
+            raise RequestError(f'"{body.model}" does not support {word}; leave {field} out', param=field)
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -422,7 +430,7 @@ class OllamaErrorBody(BaseModel):
 
 
 router = make_router(OllamaErrorBody)
-root = APIRouter(include_in_schema=False)  # of a server without the page, whose address is the same
+root = APIRouter(include_in_schema=False)  # for a server without the page, which has this address otherwise
 
 
 @root.head("/")
@@ -560,7 +568,7 @@ class GenerateWriter(OllamaWriter):
 
     def __init__(self, generation: Generation, body: OllamaGenerate) -> None:
         super().__init__(generation, body)
-        self._has_context = not body.raw
+        self._has_context = generation.job.is_chat
 
     def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
         """The fields with a piece of the answer."""
@@ -622,7 +630,7 @@ async def embed(body: OllamaEmbed, http: Request) -> Response:
         "load_duration": 0,
         "prompt_eval_count": num_tokens,
     }
-    content = join_list(b'{"embeddings":[', vectors, rest)
+    content = await asyncio.to_thread(join_list, b'{"embeddings":[', vectors, rest)
     return Response(content, headers=ignored_headers(body), media_type="application/json")
 
 
@@ -709,9 +717,9 @@ async def show(body: OllamaNamed, http: Request) -> Response:
         "thinking": encoder.think is not None,
     }
     parameters = [
-        f"{name:<30} {value}"
-        for name, chat_name in ((each, SAMPLING_NAMES.get(each, each)) for each in OllamaOptions.model_fields)
-        if (value := encoder.sampling_defaults.get(chat_name)) is not None
+        f"{option:<30} {value}"
+        for option in OllamaOptions.model_fields
+        if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
     ]
     return json_response(
         {
