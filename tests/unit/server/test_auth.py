@@ -87,7 +87,7 @@ def test_a_path_that_only_resembles_an_open_one_is_closed(path: str) -> None:
 
 def test_what_looks_like_a_file_of_the_page_and_is_none_is_not_found() -> None:
     for path in ("/ui/../metrics", "/ui/%2e%2e/metrics", "/ui/..%2fmetrics", "/ui/nothing.js"):
-        assert is_open("/ui/../metrics", has_page=True)
+        assert is_open("/ui/../metrics", ServerConfig())
         response = call("GET", path)
         assert response.status_code in (401, 404) and "infer_" not in response.text
 

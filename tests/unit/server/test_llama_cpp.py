@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from infer.client.client import InProcessClient
+from infer.config.settings import EngineConfig
+from infer.engine.build import build_engine
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError
 from infer.frontend.llm import LLM
+from infer.frontend.prompts import open_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, outputs_of
+from tests.unit.server.conftest import KNOBS
 
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 8}
 COUNTS = ("tokens_predicted", "tokens_evaluated", "tokens_cached")
@@ -30,9 +35,19 @@ class BusyClient(FakeClient):
         return EngineStats(num_running=2, max_batch_size=2)
 
 
+@pytest.fixture(scope="module")
+def engine(checkpoint: str) -> Iterator[InProcessClient]:
+    """An engine of its own: one that has waited for grammars counts turns that are no steps of the others."""
+    config = EngineConfig.from_knobs(model=checkpoint, **KNOBS)
+    _, loaded = open_model(config, show_progress=False)
+    made = InProcessClient(build_engine(config, loaded))
+    yield made
+    asyncio.run(made.close())
+
+
 @pytest.fixture
-def site(oracle: LLM, client: InProcessClient) -> Site:
-    return Site(client, encoder=oracle.encoder)
+def site(oracle: LLM, engine: InProcessClient) -> Site:
+    return Site(engine, encoder=oracle.encoder)
 
 
 def frames_of(answer: httpx.Response) -> list[Any]:
