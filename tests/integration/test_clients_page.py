@@ -22,6 +22,7 @@ PACKAGES = {
     "LangChain": "langchain_openai",
     "LiteLLM": "litellm",
     "anthropic": "anthropic",
+    "ollama": "ollama",
     "openai-agents": "agents",
 }
 

@@ -432,6 +432,7 @@ class ServerConfig:
         choices=("ignore", "refuse"),
     )
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
+    docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def __post_init__(self) -> None:
         check_choice(self, "unknown_fields")

@@ -89,6 +89,7 @@ class PromptEncoder:
     ) -> None:
         """Take what the engine says of its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
+        self.family = family
         self.context_len = context_len
         self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
@@ -114,6 +115,11 @@ class PromptEncoder:
     def reads_option(self, name: str) -> bool:
         """Whether the chat template reads a keyword of `template_options`."""
         return isinstance(self._template, ChatTemplate) and name in self._template.kwargs
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template; None: it has none."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else None
 
     @property
     def template_warning(self) -> str | None:

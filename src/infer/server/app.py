@@ -7,8 +7,8 @@
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
-    routes        completions, chat, messages, responses, models, tokens, embeddings; health, metrics;
-                  admin; the page
+    routes        completions, chat, messages, responses, models, tokens, embeddings; those of
+                  Ollama and llama.cpp; health, metrics; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -39,8 +39,10 @@ from infer.server.routes import (
     completions,
     embeddings,
     health,
+    llama_cpp,
     messages,
     models,
+    ollama,
     pages,
     responses,
     tokens,
@@ -96,7 +98,7 @@ def build_app(
             client if isinstance(client, MeteredClient) else fleet.metrics.add(model.name, client)
             for client in model.clients
         ]
-    # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.
+    # The interactive docs of the framework load scripts from elsewhere; --docs serves a page of our own.
     # A slash too many is not redirected: the framework would take the address from the Host header.
     app = FastAPI(
         title="infer",
@@ -107,12 +109,13 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    parts = (completions, chat, messages, responses, models, tokens, embeddings, health)
+    parts = (completions, chat, messages, responses, models, tokens, embeddings, ollama, llama_cpp, health)
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
-    if config.ui:
-        routers.append(pages.make_router())
+    routers.append(pages.make_router() if config.ui else ollama.root)
+    if config.docs:
+        routers.append(pages.make_docs_router())
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import Literal
 
 from infer.client.client import EngineClient
 from infer.config.settings import SchedulerConfig, ServerConfig
@@ -32,6 +33,7 @@ from infer.server.fleet.router import Router
 from infer.server.processes.board import Board
 
 UNLOAD_POLL_S = 0.02
+Api = Literal["openai", "anthropic", "ollama"]
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
 
 
@@ -75,7 +77,8 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
-    path: str = ""  # of the route: errors are told as its API tells them
+    path: str = ""  # of the route
+    api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun

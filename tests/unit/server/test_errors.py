@@ -335,8 +335,7 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
         ("/chat/completions", "; did you mean '/v1/chat/completions'?"),  # a base URL without /v1
         ("/v1/v1/chat/completions", "; did you mean '/v1/chat/completions'?"),
         ("/v1/embedding", "; did you mean '/v1/embeddings'?"),
-        ("/api/chat", "; did you mean '/v1/chat/completions'?"),
-        ("/api/generate", "; did you mean '/v1/completions'?"),
+        ("/v1/complete", "; did you mean '/v1/messages'?"),
         ("/v1/v1/responses", "; did you mean '/v1/responses'?"),
         ("/v1/v1/messages", "; did you mean '/v1/messages'?"),  # Anthropic's client adds the /v1 itself
         ("/v1/audio/speech", "; GET /openapi.json lists the routes"),

@@ -12,7 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from infer.server.routes.pages import DIRECTORY
+from infer.server.routes.pages import DIRECTORY, DOCS_DIRECTORY
+from tests.support.app import Site
 
 NODE = shutil.which("node")
 
@@ -134,7 +135,52 @@ def test_the_examples_are_schemas(tmp_path: Path) -> None:
         jsonschema.Draft202012Validator.check_schema(tool["parameters"])
 
 
-@pytest.mark.parametrize("file", sorted(DIRECTORY.iterdir()), ids=lambda file: file.name)
+def test_the_docs_page_reads_the_description_of_the_api(tmp_path: Path) -> None:
+    if NODE is None:
+        pytest.skip("no Node")
+    (tmp_path / "docs.mjs").write_text((DOCS_DIRECTORY / "docs.js").read_text("utf-8"), "utf-8")
+    (tmp_path / "api.json").write_text(json.dumps(Site(docs=True).request("GET", "/openapi.json").json()))
+    script = """
+import { readFileSync } from "fs";
+import { describeBody } from "./docs.mjs";
+const api = JSON.parse(readFileSync("api.json", "utf8"));
+const found = {};
+for (const [path, operations] of Object.entries(api.paths))
+  for (const [method, operation] of Object.entries(operations))
+    found[`${method} ${path}`] = describeBody(operation, api);
+console.log(JSON.stringify(found));
+"""
+    (tmp_path / "test.mjs").write_text(script, "utf-8")
+    done = subprocess.run(
+        [NODE, "test.mjs"], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    chat = found["post /api/chat"]
+    types = {field["name"]: field["type"] for field in chat["fields"]}
+    assert types["think"] == "boolean | string | null"
+    assert types["messages"] == "list of object | null"
+    assert chat["example"]["messages"][0]["role"] == "user"
+    assert [field["name"] for field in chat["fields"] if field["isRequired"]] == ["model"]
+    assert found["get /v1/models"] == {"fields": [], "example": None}
+
+
+def test_the_docs_page_is_served_on_request_and_is_open() -> None:
+    for site in (Site(docs=True, api_key=("secret",)), Site(docs=True, ui=False, api_key=("secret",))):
+        page = site.request("GET", "/docs")
+        assert page.status_code == 200
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        for path in re.findall(r'(?:href|src)="(/docs/[^"]+)"', page.text):
+            assert site.request("GET", path).status_code == 200
+        assert site.request("GET", "/docs/nothing.js").status_code == 404
+        assert site.request("GET", "/openapi.json").status_code == 401
+    assert Site().request("GET", "/docs").status_code == 404
+    assert Site(api_key=("secret",)).request("GET", "/docs").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "file", sorted((*DIRECTORY.iterdir(), *DOCS_DIRECTORY.iterdir())), ids=lambda file: file.name
+)
 def test_no_file_names_another_server_or_needs_a_looser_policy(file: Path) -> None:
     text = file.read_text("utf-8")
     assert not re.findall(

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
-from infer.server.protocol.errors import ANTHROPIC_PREFIX, SPECIFIED_PREFIX, ApiError
+from infer.server.protocol.errors import SPECIFIED_PREFIX, ApiError, api_of
 from infer.server.state import RAW_SEND, RequestRecord, recording
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class AccessLog:
             return
         path = route_path(scope)
         is_lenient = self._ignores_unknown and not path.startswith(STRICT_PREFIXES)
-        record = RequestRecord(_request_id(scope), perf_counter(), path, is_lenient)
+        record = RequestRecord(_request_id(scope), perf_counter(), path, api_of(path), is_lenient)
         if FORWARDED in scope:  # from another API process, which logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
@@ -82,7 +82,7 @@ class AccessLog:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         id_headers = [(b"x-request-id", record.request_id.encode())]
-        if record.path.startswith(ANTHROPIC_PREFIX):
+        if record.api == "anthropic":
             id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
         scope[RAW_SEND] = send
 

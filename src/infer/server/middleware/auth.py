@@ -1,6 +1,6 @@
 """Which requests need which key: every path is closed unless listed open.
 
-    /health, and the page at / and /ui     open: they tell nothing and do nothing
+    /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
     /admin/...                             the admin key; without one configured there are no such routes
     everything else, known or not          one of the API keys, if any is configured
 
@@ -24,6 +24,7 @@ from infer.server.protocol.errors import ApiError
 HEALTH_PATH = "/health"
 PAGE_PATHS = ("/", "/ui")
 PAGE_PREFIX = "/ui/"
+DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
 
 
@@ -39,9 +40,11 @@ def header_of(scope: Scope, name: bytes) -> bytes | None:
     return next((bytes(value) for key, value in scope["headers"] if key == name), None)
 
 
-def is_open(path: str, *, has_page: bool) -> bool:
+def is_open(path: str, config: ServerConfig) -> bool:
     """Whether a path answers without a key."""
-    return path == HEALTH_PATH or (has_page and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX)))
+    is_page = config.ui and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX))
+    is_docs = config.docs and (path == DOCS_PATH or path.startswith(DOCS_PATH + "/"))
+    return path == HEALTH_PATH or is_page or is_docs
 
 
 def is_admin(path: str) -> bool:
@@ -70,7 +73,7 @@ class Auth:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._has_page = config.ui
+        self._config = config
         self._clients = KeyRing(config.api_key)
         self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
 
@@ -89,7 +92,7 @@ class Auth:
                 await ApiError(status=404, message=message).send_unread(scope, receive, send)
                 return
             ring = self._admins
-        elif is_open(path, has_page=self._has_page) or not self._clients:
+        elif is_open(path, self._config) or not self._clients:
             await self._app(scope, receive, send)
             return
         else:

@@ -22,7 +22,7 @@ from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState, mark
 
 BODY_TIMEOUT_S = 30.0
-WATCHING = ("/health", "/metrics", "/version")
+WATCHING = ("/health", "/metrics", "/version", "/api/version")
 CLOSE = {"connection": "close"}
 
 
@@ -120,4 +120,4 @@ class Gate:
 
     def _is_always_open(self, path: str) -> bool:
         """Whether a path, below the root path as the router sees it, watches or operates the server."""
-        return path in WATCHING or is_admin(path) or is_open(path, has_page=self._state.config.ui)
+        return path in WATCHING or is_admin(path) or is_open(path, self._state.config)

@@ -9,7 +9,8 @@ other routes answer as the APIs do that they stand for, whose clients branch on 
     EngineError, anything else     500     tell the operator
 
 Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. Under /v1/messages
-it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server.
+it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server, and
+under /api/ Ollama's `{"error": "message"}`.
 
 A message about a request is written here, or quotes the client's own words. A message of an engine or a
 template may quote another library's exception, with addresses and paths of this machine in it, so these are
@@ -50,7 +51,7 @@ from infer.errors import (
     shorten,
     show_value,
 )
-from infer.server.state import RequestFailure, current_id, current_record
+from infer.server.state import Api, RequestFailure, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     504: "GatewayTimeoutError",
 }
 
-ANTHROPIC_PREFIX = "/v1/messages"
+PREFIXES: Mapping[str, Api] = {"/v1/messages": "anthropic", "/api/": "ollama"}  # paths of other APIs
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -113,9 +114,26 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
 ROUTES = frozenset(  # what a hint may send a client to
     {
+        "/api/chat",
+        "/api/copy",
+        "/api/create",
+        "/api/delete",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/generate",
+        "/api/ps",
+        "/api/pull",
+        "/api/push",
+        "/api/show",
+        "/api/tags",
+        "/api/version",
+        "/completion",
+        "/completions",
         "/detokenize",
         "/health",
         "/metrics",
+        "/props",
+        "/slots",
         "/tokenize",
         "/tokenizer_info",
         "/v1/chat/completions",
@@ -132,10 +150,6 @@ ROUTES = frozenset(  # what a hint may send a client to
 
 FOREIGN_ROUTES = {  # of another API: what does the same here
     "/v1/complete": "/v1/messages",
-    "/api/chat": "/v1/chat/completions",
-    "/api/generate": "/v1/completions",
-    "/api/embed": "/v1/embeddings",
-    "/api/tags": "/v1/models",
 }
 
 
@@ -168,8 +182,9 @@ class ApiError(RequestFailure):
         record = current_record()
         if record is not None:
             record.error = self
-        is_anthropic = record is not None and record.path.startswith(ANTHROPIC_PREFIX)
-        return self.status, orjson.dumps(self.anthropic_body if is_anthropic else self.body)
+        api = "openai" if record is None else record.api
+        bodies = {"openai": self.body, "anthropic": self.anthropic_body, "ollama": {"error": self.message}}
+        return self.status, orjson.dumps(bodies[api])
 
     def encode(self) -> bytes:
         """The JSON body as bytes, for a stream that has sent its status."""
@@ -191,6 +206,11 @@ class ApiError(RequestFailure):
         )
         told = replace(self, headers={**self.headers, "connection": "close"}) if has_body else self
         await told.response()(scope, receive, send)
+
+
+def api_of(path: str) -> Api:
+    """The API that a path belongs to."""
+    return next((api for prefix, api in PREFIXES.items() if path.startswith(prefix)), "openai")
 
 
 def scrub(message: str) -> str:
@@ -309,7 +329,7 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
         hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
         message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
     elif error.status_code == 405:
-        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST") if _takes(http, way))
+        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST", "DELETE") if _takes(http, way))
         message = f"{path} does not take {http.method}; it takes {headers['Allow']}"
     return ApiError(status=error.status_code, message=message, headers=headers)
 

@@ -9,12 +9,24 @@ closes it; a whole answer is the same parts, closed.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, TextDelta
+import orjson
+
+from infer.dialects.events import (
+    AnswerEvent,
+    CallDelta,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+    TextDelta,
+    read_arguments,
+)
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.server.protocol.schemas import AskingBody
 from infer.server.protocol.stream import FrameWriter, Generation, Piece
@@ -36,6 +48,17 @@ class Part:
     def text(self) -> str:
         """All of it so far."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """The arguments of a call as an object that can be written; None: the call was cut short.
+
+        Integers of more than 64 bits become floats; with one too large for a float there is no object.
+        """
+        found = read_arguments(self.text)
+        with suppress(ValueError):
+            return None if found is None else orjson.loads(json.dumps(found))
+        return None
 
 
 def events_of(answer: TextDelta | CompletionOutput) -> Sequence[AnswerEvent]:
@@ -89,7 +112,7 @@ class PartWriter(FrameWriter):
 
     @abstractmethod
     def add(self, part: Part, text: str) -> bytes:
-        """The frame of more text of a part."""
+        """The frame of more text of a part; empty where it is sent with the end of the part."""
 
     @abstractmethod
     def close(self, part: Part) -> list[bytes]:
@@ -119,8 +142,8 @@ class PartWriter(FrameWriter):
             part, text = place(event, self.parts)
             if len(self.parts) > num_before:
                 frames += (self.close(self.parts[-2]) if num_before else []) + self.open(part)
-            if text:
-                frames.append(self.add(part, text))
+            if text and (frame := self.add(part, text)):
+                frames.append(frame)
         self.finish_reason, self.stop_reason = piece.delta.finish_reason, piece.delta.stop_reason
         return frames
 

@@ -26,6 +26,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -71,6 +72,7 @@ class Generation:
         self.job = job
         self.num_output = 0
         self.num_reasoning = 0  # of the output's tokens
+        self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
             OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_fresh, form=job.form)
@@ -106,6 +108,7 @@ class Generation:
         if self._failure is not None:
             raise self._failure
         where, output = await self._next_output()
+        self.first_at = self.first_at or perf_counter()
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
         pieces: list[Piece] = []
@@ -253,7 +256,8 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 class FrameWriter(ABC):
     """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
 
-    ping = b": ping\n\n"  # a sign of life before the first piece; readers of event streams skip comments
+    ping = b": ping\n\n"  # a sign of life before the first piece, which readers skip; may be empty
+    media_type = "text/event-stream"  # type of a stream of its frames
 
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
@@ -370,10 +374,8 @@ def named_event(name: str, data: bytes) -> bytes:
 class EventStream(Response):
     """A response of frames that closes its generation when the client leaves or does not read."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, writer: FrameWriter, headers: Mapping[str, str]) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code, self.background, self.media_type = 200, None, writer.media_type
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         limit_s = writer.generation.job.time_limit_s
         self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
@@ -443,7 +445,8 @@ class EventStream(Response):
     async def _first_frames(self, send_frame: Send) -> list[bytes]:
         """Wait for the first frames, with a sign of life now and then."""
         while not self._first.done():
-            await send_frame({"type": "http.response.body", "body": self._writer.ping, "more_body": True})
+            if self._writer.ping:
+                await send_frame({"type": "http.response.body", "body": self._writer.ping, "more_body": True})
             await asyncio.wait((self._first,), timeout=PING_S)
         try:
             return self._first.result()

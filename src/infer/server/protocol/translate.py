@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.config.settings import ServerConfig
@@ -139,6 +139,15 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     if params.structured is not None and form is not None and form.is_forced:
         body.note_ignored([params.structured.param.partition(".")[0]])  # the answer is calls
     return make_job(body, model, state.config, [ids], bound or params, form=form)
+
+
+def fill_context(job: Job) -> Job:
+    """The job, with an answer that may fill the context where it asks for more tokens than that."""
+    request, max_tokens = job.requests[0], job.params.max_tokens
+    room = job.model.encoder.context_len - len(request.prompt)
+    if max_tokens is None or not 0 < room < max_tokens:
+        return job
+    return replace(job, requests=(replace(request, params=replace(request.params, max_tokens=None)),))
 
 
 def _ignore_limits(body: ChatRequest, encoder: PromptEncoder) -> None:

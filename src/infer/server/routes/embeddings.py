@@ -39,13 +39,28 @@ MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 @router.post("/v1/embeddings", response_model=None)
 async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
     """One vector per input."""
-    state = server_state(http)
-    model = state.get_model(body.model)
     encoding = body.encoding_format or FORMATS[0]
     if encoding not in FORMATS:
         raise RequestError.about(
             "encoding_format", f"must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}"
         )
+
+    def write(index: int, vector: list[float]) -> bytes:
+        written = encode_vector(vector, encoding)
+        return orjson.dumps({"object": "embedding", "index": index, "embedding": written})
+
+    vectors, num_tokens, name = await make_vectors(http, body, write)
+    rest = {"model": name, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+    content = await asyncio.to_thread(join_list, b'{"object":"list","data":[', vectors, rest)
+    return Response(content, headers=ignored_headers(body), media_type="application/json")
+
+
+async def make_vectors(
+    http: HttpRequest, body: EmbeddingRequest, write: Callable[[int, list[float]], bytes]
+) -> tuple[list[bytes], int, str]:
+    """The vectors of a body's inputs as `write` puts each, the number of tokens, and the model's name."""
+    state = server_state(http)
+    model = state.get_model(body.model)
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
     mark("parse")
     job = await asyncio.to_thread(
@@ -64,29 +79,23 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
     )
 
-    def write(index: int, state: list[float]) -> bytes:
+    def check_and_write(index: int, state: list[float]) -> bytes:
         if body.dimensions not in (None, len(state)):
             raise RequestError.about(
                 "dimensions",
                 f"is {body.dimensions}, but this model's embeddings have {len(state)}; leave it out",
             )
-        vector = encode_vector(job.finish(state), encoding)
-        return orjson.dumps({"object": "embedding", "index": index, "embedding": vector})
+        return write(index, job.finish(state))
 
     try:
         async with asyncio.timeout(limit):
-            vectors = await unless_disconnected(http.receive, _embed(model, requests, write))
+            vectors = await unless_disconnected(http.receive, _embed(model, requests, check_and_write))
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
     if body.dimensions is not None:
         body.note_ignored(["dimensions"])
     num_tokens = sum(len(prompt) for prompt in job.prompts)
-    rest = {
-        "model": body.model if body.model is not None else model.name,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
-    content = await asyncio.to_thread(join_list, vectors, rest)
-    return Response(content, headers=ignored_headers(body), media_type="application/json")
+    return vectors, num_tokens, body.model if body.model is not None else model.name
 
 
 async def _embed(
@@ -113,10 +122,10 @@ async def _embed(
             task.cancel()
 
 
-def join_list(items: Sequence[bytes], rest: Mapping[str, object]) -> bytes:
-    """The JSON of a list and of the fields behind it; `bytes.join` keeps no lock over long texts."""
+def join_list(opening: bytes, items: Sequence[bytes], rest: Mapping[str, object]) -> bytes:
+    """The JSON of a list and of the fields after it; `bytes.join` keeps no lock over long texts."""
     commas = (text for item in items for text in (b",", item))
-    return b"".join([b'{"object":"list","data":[', *list(commas)[1:], b"],", orjson.dumps(rest)[1:]])
+    return b"".join([opening, *list(commas)[1:], b"],", orjson.dumps(rest)[1:]])
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:

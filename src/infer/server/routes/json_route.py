@@ -44,10 +44,20 @@ IGNORED_HEADER = "x-infer-ignored"
 
 MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
     **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
-    **dict.fromkeys(("output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES),
+    **dict.fromkeys(
+        ("format", "grammar", "json_schema", "output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES
+    ),
     "tools": 4 * MAX_CONSTRAINT_BYTES,
 }
-LARGE_FIELDS = ("input", "instructions", "messages", "prompt", "system", "tokens")  # may fill the body
+LARGE_FIELDS = (
+    "context",
+    "input",
+    "instructions",
+    "messages",
+    "prompt",
+    "system",
+    "tokens",
+)  # may fill the body
 MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
 MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
 MAX_COMMAS = 1_000_000  # between values: token ids have nothing else

@@ -19,24 +19,20 @@ model_context_window_exceeded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from infer.dialects.events import read_arguments
 from infer.errors import ContextOverflow, MalformedRequest, RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
 from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Int, Name, Neutral
 from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
-from infer.server.protocol.translate import Job
+from infer.server.protocol.translate import Job, fill_context
 from infer.server.protocol.turns import Turns, spelled
 from infer.server.routes.json_route import answer, json_response, make_router, open_agent
 
@@ -384,13 +380,10 @@ async def open_message(body: MessagesRequest, http: Request) -> Job:
         job = await open_agent(http, body, messages_to_chat)
     except ContextOverflow as error:
         raise _too_long(*error.lengths) from None
-    request, max_tokens = job.requests[0], job.params.max_tokens
-    context_len = job.model.encoder.context_len
-    if (room := context_len - len(request.prompt)) < 1:
-        raise _too_long(len(request.prompt), context_len)
-    if max_tokens is None or room >= max_tokens:
-        return job
-    return replace(job, requests=(replace(request, params=replace(request.params, max_tokens=None)),))
+    num_prompt, context_len = len(job.requests[0].prompt), job.model.encoder.context_len
+    if num_prompt >= context_len:
+        raise _too_long(num_prompt, context_len)
+    return fill_context(job)
 
 
 def _too_long(num_prompt_tokens: int, context_len: int) -> ContextOverflow:
@@ -432,7 +425,7 @@ class MessageWriter(PartWriter):
 
     def body(self) -> dict[str, Any]:
         """The whole message; calls that were cut, whose arguments are no object, are left out."""
-        whole = [part for part in self.parts if part.kind != "call" or _arguments(part.text) is not None]
+        whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
         return self._message([block(part) for part in whole or [Part("text", 0)]], self._reason())
 
     def _message(self, content: list[dict[str, Any]], reason: Mapping[str, Any]) -> dict[str, Any]:
@@ -449,11 +442,11 @@ class MessageWriter(PartWriter):
     def _reason(self) -> dict[str, Any]:
         """Why the answer ended, in Anthropic's words."""
         sequence = self.stop_reason if isinstance(self.stop_reason, str) else None
-        calls = [part.text for part in self.parts if part.kind == "call"]
+        calls = [part for part in self.parts if part.kind == "call"]
         if self.finish_reason == "length":
-            is_full = self.generation.job.params.max_tokens is None  # `open_message` has lifted the limit
+            is_full = self.generation.job.params.max_tokens is None  # `fill_context` has lifted the limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif calls and _arguments(calls[-1]) is not None:
+        elif calls and calls[-1].arguments is not None:
             reason = "tool_use"
         else:
             reason = "end_turn" if sequence is None else "stop_sequence"
@@ -489,16 +482,5 @@ def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": "" if is_open else UNSIGNED}
         case "call":
-            given = {} if is_open else _arguments(text)
+            given = {} if is_open else part.arguments
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
-
-
-def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object that can be written; None of a call that was cut short.
-
-    Integers of more than 64 bits become floats; with one that is too large for a float there is no object.
-    """
-    found = read_arguments(text)
-    with suppress(ValueError):
-        return None if found is None else orjson.loads(json.dumps(found))
-    return None

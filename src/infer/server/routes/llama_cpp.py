@@ -1,0 +1,323 @@
+"""`POST /completion`, `GET /props`, `GET /slots`: the routes that clients of llama.cpp's server call.
+
+    prompt, n_predict, samplers, grammar, json_schema  ──►  CompletionRequest, as /v1/completions
+
+    data: {"content": " sky", "tokens": [9], "stop": false, ...}                            one per token
+    data: {"content": "", "stop": true, "stop_type": "eos", "timings": {...}, ...}          the end
+
+Without `n_predict` a text goes on to its end or that of the context. `/completions` is the same route: some
+clients add the s. A grammar is in GBNF, which the grammar compiler translates.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+
+from infer import __version__
+from infer.errors import MalformedRequest, RequestError, show_value
+from infer.frontend.outputs import RequestOutput
+from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
+from infer.server.protocol.errors import ApiError, to_api_error
+from infer.server.protocol.logprobs import chat_logprobs
+from infer.server.protocol.schemas import (
+    AskingBody,
+    CompletionRequest,
+    Name,
+    Neutral,
+    PromptField,
+    StopField,
+)
+from infer.server.protocol.stream import FrameWriter, Generation, Piece
+from infer.server.protocol.translate import Job, fill_context, open_completion
+from infer.server.routes.json_route import answer, json_response, make_router, server_state
+from infer.server.state import ServedModel
+
+router = make_router()
+
+NO_LIMIT = (-2, -1)  # values of n_predict
+RANDOM_SEED = -1
+NEVER_DRAWN = -100.0  # bias of a token that must not be drawn
+CHAT_NAMES = {  # fields of a completion, as this body calls them
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "logprobs": "n_probs",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+}
+_SAMPLERS = "samplers are penalties, temperature, top_k, top_p and min_p, in this order"
+
+
+class LlamaCompletion(AskingBody):
+    """`POST /completion`."""
+
+    neutral = {
+        "dry_multiplier": Neutral((0.0,), _SAMPLERS),
+        "dynatemp_range": Neutral((0.0,), _SAMPLERS),
+        "image_data": Neutral(([],), "this server reads and writes text"),
+        "input_extra": Neutral(([],), "this server continues a text, it cannot fill a gap"),
+        "input_prefix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
+        "input_suffix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
+        "lora": Neutral(([],), "adapters are not chosen by requests"),
+        "min_keep": Neutral((0,), _SAMPLERS),
+        "mirostat": Neutral((0,), _SAMPLERS),
+        "n_cmpl": Neutral((1,), "send several requests, or n to /v1/completions"),
+        "n_indent": Neutral((0,), _SAMPLERS),
+        "post_sampling_probs": Neutral((False,), "logprobs are those of the model"),
+        "response_fields": Neutral(([],), "all fields are sent"),
+        "samplers": Neutral((), _SAMPLERS),
+        "t_max_predict_ms": Neutral((0,), "limit n_predict"),
+        "tfs_z": Neutral((1.0,), _SAMPLERS),
+        "top_n_sigma": Neutral((-1, -1.0), _SAMPLERS),
+        "typical_p": Neutral((1.0,), _SAMPLERS),
+        "xtc_probability": Neutral((0.0,), _SAMPLERS),
+    }
+    # penalties see the whole text, not repeat_last_n tokens
+    ignored = frozenset(
+        {
+            "api_key", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+            "dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
+            "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "sse_ping_interval",
+            "timings_per_token", "xtc_threshold",
+        }
+    )  # fmt: skip
+    elsewhere = {
+        "max_tokens": "this route takes n_predict",
+        "messages": "conversations go to /v1/chat/completions, this route takes prompt",
+    }
+    renamed = CHAT_NAMES
+
+    prompt: PromptField
+    model: Name | None = None
+    n_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: StopField | None = None
+    ignore_eos: bool | None = None
+    logit_bias: list[list[int | float | bool | str]] | dict[str, float] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    n_probs: int | None = None
+    cache_prompt: bool | None = None
+    return_tokens: bool | None = None
+
+
+async def open_llama(body: LlamaCompletion, http: Request) -> Job:
+    """The job of a body: that of the completion which it is."""
+    return fill_context(await open_completion(llama_to_completion(body), server_state(http)))
+
+
+def llama_to_completion(body: LlamaCompletion) -> CompletionRequest:
+    """The completion that a body stands for."""
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        raise RequestError.about(
+            "prompt", "is a list of prompts; send one per request, or several to /v1/completions"
+        )
+    own = ("prompt", "n_predict", "logit_bias", "cache_prompt", "return_tokens", "grammar")
+    ours = {name: chat_name for chat_name, name in CHAT_NAMES.items()}
+    fields = {
+        ours.get(name, name): getattr(body, name) for name in LlamaCompletion.model_fields if name not in own
+    }
+    fields |= {
+        "prompt": body.prompt,
+        "max_tokens": MAX_INT if body.n_predict in (None, *NO_LIMIT) else body.n_predict,
+        "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
+        "logprobs": body.n_probs or None,
+        "guided_grammar": body.grammar or None,
+        "cache_salt": uuid.uuid4().hex
+        if body.cache_prompt is False
+        else None,  # shared with no other request
+        "seed": None if body.seed == RANDOM_SEED else body.seed,
+    }
+    if fields["max_tokens"] == 0:
+        raise RequestError.about("n_predict", "is 0; set it to -1 for no limit, or to at least 1")
+    return CompletionRequest.model_validate(
+        {name: value for name, value in fields.items() if value is not None}
+    )
+
+
+def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:
+    """Biases by token id: of an object as it is, or of pairs, whose second may be false for never."""
+    if isinstance(given, dict):
+        return given
+    bias: dict[str, float] = {}
+    for i, pair in enumerate(given):
+        token, value = pair if len(pair) == 2 else (None, None)
+        is_id = isinstance(token, int) and not isinstance(token, bool)
+        if not is_id or isinstance(value, str) or value is None or value is True:
+            raise MalformedRequest.about(
+                f"logit_bias[{i}]",
+                f"must be a token id and a number or false, as [17, -1.5], got {show_value(pair)}; /tokenize "
+                "gives the ids of a text",
+            )
+        bias[str(token)] = NEVER_DRAWN if value is False else float(value)
+    return bias
+
+
+class LlamaWriter(FrameWriter):
+    """llama.cpp's form: data frames with a token each, and at the end the settings, counts and timings."""
+
+    def __init__(self, generation: Generation, body: LlamaCompletion) -> None:
+        super().__init__(generation, body)
+        self._started_at = perf_counter()
+        self._returns_tokens = bool(body.return_tokens)
+        self._has_probs = bool(body.n_probs)
+        self._is_stream = bool(body.stream)
+        self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """The frame of one token; none for a piece that adds nothing."""
+        delta = piece.delta
+        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        if not delta.text and not delta.token_ids:
+            return []
+        said = {"index": 0, "content": delta.text, "tokens": delta.token_ids, "stop": False, "id_slot": -1}
+        return [_frame({**said, **self._counts(), **self._probs(delta.token_ids, delta.logprobs)})]
+
+    def end(self) -> list[bytes]:
+        """The last frame."""
+        return [_frame(self._ending("", ()))]
+
+    def error(self, error: BaseException) -> bytes:
+        """The error as a frame."""
+        return b"data: " + to_api_error(error).encode() + b"\n\n"
+
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        output = answers[0].outputs[0]
+        self._finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
+        ids = output.token_ids if self._returns_tokens else ()
+        return {**self._ending(output.text, ids), **self._probs(output.token_ids, output.logprobs or ())}
+
+    def _counts(self) -> dict[str, int]:
+        usage = self.generation.usage()
+        return {"tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"]}
+
+    def _probs(self, token_ids: Sequence[int], rows: Sequence[RowLogprobs]) -> dict[str, Any]:
+        """The logprobs of some tokens, each with its alternatives, if they were asked for."""
+        if not self._has_probs:
+            return {}
+        found = chat_logprobs(self.generation.job.model.encoder.tokenizer, rows)["content"]
+        for each, token_id, row in zip(found, token_ids, rows, strict=True):
+            each["id"] = token_id
+            for other, (other_id, _) in zip(each["top_logprobs"], row.top, strict=True):
+                other["id"] = other_id
+        return {"completion_probabilities": found}
+
+    def _ending(self, content: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        job, word = self.generation.job, self._stop_reason
+        is_limited, is_word = self._finish_reason == "length", isinstance(word, str)
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": list(token_ids),
+            "id_slot": -1,
+            "stop": True,
+            "model": job.model_name,
+            **self._counts(),
+            "tokens_cached": self.generation.usage()["prompt_tokens_details"]["cached_tokens"],
+            "generation_settings": settings_of(job.model, job.params, is_stream=self._is_stream),
+            "prompt": job.prompts[0] or "",
+            "truncated": False,  # a prompt is never cut
+            "stop_type": "limit" if is_limited else "word" if is_word else "eos",
+            "stopping_word": word if is_word else "",
+            "timings": self._timings(),
+        }
+
+    def _timings(self) -> dict[str, float]:
+        usage, at = self.generation.usage(), perf_counter()
+        first_at = self.generation.first_at or at
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        timings: dict[str, float] = {"cache_n": num_cached}
+        for name, count, seconds in (
+            ("prompt", usage["prompt_tokens"] - num_cached, first_at - self._started_at),
+            ("predicted", usage["completion_tokens"], at - first_at),
+        ):
+            timings |= {
+                f"{name}_n": count,
+                f"{name}_ms": 1000 * seconds,
+                f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
+                f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
+            }
+        return timings
+
+
+def _frame(fields: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+def settings_of(model: ServedModel, params: SamplingParams, *, is_stream: bool) -> dict[str, Any]:
+    """Parameters of sampling in llama.cpp's words."""
+    return {
+        "n_ctx": model.encoder.context_len,
+        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "seed": RANDOM_SEED if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": list(params.stop),
+        "n_probs": params.logprobs or 0,
+        "ignore_eos": params.ignore_eos,
+        "stream": is_stream,
+    }
+
+
+@router.post("/completion", response_model=None)
+@router.post("/completions", response_model=None)
+async def complete(body: LlamaCompletion, http: Request) -> Response:
+    """Continue a prompt."""
+    return await answer(http, body, open_llama(body, http), LlamaWriter)
+
+
+@router.get("/props", response_model=None)
+async def get_props(http: Request, model: str | None = None) -> Response:
+    """The defaults of a model and the number of sequences it runs at a time; not where its files are."""
+    served = server_state(http).get_model(model)
+    encoder = served.encoder
+    tokenizer = encoder.tokenizer
+    defaults: dict[str, Any] = {**encoder.sampling_defaults, "max_tokens": None}
+    settings = settings_of(served, SamplingParams(**defaults), is_stream=False)
+    return json_response(
+        {
+            "default_generation_settings": {"n_ctx": settings["n_ctx"], "params": settings},
+            "total_slots": sum(client.stats().max_batch_size for client in served.clients),
+            "model_alias": served.name,
+            "model_path": served.name,
+            "chat_template": encoder.chat_template or "",
+            "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+            "eos_token": tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"infer {__version__}",
+        }
+    )
+
+
+@router.get("/slots", response_model=None)
+async def get_slots(http: Request, model: str | None = None, fail_on_no_slot: int = 0) -> Response:
+    """The places for sequences of a model's engines, and which of them are taken."""
+    served = server_state(http).get_model(model)
+    taken: list[bool] = []
+    for client in served.clients:
+        stats = client.stats()
+        taken += [i < stats.num_running for i in range(stats.max_batch_size)]
+    if fail_on_no_slot and taken and all(taken):
+        return ApiError(status=503, message="every slot is taken; try again later").response()
+    n_ctx = served.encoder.context_len
+    slots = [{"id": i, "n_ctx": n_ctx, "is_processing": is_taken} for i, is_taken in enumerate(taken)]
+    return Response(orjson.dumps(slots), media_type="application/json")

@@ -1,0 +1,780 @@
+"""Ollama's API under `/api/`, as a chat or a completion in other words.
+
+    /api/chat        messages, tools, think, format, options  ──►  ChatRequest         as /v1/chat/completions
+    /api/generate    system, prompt                           ──►  ChatRequest         of one or two messages
+                     raw, prompt                              ──►  CompletionRequest   as /v1/completions
+    /api/embed       input                                    ──►  EmbeddingRequest    as /v1/embeddings
+
+A stream, the default here, is lines of JSON (NDJSON):
+
+    {"model", "created_at", "message": {"role", "content"}, "done": false}       a piece of text
+    {..., "message": {"role", "content": "", "thinking"}, ...}                   a piece of reasoning
+    {..., "message": {"role", "content": "", "tool_calls": [...]}, ...}          a whole call
+    {..., "done": true, "done_reason", "total_duration", "eval_count", ...}      the end
+    {"error": "..."}                                                             in place of the rest
+
+The models are those that the operator serves: `keep_alive` unloads none, `/api/pull` fetches none. Ollama's
+names have a tag, so `my-model` is listed as `my-model:latest` and found by either name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from infer import __version__
+from infer.errors import RequestError, UnknownModel, closest, show_value
+from infer.frontend.outputs import RequestOutput
+from infer.frontend.prompts import PromptEncoder
+from infer.sampling.params import MAX_INT
+from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.logprobs import chat_logprobs
+from infer.server.protocol.parts import Part, PartWriter
+from infer.server.protocol.schemas import (
+    AskingBody,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Int,
+    Name,
+    Neutral,
+    StopField,
+)
+from infer.server.protocol.stream import Generation, Piece
+from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
+from infer.server.protocol.turns import Turns, spelled
+from infer.server.routes.embeddings import join_list, make_vectors
+from infer.server.routes.json_route import (
+    answer,
+    ignored_headers,
+    json_response,
+    make_router,
+    open_agent,
+    server_state,
+)
+from infer.server.state import ServedModel, ServerState, current_record
+
+FOLLOWED = "0.12.11"  # version of Ollama whose API this is; VS Code refuses servers below 0.6.4
+LATEST = ":latest"
+NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
+NDJSON = "application/x-ndjson"
+_TEXT_ONLY = Neutral(([],), "this server reads and writes text")
+_NO_IMAGES = Neutral((), "this server makes no images")
+_FILTERS = "filters are top_k, top_p and min_p"
+
+
+# -- what clients send -----------------------------------------------------------------------------
+
+
+class OllamaOptions(Body):
+    """The sampling parameters of a request, and how Ollama would run the model."""
+
+    neutral = {
+        "mirostat": Neutral((0,), _FILTERS),
+        "tfs_z": Neutral((1.0,), _FILTERS),
+        "typical_p": Neutral((1.0,), _FILTERS),
+    }
+    # num_ctx is the operator's choice (max_seq_len); penalties see the whole text, not repeat_last_n tokens
+    ignored = frozenset(
+        {
+            "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
+            "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
+            "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
+        }
+    )  # fmt: skip
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: StopField | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
+NO_LIMIT = (-2, -1, 0)  # values of num_predict
+RANDOM_SEED = -1
+THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts of a chat
+
+
+class OllamaMessage(Body):
+    """What one author said."""
+
+    neutral = {"images": _TEXT_ONLY}
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaCall(Body):
+    """A tool call of an earlier answer."""
+
+    ignored = frozenset({"index"})
+    neutral = {"type": Neutral(("function",), "tools are functions")}
+
+    function: dict[str, Any]
+    id: str | None = None
+
+
+class OllamaFunction(Body):
+    """The function that a call names."""
+
+    ignored = frozenset({"index"})
+
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class OllamaBody(AskingBody):
+    """The fields that `/api/chat` and `/api/generate` share."""
+
+    ignored = frozenset({"shift", "truncate"})  # a prompt is never cut
+    elsewhere = {
+        **dict.fromkeys((*OllamaOptions.model_fields, *OllamaOptions.ignored), "put it into options"),
+        "max_tokens": "put num_predict into options",
+        "response_format": "this route takes format",
+        "tool_choice": "this API has none; leave tools out where none may be called",
+    }
+    renamed = {
+        **{SAMPLING_NAMES.get(name, name): f"options.{name}" for name in OllamaOptions.model_fields},
+        "reasoning_effort": "think",
+        "response_format.json_schema": "format",
+        "response_format": "format",
+    }
+
+    model: Name
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChat(OllamaBody):
+    """`POST /api/chat`."""
+
+    elsewhere = {**OllamaBody.elsewhere, "prompt": "plain prompts go to /api/generate"}
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerate(OllamaBody):
+    """`POST /api/generate`."""
+
+    neutral = {
+        "images": _TEXT_ONLY,
+        "template": Neutral(("",), "templates are never taken from requests"),
+        **dict.fromkeys(("width", "height", "steps"), _NO_IMAGES),
+    }
+    elsewhere = {**OllamaBody.elsewhere, "messages": "conversations go to /api/chat"}
+    renamed = {**OllamaBody.renamed, "messages": "prompt"}
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: str | None = None
+    raw: bool | None = None
+    context: list[int] | None = None
+
+
+class OllamaEmbed(Body):
+    """`POST /api/embed`."""
+
+    ignored = frozenset({"keep_alive", "options"})
+    elsewhere = {"prompt": "this route takes input"}
+
+    model: Name
+    input: str | list[str]
+    dimensions: Int | None = None
+    truncate: bool | None = None  # to the end of a text that fits, unless it is false
+
+
+class OllamaEmbeddings(Body):
+    """`POST /api/embeddings`, the older form for one text."""
+
+    ignored = frozenset({"keep_alive", "options"})
+    elsewhere = {"input": "this route takes prompt, /api/embed takes input"}
+
+    model: Name
+    prompt: str
+
+
+class OllamaNamed(AskingBody):
+    """A body about one model, by the newer name of the field or the older one."""
+
+    ignored = frozenset({"insecure", "options", "password", "system", "template", "username", "verbose"})
+
+    model: Name | None = None
+    name: Name | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The model's name."""
+        if (self.model or self.name) is None:
+            raise RequestError.about("model", "is missing; give the name of a model")
+        return str(self.model or self.name)
+
+
+# -- names of models -------------------------------------------------------------------------------
+
+
+def tagged(name: str) -> str:
+    """A name as Ollama lists it, with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def find_name(state: ServerState, name: str) -> str:
+    """The served name that a client means; it may have a tag more or less."""
+    known = [*state.models, *state.aliases]
+    for each in (name, name.removesuffix(LATEST), tagged(name)):
+        if each in known:
+            return each
+    hint = closest(name, known, listed="served")
+    raise UnknownModel(f'model "{name[:100]}" not found{hint}', param="model")
+
+
+# -- the chat that it is ---------------------------------------------------------------------------
+
+
+def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
+    """The chat that a body of `/api/chat` is; raises a `RequestError` that names the field."""
+    turns = Turns()
+    messages: list[dict[str, Any]] = []
+    waiting = OpenCalls()
+    for i, given in enumerate(body.messages or ()):
+        path = ("messages", i)
+        said = turns.read_as(OllamaMessage, given, path)
+        message: dict[str, Any] = {"role": said.role, "content": said.content or ""}
+        if said.thinking:
+            message["reasoning_content"] = said.thinking
+        if said.tool_calls:
+            message["tool_calls"] = [
+                _call(turns, call, (*path, "tool_calls", k)) for k, call in enumerate(said.tool_calls)
+            ]
+            for call in message["tool_calls"]:
+                waiting.add(call)
+        if said.role == "tool":
+            named = {"tool_call_id": waiting.close(said), "name": said.tool_name}
+            message |= {key: value for key, value in named.items() if value is not None}
+        messages.append(message)
+    if messages and messages[-1]["role"] == "assistant":
+        raise RequestError.about(
+            "messages", "ends with the assistant's turn, which this server cannot continue; end with a user's"
+        )
+    fields = _sampling(turns, body) | _thinking(body) | _format(body)
+    if body.tools:
+        fields["tools"] = body.tools
+    body.note_ignored(turns.ignored)
+    return ChatRequest.model_validate({"model": name, "messages": messages, **fields})
+
+
+def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
+    """A tool call in OpenAI's words; one without an id gets one."""
+    call = turns.read_as(OllamaCall, given, path)
+    function = turns.read_as(OllamaFunction, call.function, (*path, "function"))
+    made_up = "call_" + "_".join(str(step) for step in path if isinstance(step, int))
+    named = {"name": function.name, "arguments": function.arguments or {}}
+    return {"id": call.id or made_up, "type": "function", "function": named}
+
+
+class OpenCalls:
+    """Calls without a result, in order; a long conversation takes time in proportion to its length."""
+
+    def __init__(self) -> None:
+        self._ids: deque[str] = deque()
+        self._ids_by_name: defaultdict[str | None, deque[str]] = defaultdict(deque)
+        self._closed: set[str] = set()
+
+    def add(self, call: Mapping[str, Any]) -> None:
+        """Note a call."""
+        self._ids.append(call["id"])
+        self._ids_by_name[call["function"]["name"]].append(call["id"])
+
+    def close(self, said: OllamaMessage) -> str | None:
+        """The id of the call that a result answers: by its id, by its tool's name, else the next one."""
+        named = [] if said.tool_call_id is None else [said.tool_call_id]
+        for waiting in (deque(named), self._ids_by_name[said.tool_name], self._ids):
+            while waiting:
+                found = waiting.popleft()
+                if found not in self._closed or named:
+                    self._closed.add(found)
+                    return found
+        return None
+
+
+def generate_to_chat(body: OllamaGenerate, name: str) -> ChatRequest:
+    """The chat that a body of `/api/generate` is: the system's message, if any, and the user's."""
+    turns = Turns()
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    fields = _sampling(turns, body) | _thinking(body) | _format(body)
+    body.note_ignored(turns.ignored)
+    return ChatRequest.model_validate({"model": name, "messages": messages, **fields})
+
+
+def _sampling(turns: Turns, body: OllamaBody) -> dict[str, Any]:
+    """Options, logprobs and the stream, as a chat has them."""
+    options = turns.read_as(OllamaOptions, body.options or {}, ("options",))
+    given = {name: getattr(options, name) for name in OllamaOptions.model_fields}
+    if given["num_predict"] in NO_LIMIT:
+        given["num_predict"] = None
+    if given["seed"] == RANDOM_SEED:
+        given["seed"] = None
+    fields = {SAMPLING_NAMES.get(name, name): value for name, value in given.items()}
+    fields |= {name: getattr(body, name) for name in ("stream", "logprobs", "top_logprobs")}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _thinking(body: OllamaBody) -> dict[str, Any]:
+    """The limit on reasoning; without `think` the model reasons as it does by itself."""
+    if body.think is None:
+        return {}
+    if isinstance(body.think, bool):
+        return {"reasoning_effort": "high" if body.think else "none"}
+    if body.think not in THINKING:
+        allowed = ", ".join(("true", "false", *THINKING))
+        raise RequestError.about("think", f"must be one of {allowed}, got {show_value(body.think)}")
+    return {"reasoning_effort": THINKING[body.think]}
+
+
+def _format(body: OllamaBody) -> dict[str, Any]:
+    """The form of the answer: any, some JSON object, or what a schema allows."""
+    if isinstance(body.format, dict):
+        schema = {"name": "format", "schema": body.format}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if body.format == "json":
+        return {"response_format": {"type": "json_object"}}
+    if body.format:
+        raise RequestError.about("format", f'must be "json" or a JSON schema, got {show_value(body.format)}')
+    return {}
+
+
+async def open_conversation(body: OllamaChat, http: Request) -> Job:
+    """The job of `/api/chat`."""
+    name = find_name(server_state(http), body.model)
+    check_abilities(body, server_state(http).get_model(name).encoder, has_tools=bool(body.tools))
+    return fill_context(await open_agent(http, body, lambda it: ollama_to_chat(it, name)))
+
+
+async def open_generate(body: OllamaGenerate, http: Request) -> Job:
+    """The job of `/api/generate`: a completion of the raw prompt, or a chat after an earlier context."""
+    state = server_state(http)
+    name = find_name(state, body.model)
+    encoder = state.get_model(name).encoder
+    check_abilities(body, encoder)
+    if body.raw or body.suffix or not encoder.has_chat_template:
+        return await open_raw(body, state, name)
+    job = await open_agent(http, body, lambda it: generate_to_chat(it, name))
+    if body.context:
+        (before,) = await encode_prompts(encoder, [body.context], "context")
+        request, bos_id = job.requests[0], encoder.tokenizer.bos_id
+        prompt = request.prompt[1:] if request.prompt[:1] == (bos_id,) else request.prompt
+        job = replace(job, requests=(replace(request, prompt=(*before, *prompt)),))
+    return fill_context(job)
+
+
+async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
+    """The job of a prompt that is continued as it is."""
+    for field in ("system", "context", "think"):
+        if getattr(body, field):
+            why = "raw is true" if body.raw else "this model has no chat template"
+            why = "a suffix is given" if body.suffix else why
+            raise RequestError.about(field, f"belongs to a conversation, and {why}; leave it out")
+    turns = Turns()
+    fields = {"max_tokens": MAX_INT} | _sampling(turns, body) | _format(body)
+    has_logprobs, num_top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
+    if num_top is not None and not has_logprobs:
+        raise RequestError.about("top_logprobs", "needs logprobs to be true")
+    fields["logprobs"] = (num_top or 0) if has_logprobs else None
+    body.note_ignored(turns.ignored)
+    prompt = {"model": name, "prompt": body.prompt, "suffix": body.suffix}
+    given = CompletionRequest.model_validate(prompt | fields)
+    return fill_context(await open_completion(given, state))
+
+
+def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
+    """Refuse what the model cannot do, in Ollama's words: clients look for them and ask again without."""
+    for field, is_wanted, how in (
+        ("tools", has_tools, encoder.dialect),
+        ("think", body.think, encoder.think),
+    ):
+        if is_wanted and how is None:
+            word = "tools" if field == "tools" else "thinking"
+            raise RequestError(f'"{body.model}" does not support {word}; leave {field} out', param=field)
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+class OllamaErrorBody(BaseModel):
+    """Every error answer of these routes."""
+
+    error: str
+
+
+router = make_router(OllamaErrorBody)
+root = APIRouter(include_in_schema=False)  # for a server without the page, which has this address otherwise
+
+
+@root.head("/")
+@root.get("/")
+async def probe() -> Response:
+    """Tell that the server is there, as Ollama's clients ask before anything else."""
+    return Response("infer is running", media_type="text/plain")
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(start: float, end: float) -> int:
+    """A duration between two times of `perf_counter`."""
+    return max(int((end - start) * 1e9), 0)
+
+
+class OllamaWriter(PartWriter):
+    """Ollama's form of a chat: lines of JSON, of which the last has the counts; a call is sent whole."""
+
+    media_type = NDJSON
+    ping = b""  # every line is read as an object
+
+    def __init__(self, generation: Generation, body: OllamaBody) -> None:
+        super().__init__(generation, body)
+        self.token_ids: list[int] = []
+        self._model = body.model
+        self._started_at = perf_counter()
+        self._has_logprobs = bool(body.logprobs)
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that were not sent yet
+
+    def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields with a piece of the answer; `rest` are its reasoning and calls."""
+        return {"message": {"role": "assistant", "content": content, **rest}}
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """What a piece adds to the answer."""
+        self._take(piece.delta.token_ids, piece.delta.logprobs)
+        return super().frames(piece)
+
+    def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        output = answers[0].outputs[0]
+        self._take(output.token_ids, output.logprobs or ())
+        return super().whole(answers)
+
+    def begin(self) -> list[bytes]:
+        """Nothing stands before the first piece."""
+        return []
+
+    def open(self, part: Part) -> list[bytes]:
+        """Nothing says that a part begins."""
+        return []
+
+    def add(self, part: Part, text: str) -> bytes:
+        """A line with more text or reasoning; a call waits for its end."""
+        match part.kind:
+            case "text":
+                return self._line(self.said(text, {}))
+            case "reasoning":
+                return self._line(self.said("", {"thinking": text}))
+            case "call":
+                return b""
+
+    def close(self, part: Part) -> list[bytes]:
+        """The line of a call; one that was cut is left out."""
+        calls = self._calls([part])
+        return [self._line(self.said("", {"tool_calls": calls}))] if calls else []
+
+    def finish(self) -> list[bytes]:
+        """The last line."""
+        return [self._line(self.said("", {}) | self.ending())]
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        joined = {
+            kind: "".join(part.text for part in self.parts if part.kind == kind)
+            for kind in ("text", "reasoning")
+        }
+        rest: dict[str, Any] = {"thinking": joined["reasoning"]} if joined["reasoning"] else {}
+        if calls := self._calls(self.parts):
+            rest["tool_calls"] = calls
+        return self._fields(self.said(joined["text"], rest) | self.ending())
+
+    def error(self, error: BaseException) -> bytes:
+        """The last line of a stream that fails."""
+        return to_api_error(error).encode() + b"\n"
+
+    def ending(self) -> dict[str, Any]:
+        """Why the answer ended, how long it took and how many tokens it has."""
+        record, at = current_record(), perf_counter()
+        first_at, usage = self.generation.first_at or at, self.generation.usage()
+        return {
+            "done": True,
+            "done_reason": "length" if self.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(self._started_at if record is None else record.arrived_at, at),
+            "load_duration": 0,  # a model is loaded before it is served
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": nanoseconds(self._started_at, first_at),
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": nanoseconds(first_at, at),
+        }
+
+    def _take(self, token_ids: Sequence[int], rows: Sequence[Any]) -> None:
+        self.token_ids += token_ids
+        if self._has_logprobs:
+            tokenizer = self.generation.job.model.encoder.tokenizer
+            self._logprobs += chat_logprobs(tokenizer, rows)["content"]
+
+    def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """The calls among some parts; a call's number is that among all of the answer."""
+        numbers = {part.index: i for i, part in enumerate(each for each in self.parts if each.kind == "call")}
+        return [
+            {
+                "id": part.call_id,
+                "function": {"index": numbers[part.index], "name": part.name, "arguments": given},
+            }
+            for part in parts
+            if part.kind == "call" and (given := part.arguments) is not None
+        ]
+
+    def _line(self, fields: Mapping[str, Any]) -> bytes:
+        return orjson.dumps(self._fields(fields)) + b"\n"
+
+    def _fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {"model": self._model, "created_at": now(), "done": False, **fields}
+        if self._logprobs:
+            made["logprobs"], self._logprobs = self._logprobs, []
+        return made
+
+
+class GenerateWriter(OllamaWriter):
+    """Ollama's form of a completion; at its end the tokens so far, with which a client may go on."""
+
+    def __init__(self, generation: Generation, body: OllamaGenerate) -> None:
+        super().__init__(generation, body)
+        self._has_context = generation.job.is_chat
+
+    def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields with a piece of the answer."""
+        return {"response": content, **rest}
+
+    def ending(self) -> dict[str, Any]:
+        """The end of a chat, and the context where the prompt was not raw."""
+        ended = super().ending()
+        if self._has_context:
+            ended["context"] = [*self.generation.job.requests[0].prompt, *self.token_ids]
+        return ended
+
+
+def loaded(body: OllamaBody, said: Mapping[str, Any]) -> Response:
+    """The answer to a body without a prompt, by which clients load a model; it is loaded already."""
+    if body.keep_alive in (0, "0", "0s"):
+        raise RequestError.about(
+            "keep_alive", "is 0, which unloads a model; here the server's operator does that (/admin/models)"
+        )
+    made = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+    return json_response(made, body)
+
+
+def read_wishes(body: OllamaBody) -> None:
+    """Make the default of this API explicit, a stream, and note what has no effect."""
+    body.stream = body.stream is not False
+    if body.keep_alive is not None:
+        body.note_ignored(["keep_alive"])
+
+
+@router.post("/api/chat", response_model=None)
+async def chat(body: OllamaChat, http: Request) -> Response:
+    """Answer a conversation."""
+    read_wishes(body)
+    if not body.messages:
+        find_name(server_state(http), body.model)
+        return loaded(body, {"message": {"role": "assistant", "content": ""}})
+    return await answer(http, body, open_conversation(body, http), OllamaWriter)
+
+
+@router.post("/api/generate", response_model=None)
+async def generate(body: OllamaGenerate, http: Request) -> Response:
+    """Answer or continue a prompt."""
+    read_wishes(body)
+    if not body.prompt:
+        find_name(server_state(http), body.model)
+        return loaded(body, {"response": ""})
+    return await answer(http, body, open_generate(body, http), GenerateWriter)
+
+
+@router.post("/api/embed", response_model=None)
+async def embed(body: OllamaEmbed, http: Request) -> Response:
+    """One vector per text."""
+    started_at = perf_counter()
+    most = None if body.truncate is False else -1
+    wishes = {"input": body.input, "dimensions": body.dimensions, "truncate_prompt_tokens": most}
+    vectors, num_tokens = await _vectors(http, body.model, wishes)
+    rest = {
+        "model": body.model,
+        "total_duration": nanoseconds(started_at, perf_counter()),
+        "load_duration": 0,
+        "prompt_eval_count": num_tokens,
+    }
+    content = await asyncio.to_thread(join_list, b'{"embeddings":[', vectors, rest)
+    return Response(content, headers=ignored_headers(body), media_type="application/json")
+
+
+@router.post("/api/embeddings", response_model=None)
+async def embed_one(body: OllamaEmbeddings, http: Request) -> Response:
+    """The vector of one text."""
+    with spelled({"input": "prompt"}):
+        vectors, _ = await _vectors(http, body.model, {"input": body.prompt, "truncate_prompt_tokens": -1})
+    content = b'{"embedding":' + vectors[0] + b"}"
+    return Response(content, headers=ignored_headers(body), media_type="application/json")
+
+
+async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tuple[list[bytes], int]:
+    """The vectors of texts as JSON, and the number of their tokens."""
+    name = find_name(server_state(http), model)
+    asked = EmbeddingRequest.model_validate({"model": name, **wishes})
+    vectors, num_tokens, _ = await make_vectors(http, asked, lambda _, vector: orjson.dumps(vector))
+    return vectors, num_tokens
+
+
+# -- what is served --------------------------------------------------------------------------------
+
+
+def details(model: ServedModel) -> dict[str, Any]:
+    """What Ollama tells about a model, as far as it is known here."""
+    stats, family = model.clients[0].stats(), model.encoder.family
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": stats.weights or stats.dtype,
+    }
+
+
+def listed(state: ServerState, name: str) -> dict[str, Any]:
+    """A model in a list; the digest is that of its name, by which clients tell models apart."""
+    model = state.get_model(name)
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": made_at(model),
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": details(model),
+    }
+
+
+def made_at(model: ServedModel) -> str:
+    """When a model was loaded."""
+    return datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+@router.head("/api/tags", response_model=None, include_in_schema=False)
+@router.get("/api/tags", response_model=None)
+async def list_tags(http: Request) -> Response:
+    """Every model, and every other name it goes by."""
+    state = server_state(http)
+    return json_response({"models": [listed(state, name) for name in (*state.models, *state.aliases)]})
+
+
+@router.get("/api/ps", response_model=None)
+async def list_running(http: Request) -> Response:
+    """The models that are loaded, which are all."""
+    state = server_state(http)
+    models = []
+    for name, model in state.models.items():
+        rest = {"expires_at": NEVER, "size_vram": 0, "context_length": model.encoder.context_len}
+        models.append(listed(state, name) | rest)
+    return json_response({"models": models})
+
+
+@router.post("/api/show", response_model=None)
+async def show(body: OllamaNamed, http: Request) -> Response:
+    """What clients may know of a model, its context length and abilities above all."""
+    state = server_state(http)
+    name = find_name(state, body.wanted)
+    model = state.get_model(name)
+    encoder = model.encoder
+    abilities = {
+        "completion": True,
+        "tools": encoder.dialect is not None,
+        "thinking": encoder.think is not None,
+    }
+    parameters = [
+        f"{option:<30} {value}"
+        for option in OllamaOptions.model_fields
+        if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
+    ]
+    return json_response(
+        {
+            "modelfile": f"FROM {tagged(name)}",
+            "parameters": "\n".join(parameters),
+            "template": encoder.chat_template or "",
+            "modified_at": made_at(model),
+            "details": details(model),
+            "model_info": {
+                "general.architecture": encoder.family,
+                "general.basename": model.name,
+                f"{encoder.family}.context_length": encoder.context_len,
+            },
+            "capabilities": [ability for ability, has_it in abilities.items() if has_it],
+        },
+        body,
+    )
+
+
+@router.head("/api/version", response_model=None, include_in_schema=False)
+@router.get("/api/version", response_model=None)
+async def get_version() -> Response:
+    """The version of Ollama's API, which clients compare with what they need, and that of this package."""
+    return json_response({"version": FOLLOWED, "infer": __version__})
+
+
+@router.post("/api/pull", response_model=None)
+async def pull(body: OllamaNamed, http: Request) -> Response:
+    """Tell that a served model is there; others are not fetched."""
+    try:
+        find_name(server_state(http), body.wanted)
+    except UnknownModel as error:
+        advice = "this server fetches nothing for clients: its operator starts it with the model"
+        raise UnknownModel(f"{error}; {advice}", param="model") from None
+    if body.stream is False:
+        return json_response({"status": "success"}, body)
+    lines = b"".join(orjson.dumps({"status": each}) + b"\n" for each in ("pulling manifest", "success"))
+    return Response(lines, headers=ignored_headers(body), media_type=NDJSON)
+
+
+@router.delete("/api/delete", response_model=None)
+@router.post("/api/create", response_model=None)
+@router.post("/api/copy", response_model=None)
+@router.post("/api/push", response_model=None)
+@router.post("/api/blobs/{digest}", response_model=None)
+async def refuse_change(http: Request) -> Response:
+    """Refuse to change what is served, which is up to the operator."""
+    raise RequestError(
+        f"{http.url.path[:100]} is not supported: models are the operator's, who chooses them when "
+        "the server starts or through /admin/models"
+    )
