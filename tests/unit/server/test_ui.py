@@ -179,6 +179,7 @@ def plain(nodes: list[dict[str, Any]]) -> list[Any]:
         (r"\*no\* \q", [r"*no* \q"]),
         ("[a *b*](https://x/y)", [["link", "https://x/y", "a ", ["em", "b"]]]),
         ("[a](https://x/(y) 'title')", [["link", "https://x/(y)", "a"]]),
+        ("hi! ![a](https://x/y) ![b]", ["hi! ", ["link", "https://x/y", "a"], " ![b]"]),
         ("[a](javascript:x) [b](/c)", ["[a](javascript:x) [b](/c)"]),
         ("(see https://x/y).", ["(see ", ["link", "https://x/y", "https://x/y"], ")."]),
         ("<https://x/> <b> a<br>b", [["link", "https://x/", "https://x/"], " <b> a\nb"]),

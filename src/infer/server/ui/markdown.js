@@ -177,7 +177,7 @@ export function parseInline(text) {
   const out = [];
   const openers = []; // [{mark, count, at}]: delimiters at out[at] that may still find their partner
   const ticks = findTicks(text);
-  const special = /[\\`*_~[\]<]|\bhttps?:\/\//g;
+  const special = /!?\[|[\\`*_~\]<]|\bhttps?:\/\//g;
 
   const say = (words) => {
     const last = out.at(-1);
@@ -232,9 +232,10 @@ export function parseInline(text) {
       if (close < 0) say("`".repeat(run));
       else out.push({ type: "code", text: unpad(text.slice(at + run, close)) });
       at = close < 0 ? at + run : close + run;
-    } else if (mark === "[") {
+    } else if (mark.endsWith("[")) { // an image too becomes a link: this page loads nothing from elsewhere
       open("[", 1);
-      at += 1;
+      out.at(-1).text = mark;
+      at += mark.length;
     } else if (mark === "]") {
       const place = find("[");
       const link = place >= 0 ? readDestination(text, at + 1) : null;
