@@ -93,6 +93,11 @@ class Page:
         while not any(is_loaded(event, loader) for event in self.events):
             self.events.append(self._receive())
 
+    def forget(self, origin: str) -> None:
+        """Leave the page and delete what it stored."""
+        self.open("about:blank")
+        self.command("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage")
+
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is awaited."""
         answer = self.command(
@@ -128,7 +133,7 @@ class Page:
     def press(self, key: str, *, ctrl: bool = False) -> None:
         """Press and release a key."""
         fields = {"key": key, "code": key, "modifiers": 2 if ctrl else 0}
-        code = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37}[key]
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37}[key]
         self.command(
             "Input.dispatchKeyEvent",
             type="keyDown",

@@ -1,9 +1,12 @@
-"""The routes the page calls, answered by a script instead of a model, so that a test holds the clock.
+r"""The routes the page calls, answered by a script instead of a model, so that a test holds the clock.
 
 What the last message (or the prompt) begins with decides what happens:
 
     say TEXT     streams TEXT word by word
     pause TEXT   streams the first word, then waits for `gate`, then the others
+    wait TEXT    sends comments that keep the connection alive, waits for `gate`, then streams TEXT
+    fail TEXT    the same, but then sends TEXT as an error event
+    flood N TEXT streams TEXT N times, where \n is a line break
     refuse       answers 422 with a message, before the stream
     break        streams one word, then an error event
     cut          streams one word, then closes the connection without [DONE]
@@ -45,6 +48,7 @@ class FakeApi:
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.answer, methods=["POST"]),
                 Route("/v1/completions", self.answer, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
                 Mount("/ui", StaticFiles(directory=DIRECTORY, html=True)),
             ]
         )
@@ -67,16 +71,35 @@ class FakeApi:
         self.loop = asyncio.get_running_loop()
         return FileResponse(DIRECTORY / "index.html", headers=HEADERS)
 
+    def is_allowed(self, request: Request) -> bool:
+        """Whether a request has the key, if one is wanted."""
+        self.keys.append(request.headers.get("authorization"))
+        return self.wanted_key is None or self.keys[-1] == f"Bearer {self.wanted_key}"
+
     async def models(self, request: Request) -> Response:
         """Two models; a key if one is wanted."""
-        self.keys.append(request.headers.get("authorization"))
-        if self.wanted_key and self.keys[-1] != f"Bearer {self.wanted_key}":
+        if not self.is_allowed(request):
             return error(401, "this server wants an API key; send it as a bearer token")
-        cards = [{"id": name, "object": "model"} for name in ("tiny-llama", "tiny-qwen3")]
+        defaults = {"temperature": 0.7, "top_k": 20}
+        cards = [
+            {
+                "id": "tiny-llama",
+                "object": "model",
+                "max_model_len": 4096,
+                "default_sampling_params": defaults,
+            },
+            {"id": "tiny-qwen3", "object": "model", "max_model_len": 64, "default_sampling_params": {}},
+        ]
         return JSONResponse({"object": "list", "data": cards})
+
+    async def tokenize(self, request: Request) -> Response:
+        """A token per word."""
+        return JSONResponse({"count": len((await request.json())["prompt"].split(" "))})
 
     async def answer(self, request: Request) -> Response:
         """What the script says."""
+        if not self.is_allowed(request):
+            return error(401, "this server wants an API key; send it as a bearer token")
         body = await request.json()
         self.bodies.append(body)
         text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
@@ -95,8 +118,17 @@ class FakeApi:
     async def events(self, is_chat: bool, verb: str, rest: str) -> AsyncIterator[str]:
         """Chunks as OpenAI's API shapes them."""
         words = [word + " " for word in rest.split(" ")]
+        if verb == "flood":
+            count, _, unit = rest.partition(" ")
+            words = [unit.replace("\\n", "\n")] * int(count)
         has_ended = False
         try:
+            if verb in ("wait", "fail"):
+                yield ": ping\n\n: ping\n\n"
+                await self.gate.wait()
+            if verb == "fail":
+                yield event({"error": {"message": rest, "type": "engine_error", "code": 503}})
+                return
             for number, word in enumerate(words):
                 if verb == "pause" and number == 1:
                     await self.gate.wait()

@@ -12,6 +12,7 @@ import pytest
 
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
+from tests.browser.chatting import IS_IDLE, IS_READY, LAST_ANSWER, ask
 from tests.support.actor import Actor, read_encoder, serve_actor
 from tests.support.live_server import LiveServer, serve_model
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from tests.browser.chromium import Page
 
 KEY = "a-key"
-IS_IDLE = "!document.querySelector('[aria-busy=true]')"
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,15 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def page(browser: Page, live: LiveServer) -> Page:
+    browser.forget(live.url)
     browser.open(f"{live.url}/ui")
-    browser.wait_for("!document.querySelector('#error').hidden")
-    assert "key" in browser.text("#error")  # the page needs none, the models do
+    browser.wait_for("!document.querySelector('#key-error').hidden")  # the page needs none, the models do
     browser.events.clear()
     browser.type("#key", KEY)
     browser.press("Enter")
-    browser.wait_for("!document.querySelector('#model').disabled")
+    browser.wait_for(IS_READY)
     browser.type("[name=temperature]", "0")
     return browser
-
-
-def ask(page: Page, question: str) -> None:
-    page.type("#question", question)
-    page.press("Enter")
 
 
 def num_running(live: LiveServer) -> float:
@@ -65,11 +60,24 @@ def test_a_conversation_is_answered_as_offline(page: Page, live: LiveServer) -> 
         conversation.append({"role": "assistant", "content": expected})
         ask(page, question)
         page.wait_for(IS_IDLE)
-        shown = page.evaluate("document.querySelector('#messages li:last-child .text').textContent")
-        assert shown == expected
-    assert page.text("#messages li:last-child .stats").startswith("10 tokens · first after ")
+        stored = "JSON.parse(localStorage['infer.chat.' + sessionStorage['infer.open']]).messages.at(-1)"
+        assert page.evaluate(stored)["content"] == expected
+    assert page.text(LAST_ANSWER + " .stats").startswith("10 tokens · first after ")
     assert page.complaints() == []
     assert [url for url in page.requested() if not url.startswith(live.url)] == []
+
+
+def test_the_model_s_context_is_the_limit_and_shown(page: Page, live: LiveServer) -> None:
+    assert page.evaluate("document.querySelector('[name=max_tokens]').placeholder") == "up to 256"
+    page.type("[name=stop]", " ")
+    ask(page, "Where is the river?")
+    page.wait_for(IS_IDLE)
+    assert page.text("#used").strip().endswith(" of 256 tokens")
+    page.evaluate("document.querySelector('#completion-tab').click()")
+    page.type("#prompt", "Once there was")
+    page.press("Enter", ctrl=True)
+    page.wait_for("document.querySelector('#continuation .stats')?.innerText.match(/(stop|length)$/)")
+    assert page.complaints() == []
 
 
 def test_stop_frees_the_engine(page: Page, live: LiveServer) -> None:
@@ -109,20 +117,20 @@ def test_a_call_of_a_model_is_answered_by_hand(browser: Page, tmp_path: Path) ->
     encoder = read_encoder("qwen3", tmp_path / "qwen3")
     with serve_actor(Actor(encoder, play), encoder) as url:
         browser.open(f"{url}/")
-        browser.wait_for("!document.querySelector('#model').disabled")
+        browser.wait_for(IS_READY)
         browser.evaluate("document.querySelector('[data-for=tools]').click()")
         ask(browser, "How is Rome?")
         browser.wait_for("document.querySelector('.result')")
         browser.wait_for(IS_IDLE)
-        assert browser.text("#messages li:last-child .text").strip() == "Let me look."
+        assert browser.text(LAST_ANSWER + " .text").strip() == "Let me look."
         assert browser.text(".call .name") == "get_weather"
         assert browser.text(".call .arguments") == '{\n  "city": "Rome"\n}'
         thought = browser.evaluate("document.querySelector('.assistant .thought').textContent")
         assert thought.strip() == "A tool knows."
-        assert browser.text("#messages li:last-child .stats").endswith("tool_calls")
+        assert browser.text(LAST_ANSWER + " .stats").endswith("tool_calls")
         browser.type(".result", "18 degrees")
         browser.press("Enter", ctrl=True)
         browser.wait_for("document.querySelectorAll('.assistant').length === 2")
         browser.wait_for(IS_IDLE)
-        assert browser.text("#messages li:last-child .text").strip() == "It is warm."
+        assert browser.text(LAST_ANSWER + " .text").strip() == "It is warm."
         assert browser.complaints() == []

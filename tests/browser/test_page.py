@@ -6,49 +6,15 @@ the middle and look.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.browser.chatting import IS_IDLE, IS_READY, LAST_ANSWER, answer, ask
 from tests.browser.fake_api import FakeApi
-from tests.support.live_server import serve
 
 if TYPE_CHECKING:
     from tests.browser.chromium import Page
-
-LAST_ANSWER = "#messages li:last-child"
-IS_IDLE = "!document.querySelector('[aria-busy=true]')"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[FakeApi, str]]:
-    api = FakeApi()
-    with serve(api.app) as url:
-        yield api, url
-
-
-@pytest.fixture
-def api(server: tuple[FakeApi, str]) -> FakeApi:
-    server[0].reset()
-    return server[0]
-
-
-@pytest.fixture
-def page(browser: Page, api: FakeApi, server: tuple[FakeApi, str]) -> Page:
-    browser.open(server[1] + "/")
-    browser.wait_for("!document.querySelector('#model').disabled")
-    return browser
-
-
-def ask(page: Page, question: str) -> None:
-    page.type("#question", question)
-    page.press("Enter")
-
-
-def answer(page: Page) -> str:
-    page.wait_for(IS_IDLE)
-    return page.text(LAST_ANSWER + " .text").strip()
 
 
 def test_a_chat_of_two_turns_sends_the_whole_conversation(page: Page, api: FakeApi) -> None:
@@ -66,7 +32,7 @@ def test_a_chat_of_two_turns_sends_the_whole_conversation(page: Page, api: FakeA
 
 def test_tokens_are_shown_as_they_come(page: Page, api: FakeApi) -> None:
     ask(page, "pause one two three")
-    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one '")
+    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one'")
     assert page.evaluate("document.querySelector('.stop').hidden") is False  # it is still running
     api.open_gate()
     assert answer(page) == "one two three"
@@ -86,7 +52,7 @@ def test_the_figures_of_an_answer_are_shown(page: Page, api: FakeApi) -> None:
 @pytest.mark.parametrize("how", ["button", "key"])
 def test_stop_ends_the_request_and_keeps_what_was_said(page: Page, api: FakeApi, how: str) -> None:
     ask(page, "pause one two three")
-    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one '")
+    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one'")
     if how == "button":
         page.click("#chat .stop")
     else:
@@ -102,7 +68,7 @@ def test_a_refusal_is_shown_in_words_and_the_question_comes_back(page: Page) -> 
     ask(page, "refuse this")
     page.wait_for("!document.querySelector('#error').hidden")
     assert page.text("#error") == "temperature must be in 0..2, got 7"
-    page.wait_for("document.querySelectorAll('#messages li').length === 0")
+    page.wait_for("document.querySelectorAll('#messages > li').length === 0")
     assert page.evaluate("document.querySelector('#question').value") == "refuse this"
 
     ask(page, "say sorry")  # the next question works, and takes the error away
@@ -127,7 +93,8 @@ def test_what_the_model_writes_stays_text(page: Page) -> None:
     markup = "<img src=x onerror=alert(1)><b>bold</b>"
     ask(page, f"say {markup}")
     assert answer(page) == markup
-    assert page.evaluate("document.querySelectorAll('.text *').length") == 0
+    inside = "[...document.querySelectorAll('.text *')].map((each) => each.tagName)"
+    assert page.evaluate(inside) == ["P"]
     assert page.complaints() == []
 
 
@@ -140,8 +107,7 @@ def test_parameters_are_sent_only_where_filled_in(page: Page, api: FakeApi) -> N
     answer(page)
     body = api.bodies[0]
     assert (body["temperature"], body["seed"], body["stop"]) == (0.5, 7, ["END", "\n\n"])
-    assert body["max_tokens"] == 256
-    assert not {"top_p", "top_k", "min_p"} & set(body)
+    assert not {"max_tokens", "top_p", "top_k", "min_p"} & set(body)
     assert body["messages"][0] == {"role": "system", "content": "be brief"}
 
 
@@ -160,6 +126,7 @@ def test_a_completion_goes_on_from_the_prompt(page: Page, api: FakeApi) -> None:
     assert page.text("#continuation .text").strip() == "once upon a time"
     assert api.bodies[0]["prompt"] == "say once upon a time"
     assert "messages" not in api.bodies[0]
+    assert api.bodies[0]["max_tokens"] == 4096 - 5  # the API's own default would be 16
     assert page.complaints() == []
 
 
@@ -172,11 +139,11 @@ def test_the_tabs_follow_the_arrow_keys(page: Page) -> None:
     assert page.evaluate("document.querySelector('#chat').hidden") is False
 
 
-def test_a_new_chat_forgets_the_old_one_even_while_it_runs(page: Page, api: FakeApi) -> None:
+def test_a_new_chat_leaves_the_old_one_even_while_it_runs(page: Page, api: FakeApi) -> None:
     ask(page, "pause one two")
-    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one '")
-    page.click("#reset")
-    page.wait_for("document.querySelectorAll('#messages li').length === 0")
+    page.wait_for(f"document.querySelector('{LAST_ANSWER} .text').textContent === 'one'")
+    page.click("#new")
+    page.wait_for("document.querySelectorAll('#messages > li').length === 0")
     page.wait_for("document.querySelector('.stop').hidden")
     ask(page, "say hello")
     assert answer(page) == "hello"
@@ -189,15 +156,23 @@ def test_a_key_is_asked_for_sent_and_not_stored(
 ) -> None:
     api.wanted_key = "secret"
     browser.open(server[1] + "/")
-    browser.wait_for("!document.querySelector('#error').hidden")
-    assert "API key" in browser.text("#error")
+    browser.wait_for("!document.querySelector('#key-error').hidden")
+    assert browser.text("#key-error") == "This server asks for an API key. Enter it here."
+    assert browser.evaluate("document.activeElement.id") == "key"
+    assert browser.evaluate("document.querySelector('#error').hidden"), "one message is enough"
+    browser.type("#key", "wrong")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('#key-error').innerText.includes('does not accept')")
     browser.type("#key", "secret")
     browser.press("Enter")
-    browser.wait_for("!document.querySelector('#model').disabled")
-    assert browser.evaluate("document.querySelector('#error').hidden")
+    browser.wait_for(IS_READY)
+    assert browser.evaluate("document.querySelector('#key-error').hidden")
     assert api.keys[-1] == "Bearer secret"
-    stored = "localStorage.length + sessionStorage.length + document.cookie.length"
-    assert browser.evaluate(stored) == 0
+    ask(browser, "say hello")
+    answer(browser)
+    stored = "JSON.stringify({...localStorage, ...sessionStorage}) + document.cookie"
+    assert "hello" in browser.evaluate(stored)
+    assert "secret" not in browser.evaluate(stored)
     assert "secret" not in browser.evaluate("location.href")
 
 
@@ -207,7 +182,7 @@ ASK = 'call get_weather {"city":"Bern","days":[1,2]}; now {}'
 
 def write_json(page: Page, field: str, text: str) -> None:
     page.evaluate(
-        "document.querySelector('#settings').open = document.querySelector('#structure').open = true"
+        "document.querySelector('#settings').hidden = !(document.querySelector('#structure').open = true)"
     )
     page.type(field, text)
 
@@ -279,7 +254,7 @@ def test_a_call_that_broke_off_is_shown_and_not_sent(page: Page, api: FakeApi) -
 def test_reasoning_is_folded_and_no_part_of_the_answer(page: Page, api: FakeApi) -> None:
     ask(page, "think let me see")
     assert answer(page) == "so yes"
-    folded = "document.querySelector('#messages li:last-child .reasoning')"
+    folded = "document.querySelector('#messages > li:last-child .reasoning')"
     assert page.evaluate(f"[{folded}.hidden, {folded}.open]") == [False, False]
     page.click(LAST_ANSWER + " summary")
     assert page.text(LAST_ANSWER + " .thought").strip() == "let me see"
@@ -345,8 +320,11 @@ def test_nothing_is_wider_than_the_window(
     browser: Page, api: FakeApi, server: tuple[FakeApi, str], width: int
 ) -> None:
     browser.open(server[1] + "/", width=width, height=700)
-    browser.wait_for("!document.querySelector('#model').disabled")
+    browser.wait_for(IS_READY)
+    browser.evaluate("document.querySelectorAll('.panel').forEach((panel) => (panel.hidden = true))")
     ask(browser, "say " + "long" * 100)
+    answer(browser)
+    ask(browser, "say |" + "a|" * 99 + "\n|" + "-|" * 99 + "\n\n    ~~~\n" + "code" * 99)
     answer(browser)
     ask(browser, 'call now {"x": "' + "long" * 100 + '"}')
     browser.wait_for("document.querySelector('.result')")
@@ -370,7 +348,7 @@ def test_the_page_asks_its_server_alone(
     browser: Page, api: FakeApi, server: tuple[FakeApi, str], path: str
 ) -> None:
     browser.open(server[1] + path)
-    browser.wait_for("!document.querySelector('#model').disabled")
+    browser.wait_for(IS_READY)
     ask(browser, "say hello")
     answer(browser)
     asked = browser.requested()

@@ -188,9 +188,15 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"model": "fake", "messages": [], "keep_alive": 0}, 400, "keep_alive is 0, which unloads a model"),
     (
         CHAT,
-        {"model": "fake", "messages": [*MESSAGES, {"role": "assistant", "content": "a"}]},
+        {
+            "model": "fake",
+            "messages": [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            ],
+        },
         400,
-        "messages ends with the assistant's turn",
+        "only an assistant's message without tool calls can be continued",
     ),
     ("/api/embed", {"model": "fake", "prompt": "a"}, 400, "'prompt'; this route takes input"),
     ("/api/pull", {"model": "gone"}, 404, "this server fetches nothing for clients"),

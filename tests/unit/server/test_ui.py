@@ -19,14 +19,15 @@ NODE = shutil.which("node")
 
 
 def run_js(expression: str, tmp_path: Path) -> Any:
-    """The JSON value of an expression that sees what answer.js and api.js export."""
+    """The JSON value of an expression that sees what answer.js, api.js and markdown.js export."""
     if NODE is None:
         pytest.skip("no Node")
-    for name in ("answer.js", "api.js"):
+    for name in ("answer.js", "api.js", "markdown.js"):
         (tmp_path / name.replace(".js", ".mjs")).write_text((DIRECTORY / name).read_text("utf-8"), "utf-8")
     script = tmp_path / "test.mjs"
     script.write_text(
         'import * as answer from "./answer.mjs";\nimport * as api from "./api.mjs";\n'
+        'import * as markdown from "./markdown.mjs";\n'
         "const attempt = (f) => { try { return f() ?? null; } catch (error) { return error.message; } };\n"
         f"console.log(JSON.stringify(await ({expression})));\n",
         "utf-8",
@@ -176,6 +177,84 @@ def test_the_docs_page_is_served_on_request_and_is_open() -> None:
         assert site.request("GET", "/openapi.json").status_code == 401
     assert Site().request("GET", "/docs").status_code == 404
     assert Site(api_key=("secret",)).request("GET", "/docs").status_code == 401
+
+
+def test_comments_of_a_stream_are_passed_over_and_its_errors_thrown(tmp_path: Path) -> None:
+    error = {"error": {"message": "the engine is busy", "code": 503}}
+    stream = f': ping\n\n: data: no\n\ndata:{{"choices": []}}\n\n: ping\n\ndata: {json.dumps(error)}\n\n'
+    told = run_js(
+        f"""(async () => {{
+            globalThis.fetch = async () => new Response({json.dumps(stream)});
+            const pieces = [];
+            try {{
+                for await (const piece of api.streamAnswer("/", {{}}, "")) pieces.push(piece.text);
+            }} catch (error) {{
+                return [pieces, error.name, error.message];
+            }}
+        }})()""",
+        tmp_path,
+    )
+    assert told == [[""], "Error", "the engine is busy"]
+
+
+def plain(nodes: list[dict[str, Any]]) -> list[Any]:
+    """Inline nodes as strings and (type, children) lists, marks without a partner joined to their text."""
+    made: list[Any] = []
+    for node in nodes:
+        if node["type"] != "text":
+            inner = [node["text"]] if node["type"] == "code" else plain(node["children"])
+            made.append([node["type"], *([node["url"]] if node["type"] == "link" else []), *inner])
+        elif made and isinstance(made[-1], str):
+            made[-1] += node["text"]
+        elif node["text"]:
+            made.append(node["text"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("a *b* c", ["a ", ["em", "b"], " c"]),
+        ("**b *i***", [["strong", "b ", ["em", "i"]]]),
+        ("***b* s**", [["strong", ["em", "b"], " s"]]),
+        ("snake_case_name 2 * 3 * 4", ["snake_case_name 2 * 3 * 4"]),
+        ("~~gone~~ ~kept~", [["del", "gone"], " ~kept~"]),
+        ("``a`b`` `open", [["code", "a`b"], " `open"]),
+        (r"\*no\* \q", [r"*no* \q"]),
+        ("[a *b*](https://x/y)", [["link", "https://x/y", "a ", ["em", "b"]]]),
+        ("[a](https://x/(y) 'title')", [["link", "https://x/(y)", "a"]]),
+        ("hi! ![a](https://x/y) ![b]", ["hi! ", ["link", "https://x/y", "a"], " ![b]"]),
+        ("[a](javascript:x) [b](/c)", ["[a](javascript:x) [b](/c)"]),
+        ("(see https://x/y).", ["(see ", ["link", "https://x/y", "https://x/y"], ")."]),
+        ("<https://x/> <b> a<br>b", [["link", "https://x/", "https://x/"], " <b> a\nb"]),
+    ],
+)
+def test_markdown_within_a_line(tmp_path: Path, text: str, nodes: list[Any]) -> None:
+    assert plain(run_js(f"markdown.parseInline({json.dumps(text)})", tmp_path)) == nodes
+
+
+def test_markdown_in_blocks(tmp_path: Path) -> None:
+    def types(text: str) -> Any:
+        return [
+            (block["type"], block.get("text", block.get("start", block.get("level"))))
+            for block in run_js(f"markdown.parse({json.dumps(text)})", tmp_path)
+        ]
+
+    assert types("# C#\n## x ##\ntext\n***\n> q\n1. a\n\n   more\n2. b") == [
+        ("heading", 1),
+        ("heading", 2),
+        ("paragraph", None),
+        ("rule", None),
+        ("quote", None),
+        ("list", 1),
+    ]
+    assert types("````\n```\n````\n~~~ py\nopen\n```") == [("code", "```"), ("code", "open\n```")]
+    assert types("- a\n  ```\n  x\n  ```\nb\n\nc|d\n-|-\n1|2\n\na|b\nno") == [
+        ("list", None),
+        ("paragraph", None),
+        ("table", None),
+        ("paragraph", None),
+    ]
 
 
 @pytest.mark.parametrize(

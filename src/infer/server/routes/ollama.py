@@ -277,11 +277,9 @@ def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
             named = {"tool_call_id": waiting.close(said), "name": said.tool_name}
             message |= {key: value for key, value in named.items() if value is not None}
         messages.append(message)
-    if messages and messages[-1]["role"] == "assistant":
-        raise RequestError.about(
-            "messages", "ends with the assistant's turn, which this server cannot continue; end with a user's"
-        )
     fields = _sampling(turns, body) | _thinking(body) | _format(body)
+    if messages and messages[-1]["role"] == "assistant":
+        fields["continue_final_message"] = True  # the answer goes on where its text ends
     if body.tools:
         fields["tools"] = body.tools
     body.note_ignored(turns.ignored)

@@ -7,6 +7,10 @@
  *   POST /v1/completions           data: {"choices":[{"text":"Hel"}]}
  *                                  data: {"choices":[],"usage":{...}}
  *                                  data: [DONE]
+ *   POST /tokenize                 {"count": 7, ...}
+ *
+ * A stream may begin long before its first token: lines that begin with a colon only keep the connection alive,
+ * and what goes wrong then comes as an event, data: {"error": {"message": ...}}.
  *
  * Whatever goes wrong becomes an ApiError whose message is a sentence for people. Only an abort stays what
  * it is: the caller asked for it.
@@ -26,6 +30,12 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
+/** How many tokens a prompt has. */
+export async function countTokens(model, prompt, key, signal) {
+  const response = await request("/tokenize", key, { method: "POST", body: JSON.stringify({ model, prompt }), signal });
+  return (await response.json()).count;
+}
+
 /** Ask for a streamed answer and yield `{text, reasoning, calls, finish, usage}` per event, each possibly empty. */
 export async function* streamAnswer(path, body, key, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
@@ -33,8 +43,8 @@ export async function* streamAnswer(path, body, key, signal) {
   for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message);
-    const choice = event.choices[0] ?? {};
+    if (event.error) throw new ApiError(event.error.message ?? "the server broke the answer off", { status: event.error.code });
+    const choice = event.choices?.[0] ?? {};
     const delta = choice.delta ?? { content: choice.text };
     yield {
       text: delta.content ?? "",
@@ -68,7 +78,7 @@ async function* readEvents(stream) {
     if (done) return;
     const lines = (rest + value).split("\n");
     rest = lines.pop(); // the line that is still arriving
-    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trimEnd();
+    for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
   }
 }
 

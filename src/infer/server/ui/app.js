@@ -1,208 +1,143 @@
 /*
- * The page: a conversation, a completion, and the parameters of both.
+ * The page: conversations, a completion, and what runs between them and the server.
  *
- * One request runs at a time. Text from the model only ever becomes text nodes, so nothing it writes can
- * turn into markup. A turn that made no text at all is taken back: the question returns to its field.
+ *   app.js ── settings.js   the fields at the right ──► the request's body
+ *     ├────── api.js        the request ──► pieces of the answer          answer.js  puts them together
+ *     ├────── view.js       an element per message                        markdown.js  text ──► elements
+ *     └────── store.js      what the browser keeps
+ *
+ * One request runs at a time. `chat.messages` is always what the next request would send; the view follows it.
+ * A turn that made no text at all is taken back: the question returns to its field.
  *
  * A tool call is answered by hand: a field under it takes the result, which is sent with the next turn.
  */
 
-import { Answer, EXAMPLES, indent, readSchema, readTools } from "/ui/answer.js";
-import { listModels, streamAnswer } from "/ui/api.js";
+import { Answer } from "/ui/answer.js";
+import { countTokens, listModels, streamAnswer } from "/ui/api.js";
+import { acceptKey, askForKey, checkSettings, isWide, readParameters, readToolChoice, setPanel, showDefaults, startSettings } from "/ui/settings.js";
+import { isChatKey, listChats, loadChat, newChat, removeChat, restoreChat, saveChat, toApi, toMarkdown } from "/ui/store.js";
+import { adopt, AnswerView, copyText, download, drawMessages, fromTemplate, newMessage, onFrames, Stopwatch } from "/ui/view.js";
 
 const $ = (id) => document.getElementById(id);
-const conversation = []; // [{role, content, …}], as the API wants it
-let running = null; // the AbortController of the request in flight
+const deleted = new Set(); // ids that a request still in flight must not save again
+let chat = newChat(); // the conversation that is shown
+let running = null; // the request in flight: {controller, answer, chat}
+let cards = new Map(); // model -> its card of /v1/models
 
 // -- asking -------------------------------------------------------------------------------------------
 
 async function sendChat() {
   const question = $("question").value.trim();
-  const results = [...$("messages").querySelectorAll(".result:not([readonly])")];
-  if ((!question && !results.length) || !canSend()) return;
-  const turn = results.map(({ dataset, value }) => ({ role: "tool", tool_call_id: dataset.call, content: value }));
+  const fields = [...$("messages").querySelectorAll(".result:not([readonly])")];
+  if ((!question && !fields.length) || !canSend()) return;
+  const turn = fields.map(({ dataset, value }) => ({ role: "tool", tool_call_id: dataset.call, content: value }));
   if (question) turn.push({ role: "user", content: question });
-  conversation.push(...turn);
-  for (const field of results) field.readOnly = true;
   $("question").value = "";
-  const asked = question && addMessage("user", question);
-  const place = addMessage("assistant", "");
-  const system = $("system").value.trim();
-  const messages = system ? [{ role: "system", content: system }, ...conversation] : conversation;
-  const tools = readTools($("tools").value);
-  const choice = tools && { tools, tool_choice: $("tool-choice").value };
+  const isAnswered = await answerTo([...chat.messages, ...turn]);
+  if (!isAnswered) $("question").value ||= question;
+}
 
-  const answer = await generate("/v1/chat/completions", { messages, ...choice }, place, $("messages"));
-  if (!place.isConnected) return; // the conversation was reset meanwhile
+/** Ask for the last answer once more. */
+function regenerate() {
+  if (!canSend()) return;
+  const isAnswer = chat.messages.at(-1)?.role === "assistant";
+  answerTo(isAnswer ? chat.messages.slice(0, -1) : chat.messages);
+}
+
+/** Let the model answer these messages, which become the conversation; false if it had to be taken back. */
+async function answerTo(messages) {
+  const asked = chat;
+  const before = chat.messages;
+  const item = newMessage("assistant");
+  asked.messages = messages;
+  keep(asked);
+  drawMessages(messages, item);
+  $("log").scrollTop = $("log").scrollHeight;
+
+  const system = $("system").value.trim();
+  const sent = [...(system ? [{ role: "system", content: system }] : []), ...messages.map(toApi)];
+  const body = { messages: sent, ...readToolChoice(messages), ...readParameters() };
+  const { answer, watch } = await generate("/v1/chat/completions", body, new AnswerView(item, $("log")), item);
   const message = answer.toMessage();
   if (message) {
-    conversation.push(message);
-    return;
+    asked.messages = [...messages, { ...message, stats: watch.describe() }];
+    asked.used = watch.used ?? asked.used;
+    adopt(asked.messages.at(-1), item);
+  } else if (asked === chat) {
+    asked.messages = before;
   }
-  conversation.length -= turn.length;
-  for (const field of results) field.readOnly = false;
-  if (asked) asked.remove();
-  place.remove();
-  $("question").value ||= question;
+  keep(asked);
+  if (asked !== chat) return true; // another one is shown now
+  drawMessages(asked.messages);
+  showUsed();
+  const first = item.querySelector(".result");
+  first?.scrollIntoView({ block: "nearest" });
+  if (!$("question").value) first?.focus();
+  return Boolean(message);
 }
 
 async function sendCompletion() {
   const prompt = $("prompt").value;
   if (!prompt || !canSend()) return;
-  const shown = newMessage("", "");
-  $("continuation").replaceChildren(...shown.childNodes);
-  const answer = await generate("/v1/completions", { prompt }, $("continuation"), $("continuation"));
-  if (!answer.text) $("continuation").replaceChildren();
+  const place = $("continuation");
+  place.replaceChildren(...newMessage("").childNodes);
+  const body = { prompt, ...readParameters() };
+  const { answer } = await generate("/v1/completions", body, new AnswerView(place, place, { isPlain: true }), place);
+  if (!answer.text) place.replaceChildren();
 }
 
-/** Stream one answer into `place` and return it. What goes wrong is shown, not thrown. */
-async function generate(path, question, place, scroller) {
-  const controller = (running = new AbortController());
+/** Stream one answer into its view and return it. What goes wrong is shown, not thrown. */
+async function generate(path, question, view, place) {
+  const controller = new AbortController();
   const answer = new Answer();
-  const text = place.querySelector(".text").appendChild(document.createTextNode(""));
-  const thought = place.querySelector(".thought").appendChild(document.createTextNode(""));
-  const stats = place.querySelector(".stats");
   const watch = new Stopwatch();
-  const format = readSchema($("schema").value);
-  const body = { model: $("model").value, ...question, ...readParameters(), ...(format && { response_format: format }) };
+  const draw = () => view.draw(answer, watch.describe());
+  const drawSoon = onFrames(draw);
+  const body = { model: $("model").value, ...question };
+  const key = $("key").value;
+  running = { controller, answer, chat: path.includes("chat") ? chat : null };
   setBusy(place, true);
   showError("");
+  draw();
   try {
-    for await (const piece of streamAnswer(path, body, $("key").value, controller.signal)) {
-      const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
+    if ("prompt" in body && !("max_tokens" in body)) Object.assign(body, await fillContext(body, key, controller.signal));
+    for await (const piece of streamAnswer(path, body, key, controller.signal)) {
       if (piece.text || piece.reasoning || piece.calls.length) watch.lap();
       answer.take(piece);
-      text.appendData(piece.text);
-      thought.appendData(piece.reasoning);
-      if (piece.reasoning) place.querySelector(".reasoning").hidden = false;
-      if (piece.calls.length) showCalls(place, answer.calls);
       watch.finish ??= piece.finish;
       watch.usage ??= piece.usage;
-      stats.textContent = watch.describe();
-      if (isAtEnd) scroller.scrollTop = scroller.scrollHeight; // someone who scrolled up is reading
+      drawSoon();
     }
   } catch (error) {
     watch.finish = controller.signal.aborted ? "stopped" : "broken off";
-    stats.textContent = watch.describe();
-    if (!controller.signal.aborted) showError(error.message);
+    if (error.status === 401) askForKey();
+    else if (!controller.signal.aborted) showError(error.message);
   } finally {
     running = null;
     setBusy(place, false);
   }
-  askForResults(place, answer);
-  place.querySelector(".copy").hidden = !answer.text;
-  return answer;
+  draw(); // frames do not come to a tab in the background
+  view.finish(answer.calls, answer.wholeCalls);
+  return { answer, watch };
 }
 
-/** When the first token came, and how fast the others followed. */
-class Stopwatch {
-  start = performance.now();
-  laps = 0;
-  usage = null;
-  finish = null;
-
-  lap() {
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.laps += 1;
-  }
-
-  describe() {
-    if (!this.laps) return this.finish ?? "";
-    const tokens = this.usage?.completion_tokens ?? this.laps; // until the usage arrives, one event is one token
-    const seconds = (this.last - this.first) / 1000;
-    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    const reasoning = this.usage?.completion_tokens_details?.reasoning_tokens;
-    return [
-      `${tokens} token${tokens === 1 ? "" : "s"}`,
-      reasoning && `${reasoning} of reasoning`,
-      `first after ${Math.round(this.first - this.start)} ms`,
-      tokens > 1 && seconds > 0 && `${((tokens - 1) / seconds).toFixed(1)} tokens/s`,
-      cached && `${cached} of ${this.usage.prompt_tokens} prompt tokens cached`,
-      this.finish,
-    ].filter(Boolean).join(" · ");
-  }
+/** A completion without a limit would end after the API's 16 tokens; here it may fill the context. */
+async function fillContext({ model, prompt }, key, signal) {
+  const room = cards.get(model)?.max_model_len - (await countTokens(model, prompt, key, signal));
+  return room > 0 ? { max_tokens: room } : {};
 }
-
-/** The fields that were filled in; the server knows the defaults of the others. */
-function readParameters() {
-  const parameters = {};
-  for (const { name, type, value } of $("parameters").elements) {
-    if (!name || value === "") continue;
-    parameters[name] = type === "number" ? Number(value) : value.split("\n").filter(Boolean).map(writeBreaks);
-  }
-  return parameters;
-}
-
-const writeBreaks = (stop) => stop.replaceAll("\\n", "\n").replaceAll("\\t", "\t");
 
 /** Whether a request may start; a field that cannot be sent is pointed out where it is. */
 function canSend() {
   if (running) return false;
-  for (const id of ["schema", "tools"]) checkJson($(id));
-  const wrong = $("parameters").querySelector(":invalid");
-  if (wrong?.matches(".code")) showError(`${wrong.labels[0].firstChild.data.trim()}: ${wrong.validationMessage}`);
-  for (let fold = wrong; fold; fold = fold.parentElement) {
-    if (fold.matches("details")) fold.open = true; // what is folded away cannot be pointed at
-  }
-  return $("parameters").reportValidity();
-}
-
-/** Mark a field of JSON that cannot be sent; the browser points it out. */
-function checkJson(field) {
-  let complaint = "";
-  try {
-    (field.id === "schema" ? readSchema : readTools)(field.value);
-  } catch (error) {
-    complaint = error.message;
-  }
-  field.setCustomValidity(complaint);
-}
-
-// -- showing ------------------------------------------------------------------------------------------
-
-function newMessage(role, text) {
-  const message = $("message").content.firstElementChild.cloneNode(true);
-  message.className = role;
-  message.querySelector(".role").textContent = role;
-  message.querySelector(".text").textContent = text;
-  return message;
-}
-
-function addMessage(role, text) {
-  const message = $("messages").appendChild(newMessage(role, text));
-  $("messages").scrollTop = $("messages").scrollHeight;
-  return message;
-}
-
-/** Show the calls of an answer as far as they came. */
-function showCalls(place, calls) {
-  const shown = place.querySelector(".calls");
-  calls.forEach((call, index) => {
-    const block = shown.children[index] ?? shown.appendChild($("call").content.firstElementChild.cloneNode(true));
-    block.querySelector(".name").textContent = call.name;
-    block.querySelector(".arguments").textContent = call.arguments;
-  });
-}
-
-/** Put a field for the result under each call that is whole, and its arguments into lines. */
-function askForResults(place, answer) {
-  answer.calls.forEach((call, index) => {
-    const block = place.querySelector(".calls").children[index];
-    block.querySelector(".arguments").textContent = indent(call.arguments || "{}");
-    const label = block.querySelector("label");
-    label.hidden = !answer.wholeCalls.includes(call);
-    if (label.hidden) return label.remove(); // it broke off: there is nothing to answer
-    label.querySelector("span").textContent = `Result of ${call.name}`;
-    label.querySelector(".result").dataset.call = call.id;
-  });
-  const first = place.querySelector(".result");
-  first?.scrollIntoView({ block: "nearest" });
-  if (!$("question").value) first?.focus();
+  const complaint = checkSettings();
+  showError(complaint);
+  return !complaint;
 }
 
 function setBusy(place, isBusy) {
   place.setAttribute("aria-busy", isBusy); // readers wait for the whole answer
+  document.body.classList.toggle("is-busy", isBusy);
   for (const button of document.querySelectorAll(".composer .main")) {
     button.hidden = button.classList.contains("stop") !== isBusy;
   }
@@ -213,39 +148,159 @@ function showError(message) {
   $("error").hidden = !message;
 }
 
-async function copy(button) {
-  const text = button.closest("li, #continuation").querySelector(".text");
-  try {
-    await navigator.clipboard.writeText(text.textContent);
-    button.textContent = "Copied";
-  } catch { // browsers keep the clipboard from pages that came over plain HTTP
-    getSelection().selectAllChildren(text);
-    button.textContent = "Selected: press Ctrl+C";
-  }
-  setTimeout(() => (button.textContent = "Copy"), 2000);
+/** Say what became of the browser's storage; it does not keep anyone from asking. */
+function showNotice(message) {
+  $("notice").textContent = message;
+  $("notice").hidden = !message;
 }
 
-function selectTab(tab) {
-  for (const other of document.querySelectorAll("[role=tab]")) {
-    const isSelected = other === tab;
-    other.setAttribute("aria-selected", isSelected);
-    other.tabIndex = isSelected ? 0 : -1;
-    $(other.getAttribute("aria-controls")).hidden = !isSelected;
-  }
-  showError("");
-}
-
-async function showModels() {
+async function showModels(wanted) {
   try {
     const models = await listModels($("key").value);
+    const before = cards.size ? $("model").value : wanted;
+    cards = new Map(models.map((card) => [card.id, card]));
     $("model").replaceChildren(...models.map(({ id }) => new Option(id)));
+    if (cards.has(before)) $("model").value = before;
     $("model").disabled = false;
+    acceptKey();
     showError("");
+    showModel();
   } catch (error) {
+    if (error.status === 401) return askForKey();
     showError(error.message);
-    if (error.status === 401) $("settings").open = true;
-    if (error.status === 503) setTimeout(showModels, 1000 * (error.retryAfter || 1)); // it is still starting
+    if (error.status === 503) setTimeout(() => showModels(wanted), 1000 * (error.retryAfter || 1)); // it is still starting
   }
+}
+
+function showModel() {
+  showDefaults(cards.get($("model").value));
+  showUsed();
+}
+
+/** How much of the model's context the conversation takes. */
+function showUsed() {
+  const length = cards.get($("model").value)?.max_model_len;
+  $("used").hidden = !(length && chat.used);
+  if ($("used").hidden) return;
+  const meter = $("used").querySelector("meter");
+  Object.assign(meter, { max: length, high: 0.8 * length, value: chat.used });
+  $("used").querySelector("span").textContent = `${chat.used.toLocaleString("en")} of ${length.toLocaleString("en")} tokens`;
+}
+
+// -- conversations ------------------------------------------------------------------------------------
+
+/** Save a conversation, unless it was deleted meanwhile. */
+function keep(changed) {
+  if (deleted.has(changed.id)) return;
+  try {
+    saveChat(changed);
+    showNotice("");
+  } catch (error) {
+    showNotice(error.message);
+  }
+  if (changed === chat) rememberChat();
+  drawChats();
+}
+
+/** Reloading a tab comes back to its conversation; a new tab begins a new one. */
+function rememberChat() {
+  try {
+    sessionStorage.setItem("infer.open", chat.id);
+  } catch { // nothing is kept then, as the conversations say
+  }
+}
+
+function openChat(next) {
+  if (chat !== next) running?.chat && running.controller.abort();
+  chat = next;
+  rememberChat();
+  drawMessages(chat.messages);
+  drawChats();
+  showUsed();
+  showError("");
+  $("deleted").replaceChildren();
+  $("log").scrollTop = $("log").scrollHeight;
+  if (!isWide()) setPanel("chats-panel", false);
+  selectTab($("chat-tab"));
+}
+
+function drawChats() {
+  const chats = listChats();
+  $("chats").replaceChildren(...chats.map(({ id, title, isBroken }) => {
+    const entry = fromTemplate("chat-entry");
+    const [open, remove] = entry.querySelectorAll("button");
+    open.textContent = title;
+    open.title = title;
+    open.disabled = Boolean(isBroken);
+    if (id === chat.id) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => openChat(loadChat(id) ?? newChat()));
+    remove.setAttribute("aria-label", `Delete ${title}`);
+    remove.addEventListener("click", () => deleteChat(id, title));
+    return entry;
+  }));
+  $("no-chats").hidden = chats.length > 0;
+  $("export").hidden = !chat.messages.length;
+}
+
+/** Delete a conversation; until the next thing is done, it can be taken back. */
+function deleteChat(id, title) {
+  const stored = removeChat(id);
+  deleted.add(id);
+  if (id === chat.id) openChat(newChat());
+  drawChats();
+  const undo = Object.assign(document.createElement("button"), { type: "button", textContent: "Undo" });
+  undo.addEventListener("click", () => {
+    deleted.delete(id);
+    try {
+      restoreChat(id, stored);
+    } catch (error) {
+      showNotice(error.message);
+    }
+    drawChats();
+    $("deleted").replaceChildren();
+    document.querySelector("#chats .chat")?.focus();
+  });
+  $("deleted").replaceChildren(`Deleted “${title}”. `, undo);
+  undo.focus();
+}
+
+/** Turn a message of the user into a field; what is sent from there replaces everything after it. */
+function editMessage(item, text) {
+  const at = chat.messages.filter(({ role }) => role !== "tool")[[...$("messages").children].indexOf(item)];
+  const editor = fromTemplate("editor");
+  const field = editor.querySelector("textarea");
+  const close = () => {
+    editor.remove();
+    item.classList.remove("is-edited");
+    item.querySelector(".edit").focus();
+  };
+  field.value = text ?? at.content;
+  item.append(editor);
+  item.classList.add("is-edited");
+  field.focus();
+  editor.querySelector(".cancel").addEventListener("click", close);
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") close();
+    if (isSendKey(event)) editor.requestSubmit();
+    if (isSendKey(event)) event.preventDefault();
+  });
+  sendOnSubmit(editor, async () => {
+    const content = field.value.trim();
+    if (!content || !canSend()) return;
+    close();
+    $("question").focus();
+    const earlier = chat.messages.slice(0, chat.messages.indexOf(at));
+    const isAnswered = await answerTo([...earlier, { role: "user", content }]);
+    if (!isAnswered) editMessage(item, content);
+  });
+}
+
+const fileName = () => chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation";
+
+function exportJson() {
+  const { title, updated, messages } = chat;
+  const told = { title, model: $("model").value, updated: new Date(updated).toISOString(), messages: messages.map(toApi) };
+  download(`${fileName()}.json`, "application/json", JSON.stringify(told, null, 2));
 }
 
 // -- listening ----------------------------------------------------------------------------------------
@@ -257,30 +312,56 @@ function sendOnSubmit(form, send) {
   });
 }
 
+const isSendKey = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing; // composing: Enter picks a character
+const isCtrlEnter = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey);
+
+function selectTab(tab) {
+  for (const other of document.querySelectorAll("[role=tab]")) {
+    const isSelected = other === tab;
+    other.setAttribute("aria-selected", isSelected);
+    other.tabIndex = isSelected ? 0 : -1;
+    $(other.getAttribute("aria-controls")).hidden = !isSelected;
+  }
+  showError("");
+}
+
+/** The text that a copy button copies: what the model wrote, not how it is shown. */
+function copyAnswer(button) {
+  const place = button.closest("li, #continuation");
+  const shown = place.querySelector(".text");
+  const items = [...$("messages").children];
+  const message = chat.messages.filter(({ role }) => role !== "tool")[items.indexOf(place)];
+  copyText(button, message?.content ?? shown.textContent, shown);
+}
+
 sendOnSubmit($("chat-form"), sendChat);
 sendOnSubmit($("completion-form"), sendCompletion);
 sendOnSubmit($("parameters"), () => {});
 
 $("question").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // composing: Enter picks a character
+  if (!isSendKey(event)) return;
   event.preventDefault();
   sendChat();
 });
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) sendCompletion();
-});
+$("prompt").addEventListener("keydown", (event) => isCtrlEnter(event) && sendCompletion());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.matches(".result")) sendChat();
+  if (event.key === "Escape") running?.controller.abort();
+  if (event.key === "Escape" && !isWide() && event.target.closest(".panel")) {
+    const panel = event.target.closest(".panel");
+    setPanel(panel.id, false);
+    document.querySelector(`[aria-controls=${panel.id}]`).focus();
+  }
+  if (isCtrlEnter(event) && event.target.matches(".result")) sendChat();
 });
 document.addEventListener("click", ({ target }) => {
-  if (target.matches(".stop")) running?.abort();
-  if (target.matches(".copy")) copy(target);
-  if (target.matches(".example")) {
-    const field = $(target.dataset.for);
-    field.value = JSON.stringify(EXAMPLES[field.id], null, 2);
-    field.dispatchEvent(new Event("input"));
+  if (target.matches(".stop")) running?.controller.abort();
+  if (target.matches(".copy")) copyAnswer(target);
+  if (target.matches(".copy-code")) {
+    const code = target.closest(".code-block").querySelector("code");
+    copyText(target, code.textContent, code);
   }
+  if (target.matches(".edit") && !running) editMessage(target.closest("li"));
+  if (target.matches(".again")) regenerate();
   if (target.matches("[role=tab]")) selectTab(target);
 });
 document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
@@ -289,15 +370,41 @@ document.querySelector("[role=tablist]").addEventListener("keydown", (event) => 
   selectTab(other);
   other.focus();
 });
-$("reset").addEventListener("click", () => {
-  running?.abort();
-  conversation.length = 0;
-  $("messages").replaceChildren();
-  showError("");
+$("new").addEventListener("click", () => {
+  openChat(newChat());
   $("question").focus();
 });
-$("key").addEventListener("change", showModels);
-for (const id of ["schema", "tools"]) $(id).addEventListener("input", ({ target }) => checkJson(target));
+$("export-json").addEventListener("click", exportJson);
+$("export-markdown").addEventListener("click", () => download(`${fileName()}.md`, "text/markdown", toMarkdown(chat)));
+$("copy-markdown").addEventListener("click", ({ target }) => copyText(target, toMarkdown(chat)));
+$("key").addEventListener("change", () => showModels());
+$("model").addEventListener("change", showModel);
 
-$("settings").open = matchMedia("(min-width: 60rem)").matches;
-showModels();
+addEventListener("storage", ({ key }) => { // another tab changed something
+  if (!isChatKey(key)) return;
+  drawChats();
+  const stored = loadChat(chat.id);
+  const isTouched = running || document.querySelector(".editor, .result:not([readonly])");
+  if (stored && stored.revision !== chat.revision && !isTouched) openChat(stored);
+});
+addEventListener("pagehide", () => { // what an answer said so far outlives the page
+  const message = running?.chat && running.answer.toMessage();
+  if (!message) return;
+  running.chat.messages = [...running.chat.messages, { ...message, stats: "broken off" }];
+  keep(running.chat);
+});
+
+function start() {
+  const kept = startSettings(showNotice);
+  let last = null;
+  try {
+    last = sessionStorage.getItem("infer.open");
+  } catch { // nothing is kept
+  }
+  openChat((last && loadChat(last)) || chat);
+  const broken = listChats().filter(({ isBroken }) => isBroken).length;
+  if (broken) showNotice(`${broken} stored conversation${broken > 1 ? "s" : ""} cannot be read; the list lets you delete what is left`);
+  showModels(kept.model);
+}
+
+start();
