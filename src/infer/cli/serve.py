@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from infer.cli import flags
@@ -49,7 +51,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]MODEL",
         help="the same, and the name clients use for it; may be given several times",
     )
-    flags.add_knob_flags(parser, without=("model",), with_server=True)
+    models.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="what clients call the first model; further names are aliases; default: its own name",
+    )
+    flags.add_knob_flags(parser, without=("model", "served_model_name"), with_server=True)
     flags.add_common_flags(parser, log_level="info")
 
 
@@ -84,6 +93,8 @@ def read_models(
     """Return each model's settings by the name it is served under ("": its own), and the server's."""
     table = knob_table(with_server=True)
     server = {name: value for name, value in knobs.items() if table[name].section == "server"}
+    if args.served_model_name:
+        server |= _read_names(args, server)
     engine = {name: value for name, value in knobs.items() if table[name].section != "server"}
     config = ServerConfig(**server)
     given = [] if args.positional_model is None else [args.positional_model]
@@ -103,6 +114,18 @@ def read_models(
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))
     return models, config
+
+
+def _read_names(args: argparse.Namespace, server: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `--served-model-name NAME ALIAS ...`, which may have swallowed the MODEL."""
+    name, *aliases = args.served_model_name
+    for alias in aliases if args.positional_model is None and not args.models else ():
+        if "/" in alias or Path(alias).exists():
+            raise ConfigError(
+                f"--served-model-name takes {alias!r} for a name; MODEL goes in front: "
+                f"infer serve {alias} --served-model-name {name}"
+            )
+    return {"served_model_name": name, "model_alias": (*server.get("model_alias", ()), *aliases)}
 
 
 def split_name(text: str) -> tuple[str, str | None]:

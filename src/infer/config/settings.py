@@ -390,6 +390,9 @@ class ServerConfig:
     port: int = knob(8000, "TCP port; 0: any free one")
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
     served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
+    model_alias: tuple[str, ...] = knob(
+        (), "another name of a model, as ALIAS=NAME, or ALIAS of the first model; may be repeated"
+    )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
     cors_origin: tuple[str, ...] = knob(
@@ -457,6 +460,9 @@ class ServerConfig:
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if fault := name_fault(self.served_model_name or ""):
             raise ConfigError(f"served_model_name {fault}")
+        for alias in self.model_alias:
+            if not all(alias.split("=", 1)) or (fault := name_fault(alias)):
+                raise ConfigError(f"model_alias {fault or f'must be ALIAS=NAME or ALIAS, got {alias!r}'}")
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let every client in; give a key or none")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):

@@ -38,6 +38,26 @@ def test_knobs_of_the_server_do_not_reach_the_engine() -> None:
     assert list(models) == ["s"] and config.api_key == ("x", "y") and config.ui is False
 
 
+def test_a_model_may_have_several_names() -> None:
+    models, config = read("one", "--served-model-name", "a", "b", "c", "--model-alias", "gpt-4o=a")
+    assert list(models) == ["a"]
+    assert config.model_alias == ("gpt-4o=a", "b", "c")
+
+
+def test_a_model_behind_the_names_is_not_taken_for_one(tmp_path: Path) -> None:
+    for model in ("org/name", str(tmp_path)):
+        with pytest.raises(
+            ConfigError, match=f"MODEL goes in front: infer serve {model} --served-model-name a"
+        ):
+            read("--served-model-name", "a", model)
+
+
+@pytest.mark.parametrize("alias", ["=a", "a=", "x\ny"])
+def test_an_alias_has_a_name_on_both_sides(alias: str) -> None:
+    with pytest.raises(ConfigError, match="^model_alias must"):
+        ServerConfig(model_alias=(alias,))
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "name"),
     [

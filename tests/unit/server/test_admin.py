@@ -166,15 +166,31 @@ def test_create_app_starts_and_stops_its_engine_with_its_host(checkpoint: str) -
     async def live() -> None:
         knobs = {"dtype": "float32", "num_threads": 1, "num_blocks": 16}
         engine = EngineConfig.from_knobs(model=checkpoint, **knobs)
-        app = create_app(engine, ServerConfig(in_process=True, served_model_name="mine"))
+        names = {"served_model_name": "mine", "model_alias": ("ours", "gpt-4o=mine")}
+        app = create_app(engine, ServerConfig(in_process=True, **names))  # type: ignore[arg-type]
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://site") as client:
                 response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
                 assert response.status_code == 200 and response.json()["model"] == "mine"
+                for name in ("ours", "gpt-4o"):
+                    ask = {"prompt": "a", "max_tokens": 2, "model": name}
+                    answer = await client.post("/v1/completions", json=ask)
+                    assert answer.status_code == 200 and answer.json()["model"] == name
         assert not app.state.server.models
 
     asyncio.run(live())
+
+
+def test_an_alias_of_a_model_that_is_not_served_ends_the_start(checkpoint: str) -> None:
+    async def live() -> None:
+        engine = EngineConfig.from_knobs(model=checkpoint, dtype="float32", num_threads=1, num_blocks=16)
+        app = create_app(engine, ServerConfig(in_process=True, model_alias=("gpt-4o=nobody",)))
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="model_alias 'gpt-4o=nobody': no model is served under the name"):
+        asyncio.run(live())
 
 
 def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,12 @@ class Fleet:
         self.state.board.is_starting = True
         for name, config in models.items():
             await self.load(name, config)
+        for text in self.state.config.model_alias:
+            alias, _, name = text.partition("=")
+            try:
+                self.set_alias(alias, name or self.state.default_model or "")
+            except RequestError as error:
+                raise ConfigError(f"model_alias {text!r}: {error}") from None
         self.state.board.is_starting = False
         self.metrics.startup_s = time.perf_counter() - started
 
