@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -125,6 +126,24 @@ def test_every_request_has_one_line_in_the_log(server: ServerProcess, clients: l
         wait_until(partial(logged, server, f"request_id=admin-{number}"))
         assert server.log.read_text().count(f"request_id=once-{number}") == 1
         assert server.log.read_text().count(f"request_id=admin-{number}") == 1
+
+
+def test_a_response_stored_by_one_process_is_continued_by_all(clients: list[httpx.Client]) -> None:
+    body: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
+    made, ids = None, []
+    for client in [*clients, *clients]:
+        answer = client.post("/v1/responses", json=body | {"previous_response_id": made})
+        assert answer.status_code == 200, answer.text
+        made = answer.json()["id"]
+        ids.append(made)
+        for other in clients:
+            assert other.get(f"/v1/responses/{made}").json() == answer.json()
+    lists = pages(clients, f"/v1/responses/{made}/input_items")
+    assert len(set(lists)) == 1
+    assert len(json.loads(lists[0])["data"]) > len(clients)
+    for client, each in zip([*clients, *clients], ids, strict=True):
+        assert client.delete(f"/v1/responses/{each}").json()["deleted"] is True
+        assert {other.get(f"/v1/responses/{each}").status_code for other in clients} == {404}
 
 
 def test_an_alias_set_at_one_process_is_known_to_all(clients: list[httpx.Client]) -> None:

@@ -45,6 +45,8 @@ from infer.errors import (
     RequestTimeout,
     TemplateError,
     UnknownModel,
+    UnknownPrevious,
+    UnknownResponse,
     closest,
     json_type,
     shorten,
@@ -74,6 +76,8 @@ REFUSALS = (  # the first whose class fits
     Refusal(MalformedRequest, 400, 400),
     Refusal(NameTaken, 409, 409),
     Refusal(UnknownModel, 422, 404, "model_not_found"),
+    Refusal(UnknownPrevious, 400, 400, "previous_response_not_found"),
+    Refusal(UnknownResponse, 404, 404),
     Refusal(ContextOverflow, 422, 400, "context_length_exceeded"),
     Refusal(RequestError, 422, 400),
 )
@@ -125,6 +129,7 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/version",
     }
 )
@@ -310,7 +315,7 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
         hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
         message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
     elif error.status_code == 405:
-        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST") if _takes(http, way))
+        headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST", "DELETE") if _takes(http, way))
         message = f"{path} does not take {http.method}; it takes {headers['Allow']}"
     return ApiError(status=error.status_code, message=message, headers=headers)
 

@@ -172,7 +172,7 @@ class Body(BaseModel):
 
     def note_ignored(self, names: Iterable[str]) -> None:
         """Add fields of inner objects that have no effect."""
-        self._ignored = (*self._ignored, *names)
+        self._ignored = tuple(dict.fromkeys((*self._ignored, *names)))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -355,8 +355,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(AskingBody):
-    """The fields that completions and chat share."""
+class TunedBody(AskingBody):
+    """The fields that every route that asks for text takes under the same names."""
 
     model: Name | None = None
     temperature: float | None = None
@@ -368,12 +368,20 @@ class SamplingBody(AskingBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Int | None = None
-    max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None  # the newer name of the same
     min_tokens: Int | None = None
     stop: StopField | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class SamplingBody(TunedBody):
+    """The fields that completions and chat share."""
+
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None  # the newer name of the same
     n: Int | None = None
     best_of: Int | None = None
     use_beam_search: bool | None = None
@@ -385,9 +393,6 @@ class SamplingBody(AskingBody):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    cache_salt: Name | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @property
     def spellings(self) -> Mapping[str, str]:
