@@ -10,7 +10,9 @@ InferError
 │   ├── MalformedRequest    the body is not what the route reads              -> HTTP 400
 │   ├── NameTaken           another model has or is about to have that name  -> HTTP 409
 │   ├── TemplateError       the chat template refuses these messages
-│   └── UnknownModel        no model of that name is served
+│   ├── UnknownModel        no model of that name is served
+│   └── UnknownResponse     no response, or item of one, is kept under that id
+│       └── UnknownPrevious     which a request asks to continue
 └── EngineError             a fault of this package                          -> HTTP 500
     ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
     ├── OutOfBlocks         the cache is full and nothing can be evicted
@@ -150,6 +152,14 @@ class TemplateError(RequestError):
 
 class UnknownModel(RequestError):
     """No model of that name is served."""
+
+
+class UnknownResponse(RequestError):
+    """No response, or item of one, is kept under that id for this client."""
+
+
+class UnknownPrevious(UnknownResponse):
+    """The response that a request asks to continue is not kept."""
 
 
 class EngineError(InferError):

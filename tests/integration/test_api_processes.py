@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +131,24 @@ def test_every_request_has_one_line_in_the_log(server: ServerProcess, clients: l
         wait_until(partial(logged, server, f"request_id=admin-{number}"))
         assert server.log.read_text().count(f"request_id=once-{number}") == 1
         assert server.log.read_text().count(f"request_id=admin-{number}") == 1
+
+
+def test_a_response_stored_by_one_process_is_continued_by_all(clients: list[httpx.Client]) -> None:
+    body: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
+    made, ids = None, []
+    for client in [*clients, *clients]:
+        answer = client.post("/v1/responses", json=body | {"previous_response_id": made})
+        assert answer.status_code == 200, answer.text
+        made = answer.json()["id"]
+        ids.append(made)
+        for other in clients:
+            assert other.get(f"/v1/responses/{made}").json() == answer.json()
+    lists = pages(clients, f"/v1/responses/{made}/input_items")
+    assert len(set(lists)) == 1
+    assert len(json.loads(lists[0])["data"]) > len(clients)
+    for client, each in zip([*clients, *clients], ids, strict=True):
+        assert client.delete(f"/v1/responses/{each}").json()["deleted"] is True
+        assert {other.get(f"/v1/responses/{each}").status_code for other in clients} == {404}
 
 
 def test_an_alias_set_at_one_process_is_known_to_all(clients: list[httpx.Client]) -> None:
@@ -272,20 +293,26 @@ def cmdline(pid: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_a_terminal_that_closes_ends_the_server_and_leaves_nothing(
-    number: int, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    checkpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """SIGHUP drains, as SIGTERM does; SIGQUIT (Ctrl-\\) ends it on the spot, and what it started follows."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the paths of sockets are limited
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     arguments = (f"tiny={checkpoint}", "--api-processes", "2")
     with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
         children = server.children()
-        assert len(children) == 2 and list(tmp_path.glob("infer-run-*"))
+        assert len(children) == 2 and list(temporary.glob("infer-run-*"))
         for pid in children:  # as a service manager does that signals a whole group
             if number == signal.SIGHUP:
                 os.kill(pid, number)
         assert server.stop(number) == (0 if number == signal.SIGHUP else -number)
         wait_until(lambda: not any(map(is_alive, children)))
-        wait_until(lambda: not list(tmp_path.glob("infer-run-*")))
+        wait_until(lambda: not list(temporary.glob("infer-run-*")))
         assert logged(server, "draining requests=0") == (number == signal.SIGHUP)
         assert logged(server, "stopped") == (number == signal.SIGHUP)
         assert "Traceback" not in server.log.read_text()

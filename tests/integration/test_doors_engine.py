@@ -86,6 +86,64 @@ def test_a_response_that_must_call_a_function(gpt: OpenAI, choice: Any) -> None:
         City.model_validate(json.loads(call.arguments))
 
 
+def test_only_allowed_functions_are_called(gpt: OpenAI) -> None:
+    flat: Any = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("stay", "visit", "go")]
+    for name in ("stay", "visit", "go"):
+        named = [{"type": "function", "name": name}]
+        choice: Any = {"type": "allowed_tools", "mode": "required", "tools": named}
+        options: Any = {"tools": flat, "parallel_tool_calls": False}
+        made: Any = gpt.responses.create(**RESPOND, **options, tool_choice=choice, extra_body={"seed": 1})
+        assert [call.name for call in made.output] == [name]
+        assert made.tool_choice.mode == "required"
+        chat: Any = gpt.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=150,
+            reasoning_effort="none",
+            tools=[{"type": "function", "function": {"name": t["name"], "parameters": SCHEMA}} for t in flat],
+            tool_choice={
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": name}}],
+                },
+            },
+            parallel_tool_calls=False,
+        )
+        assert [call.function.name for call in chat.choices[0].message.tool_calls] == [name]
+    for tools, said in (
+        ([], "1 to 128"),
+        ([{"type": "function", "name": "other"}], "the tools are: stay"),
+        ([{"type": "web_search"}], "must look like"),
+    ):
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        with pytest.raises(openai.BadRequestError, match=said) as caught:
+            gpt.responses.create(**RESPOND, tools=flat, tool_choice=choice)
+        assert (caught.value.param or "").startswith("tool_choice.tools")
+
+
+def test_logprobs_and_sampling_fields_are_those_of_a_chat(gpt: OpenAI) -> None:
+    extra = {"seed": 7, "top_k": 20, "ignore_eos": True, "repetition_penalty": 1.1}
+    options: Any = {"temperature": 1.0, "top_logprobs": 2, "extra_body": extra}
+    ask: Any = RESPOND | options | {"max_output_tokens": 12}
+    chat: Any = gpt.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=12,
+        reasoning_effort="none",
+        logprobs=True,
+        **options,
+    )
+    rows = {each.logprob: each.model_dump() for each in chat.choices[0].logprobs.content}
+    whole: Any = gpt.responses.create(**ask)
+    text = whole.output[-1].content[0]
+    assert text.text == chat.choices[0].message.content
+    assert text.logprobs
+    assert all(each.to_dict() == rows[each.logprob] for each in text.logprobs)
+    events: list[Any] = list(gpt.responses.create(**ask, stream=True))
+    assert events[-1].response.output[-1].content[0].logprobs == text.logprobs
+
+
 def test_answers_of_a_class(claude: Anthropic, gpt: OpenAI) -> None:
     assert isinstance(claude.messages.parse(**ASK, output_format=City).parsed_output, City)
     assert isinstance(gpt.responses.parse(**RESPOND, text_format=City).output_parsed, City)

@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from infer.config.settings import LoadConfig
+from infer.errors import ContextOverflow
 from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
 from infer.loader.load import read_headers
+from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request, StepOutput
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.app import Site
@@ -35,7 +39,7 @@ class Actor(ScriptedClient):
 
     def __init__(self, encoder: PromptEncoder, play: Play) -> None:
         super().__init__(self._act)
-        self._tokenizer = encoder.tokenizer
+        self._encoder, self._tokenizer = encoder, encoder.tokenizer
         self.play = play
         self.prompts: list[str] = []
 
@@ -44,9 +48,20 @@ class Actor(ScriptedClient):
         text = self.play(self.prompts[-1])
         ids = self._tokenizer.encode(text, add_special=False, parse_special=True)
         limit = request.params.max_tokens
+        if len(request.prompt) + (limit or 1) > self._encoder.context_len:
+            raise ContextOverflow(len(request.prompt), limit or 1, self._encoder.context_len)
         is_cut = limit is not None and len(ids) > limit
         for output in outputs_of(request, ids[:limit], "length" if is_cut else "stop"):
-            yield output
+            yield _with_logprobs(output, request.params.logprobs)
+
+
+def _with_logprobs(output: StepOutput, num_top: int | None) -> StepOutput:
+    """The output with logprobs, if they were asked for: every token is as likely as the next."""
+    if num_top is None:
+        return output
+    (token_id,) = output.token_ids
+    top = tuple((token_id + i, -0.5) for i in range(num_top))
+    return msgspec.structs.replace(output, logprobs=(RowLogprobs(token_id, -0.5, 1, top),))
 
 
 def read_encoder(family: str, directory: Path) -> PromptEncoder:

@@ -434,12 +434,17 @@ class ServerConfig:
         "ignore: it is named in the header x-infer-ignored and once in the log; refuse: an error",
         choices=("ignore", "refuse"),
     )
+    response_store: int = knob(
+        1000, "responses of /v1/responses kept in memory, to be continued with previous_response_id; 0: none"
+    )
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def __post_init__(self) -> None:
         check_choice(self, "unknown_fields")
         check_positive(self, "max_prompts", "max_n", "replicas")
+        if self.response_store < 0:
+            raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
             raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")
         if self.in_process and (self.api_processes or 1) > 1:

@@ -17,7 +17,7 @@ from infer.constraints.description import Reasoning
 from infer.dialects.events import TOOL_NAME, ToolCall, read_arguments
 from infer.dialects.grammar import constraint
 from infer.dialects.table import Dialect, Think
-from infer.errors import MalformedRequest, RequestError, field_of, show_value, unknown_field
+from infer.errors import MalformedRequest, RequestError, field_of, json_type, show_value, unknown_field
 from infer.sampling.params import SamplingParams
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -65,10 +65,17 @@ class AnswerFormat:
     dialect: Dialect | None = None  # None: no call is looked for
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # auto, required, or the name of a tool
+    allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
     max_calls: int | None = None  # the answer ends behind so many
     think: Think | None = None  # None: the model does not reason, or was told not to
     in_reasoning: bool = False  # the prompt ends inside of it
     shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: shown to the parser
+
+    @property
+    def callable_tools(self) -> dict[int, Tool]:
+        """The tools that may be called, by their place among all that are shown."""
+        names = (self.choice,) if self.choice not in CHOICES else self.allowed
+        return {i: tool for i, tool in enumerate(self.tools) if names is None or tool.name in names}
 
     @property
     def is_forced(self) -> bool:
@@ -131,6 +138,7 @@ def find_format(
     think: Think | None,
     tools: tuple[Tool, ...] = (),
     choice: str = "auto",
+    allowed: tuple[str, ...] | None = None,
     is_parallel: bool = True,
 ) -> AnswerFormat | None:
     """The format of the answer to a prompt; None if it is text and nothing else."""
@@ -151,6 +159,7 @@ def find_format(
         dialect=dialect,
         tools=tools,
         choice=choice,
+        allowed=allowed,
         max_calls=1 if dialect is not None and is_single else None,
         think=think,
         in_reasoning=in_reasoning,
@@ -225,26 +234,19 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
     return schema if "type" in schema else {"type": "object", **schema}
 
 
-def read_choice(given: object, tools: Sequence[Tool]) -> str:
-    """`tool_choice` as auto, none, required, or the name of a tool."""
+def read_choice(given: object, tools: Sequence[Tool]) -> tuple[str, tuple[str, ...] | None]:
+    """`tool_choice` as auto, none, required or the name of a tool, and the names it allows; None: all."""
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        return _read_allowed(given, tools)
     if given is None:
-        return "auto" if tools else "none"
+        return "auto" if tools else "none", None
     if given in ("none", "auto") or (given == "required" and tools):
-        return str(given) if tools else "none"
+        return str(given) if tools else "none", None
     if given == "required":
         raise RequestError.about("tool_choice", "asks for a call, but there are no tools")
     kind = field_of(given, "type", "tool_choice") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and kind == "function":
-        function, where = given, "tool_choice"
-        if given.get("function") is not None or "name" not in given:  # else the flat form of /v1/responses
-            function, where = field_of(given, "function", where), "tool_choice.function"
-        name = field_of(function, "name", where)
-        if not isinstance(name, str):
-            raise MalformedRequest.about(f"{where}.name", f"must be text, got {show_value(name)}")
-        if any(name == tool.name for tool in tools):
-            return name
-        names = ", ".join(tool.name for tool in tools) or "none"
-        raise RequestError.about("tool_choice", f"names {show_value(name)}, but the tools are: {names}")
+        return _read_name(given, tools, "tool_choice"), None
     what = f"{show_value(kind)} is not supported; " if kind is not None else ""
     error = RequestError if isinstance(given if kind is None else kind, str) else MalformedRequest
     raise error(
@@ -252,3 +254,39 @@ def read_choice(given: object, tools: Sequence[Tool]) -> str:
         f"got {show_value(given)}",
         param="tool_choice",
     )
+
+
+def _read_allowed(given: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[str, tuple[str, ...]]:
+    """The mode and the names of a choice that allows some of the tools."""
+    where = "tool_choice"
+    if given.get("allowed_tools") is not None or "tools" not in given:  # else the flat form of /v1/responses
+        given, where = field_of(given, "allowed_tools", where), "tool_choice.allowed_tools"
+    mode, listed = field_of(given, "mode", where), field_of(given, "tools", where)
+    if mode not in ("auto", "required"):
+        error = RequestError if isinstance(mode, str) else MalformedRequest
+        raise error.about(f"{where}.mode", f"must be 'auto' or 'required', got {show_value(mode)}")
+    if not isinstance(listed, list | tuple):
+        raise MalformedRequest.about(f"{where}.tools", f"must be a list, got {json_type(listed)}")
+    if not 1 <= len(listed) <= MAX_TOOLS:
+        said = f"has {len(listed)} entries; allow 1 to {MAX_TOOLS} tools, or set tool_choice to 'none'"
+        raise RequestError.about(f"{where}.tools", said)
+    for i, each in enumerate(listed):
+        if not isinstance(each, Mapping) or each.get("type") != "function":
+            said = f'must look like {{"type": "function", "name": ...}}, got {show_value(each)}'
+            error = RequestError if isinstance(each, Mapping) else MalformedRequest
+            raise error.about(f"{where}.tools[{i}]", said)
+    return mode, tuple(_read_name(each, tools, f"{where}.tools[{i}]") for i, each in enumerate(listed))
+
+
+def _read_name(given: Mapping[str, Any], tools: Sequence[Tool], where: str) -> str:
+    """The name of the tool that an object at `where` names, inside of function or flat."""
+    function, place = given, where
+    if given.get("function") is not None or "name" not in given:  # else the flat form of /v1/responses
+        function, place = field_of(given, "function", where), f"{where}.function"
+    name = field_of(function, "name", place)
+    if not isinstance(name, str):
+        raise MalformedRequest.about(f"{place}.name", f"must be text, got {show_value(name)}")
+    if any(name == tool.name for tool in tools):
+        return name
+    names = ", ".join(tool.name for tool in tools) or "none"
+    raise RequestError.about(where, f"names {show_value(name)}, but the tools are: {names}")

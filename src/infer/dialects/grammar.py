@@ -3,6 +3,7 @@
     required           start: one call or more                      the model chooses the tool
     a named tool       start: one call of that tool
     auto, strict       a trigger, and behind it the rest of a call  free text is never masked
+    allowed tools      the same two, with calls of these tools alone
     auto, with a response_format: calls, or JSON of that format
 
 A grammar is written in Lark's notation, in which a JSON schema is a symbol (`%json {…}`), and a token of the
@@ -44,14 +45,12 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
     With `text`, a constraint on answers that are no calls, an answer is one or the other from its start on.
     """
     dialect = form.dialect
-    is_free = form.choice == "auto" and not any(tool.is_strict for tool in form.tools)
+    is_free = (
+        form.choice == "auto" and form.allowed is None and not any(tool.is_strict for tool in form.tools)
+    )
     if dialect is None or (text is None and is_free):
         return text
-    asked = {
-        i: replace(tool, parameters=_bare(tool.parameters))
-        for i, tool in enumerate(form.tools)
-        if form.choice in ("auto", "required", tool.name)
-    }
+    asked = {i: replace(tool, parameters=_bare(tool.parameters)) for i, tool in form.callable_tools.items()}
     if (size := sum(len(_compact(tool.parameters)) for tool in asked.values())) > MAX_GRAMMAR_BYTES:
         raise RequestError(
             f"the parameters of all tools have {size} characters without their descriptions, at most "
@@ -140,7 +139,7 @@ def _trigger(dialect: Dialect) -> str:
         return '{"name": "'
     if not dialect.begins:
         raise RequestError(
-            "strict tools need tool_choice 'required' or a named tool with this model: its calls "
+            "strict or allowed tools need tool_choice 'required' or a named tool with this model: its calls "
             f"({dialect.name}) have no marker from which on they could be enforced",
             param="tools",
         )

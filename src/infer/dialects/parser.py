@@ -88,7 +88,8 @@ class AnswerParser:
         self._new_id = new_id or (lambda: new_call_id(is_short=dialect is not None and dialect.has_short_ids))
         self._form = form
         self._dialect = dialect
-        self._tools = {tool.name: tool for tool in form.tools}
+        allowed = form.allowed  # a call of another tool is text, where no marker says that it is a call
+        self._tools = {tool.name: tool for tool in form.tools if allowed is None or tool.name in allowed}
         self._out: list[tuple[type[AnswerEvent], int, list[str]]] = []  # kind, call, text in pieces
         self._ahead: list[str] = []  # characters to read again, the next one last
         self._raw: list[str] = []  # what was read since the last marker

@@ -231,7 +231,7 @@ class PromptEncoder:
         """
         tools = as_schemas(tools)
         known = read_tools(tools)
-        choice = read_choice(tool_choice, known)
+        choice, allowed = read_choice(tool_choice, known)
         if choice == "none":
             tools, known = None, ()
         if known and self.has_chat_template and self.dialect is None:
@@ -252,6 +252,7 @@ class PromptEncoder:
             think=None if opening == "continued" else self.think,
             tools=known,
             choice=choice,
+            allowed=allowed,
             is_parallel=parallel_tool_calls,
         )
         if form is not None and isinstance(params, SamplingParams | None):

@@ -44,6 +44,7 @@ from infer.server.routes import (
     models,
     ollama,
     pages,
+    response_memory,
     responses,
     tokens,
 )
@@ -109,7 +110,19 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    parts = (completions, chat, messages, responses, models, tokens, embeddings, ollama, llama_cpp, health)
+    parts = (
+        completions,
+        chat,
+        messages,
+        responses,
+        response_memory,
+        models,
+        tokens,
+        embeddings,
+        ollama,
+        llama_cpp,
+        health,
+    )
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
@@ -130,7 +143,7 @@ def build_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
             expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
         )

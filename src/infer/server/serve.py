@@ -24,12 +24,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
@@ -39,11 +40,12 @@ from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.forward import Ask
+from infer.server.middleware.forward import Ask, answer_forwarded
 from infer.server.middleware.host_check import is_loopback, needs_host_check
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes
+from infer.server.response_store import ResponseStore
 from infer.server.state import ServerState
 from infer.server.tls import tls_context, warn_if_expired
 
@@ -126,7 +128,7 @@ async def serve(
     remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
-    await workers.start(http.loaded_app, listener, knobs)
+    await workers.start(partial(_answer_process, http.loaded_app, state), listener, knobs)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
@@ -160,6 +162,14 @@ async def serve(
     if state.is_cut_off:
         _exit(config)
     logger.info("stopped")
+
+
+def _answer_process(app: ASGIApp, state: ServerState, name: str, body: dict[str, Any]) -> Awaitable[Any]:
+    """Answer another API process: a request that it hands on, or a question about stored responses."""
+    if name == "http":
+        return answer_forwarded(app, body)
+    assert isinstance(state.responses, ResponseStore)
+    return state.responses.answer(**body)
 
 
 def _raise_if_lost(workers: Workers) -> None:

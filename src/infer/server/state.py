@@ -31,6 +31,7 @@ from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
 from infer.server.processes.board import Board
+from infer.server.response_store import RemoteStore, ResponseStore
 
 UNLOAD_POLL_S = 0.02
 Api = Literal["openai", "anthropic", "ollama"]
@@ -160,6 +161,10 @@ class ServerState:
     default_model: str | None = None
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
+    responses: ResponseStore | RemoteStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.response_store)
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""

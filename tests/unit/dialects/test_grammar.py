@@ -173,6 +173,17 @@ def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
         check(calls, text)
 
 
+@pytest.mark.parametrize("dialect", [each for each in BY_NAME.values() if each.name != "pythonic"])
+def test_only_allowed_tools_are_called_behind_a_trigger(dialect: Dialect) -> None:
+    form = AnswerFormat(dialect=dialect, tools=(NOW, PICK), allowed=("pick",))
+    structured = constraint(form, vocabulary(is_special=True)[0])
+    assert structured is not None
+    (trigger,) = structured.triggers
+    for seed in range(6):
+        calls, _ = read(form, walk(form, seed, is_special=True, prefix=trigger))
+        assert {name for name, _ in calls} == {"pick"}
+
+
 def test_free_text_is_not_constrained_without_strict_tools() -> None:
     form = AnswerFormat(dialect=BY_NAME["hermes"], tools=(NOW, PICK))
     assert constraint(form, vocabulary(is_special=True)[0]) is None

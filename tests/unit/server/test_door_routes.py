@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import AsyncGenerator
@@ -119,10 +120,68 @@ def test_a_response_is_the_chat_it_stands_for(oracle: LLM) -> None:
     assert made.output_text == chat["choices"][0]["message"]["content"]
     assert (made.status, made.error, made.incomplete_details) == ("completed", None, None)
     assert (made.metadata, made.user, made.temperature) == ({"a": "b"}, "u", 0.5)
-    assert answer.json()["store"] is False
+    assert answer.json()["store"] is True
     assert made.usage is not None
     assert made.usage.input_tokens == chat["usage"]["prompt_tokens"]
     assert made.usage.output_tokens == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_fails_is_not_stored(oracle: LLM, stream: bool, after: int) -> None:
+    place = site(oracle, failing(EngineError("it broke"), after))
+    place.request("POST", RESPONSES, json=ASK | {"stream": stream})
+    assert len(place.state.responses) == 0  # type: ignore[arg-type]
+
+
+def test_what_is_asked_about_a_stored_response_is_checked(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "The river is here."))
+    made = place.request("POST", RESPONSES, json=ASK).json()
+    path = f"{RESPONSES}/{made['id']}"
+    assert place.request("GET", path).json() == made
+    for query, param in (
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?limit=x", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_1", "after"),
+        ("?stream=true", "stream"),
+    ):
+        answer = place.request("GET", path + query)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+    answer = place.request("PUT", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, DELETE")
+    place.state.config = dataclasses.replace(place.state.config, max_body_size="100B")
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    answer = place.request("POST", RESPONSES, json={"input": [reference]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0]")
+    assert "refer to fewer items" in answer.json()["error"]["message"]
+    answer = place.request("POST", RESPONSES, json={"input": "a" * 100, "previous_response_id": made["id"]})
+    assert answer.status_code == 400
+    assert "at most 100B are allowed" in answer.json()["error"]["message"]
+
+
+def test_a_long_conversation_is_rendered_a_few_times(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "The river is here."))
+    encoder: Any = place.state.models["fake"].encoder
+    lengths: list[int] = []
+
+    def encode_chat(messages: Any, **options: Any) -> Any:
+        lengths.append(len(messages))
+        return type(encoder).encode_chat(encoder, messages, **options)
+
+    encoder.encode_chat = encode_chat
+    turns = [{"role": role, "content": "word " * 5} for _ in range(1000) for role in ("user", "assistant")]
+    body = {"input": [*turns, {"role": "user", "content": "So?"}], "truncation": "auto"}
+    answer = place.request("POST", RESPONSES, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["truncation"] == "auto"
+    assert lengths[0] == 2001
+    assert len(lengths) <= 1 + 10  # as often as 1000 can be halved
+    lengths.clear()
+    place.request("POST", RESPONSES, json=body | {"input": turns[:4]})
+    assert lengths == [4]
 
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
@@ -440,6 +499,8 @@ def test_deep_bodies_are_refused(oracle: LLM, depth: int) -> None:
     tool = {"name": "f", "input_schema": deep}
     function = {"type": "function", "name": "f", "parameters": deep}
     message = {"role": "assistant", "content": [use]}
+    flat = {"type": "function", "name": "f"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [flat]}
     schema = {"type": "json_schema", "name": "s", "schema": deep}
     for path, body in (
         (MESSAGES, HELLO | {"messages": [*HELLO["messages"], message, *HELLO["messages"]]}),
@@ -452,6 +513,10 @@ def test_deep_bodies_are_refused(oracle: LLM, depth: int) -> None:
         (RESPONSES, ASK | {"tool_choice": deep}),
         (RESPONSES, ASK | {"text": {"format": schema}}),
         (RESPONSES, ASK | {"input": [deep]}),
+        (RESPONSES, ASK | {"input": [{"role": "user", "content": "hi", "id": deep}]}),
+        (RESPONSES, ASK | {"input": [{"role": "user", "content": "hi", "zzz": deep}]}),
+        (RESPONSES, ASK | {"tools": [flat], "tool_choice": {"type": "function", "name": "f", "zzz": deep}}),
+        (RESPONSES, ASK | {"tools": [flat], "tool_choice": allowed | {"zzz": deep}}),
     ):
         for stream in (False, True):
             answer = place.request("POST", path, json=body | {"stream": stream})

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from infer.dialects.answer import read_choice, read_tools
 from infer.errors import MalformedRequest, RequestError
-from infer.server.protocol.schemas import ChatRequest
+from infer.server.protocol.schemas import ChatRequest, TunedBody
 from infer.server.protocol.structured import read_structured
 from infer.server.routes.messages import CountTokensRequest, MessagesRequest, messages_to_chat
 from infer.server.routes.responses import ResponsesRequest, responses_to_chat
@@ -19,6 +19,26 @@ from infer.server.routes.responses import ResponsesRequest, responses_to_chat
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
 USER = {"role": "user", "content": "hi"}
+TUNED: dict[str, Any] = {  # fields that a chat has under the same names
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.2,
+    "logit_bias": {"5": 1.0},
+    "seed": 7,
+    "min_tokens": 1,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "bad_words": ["x"],
+    "allowed_token_ids": [1],
+    "priority": 2,
+    "cache_salt": "s",
+    "timeout": 5.0,
+    "chat_template_kwargs": {"a": 1},
+}
 
 
 def message(**fields: Any) -> ChatRequest:
@@ -169,7 +189,9 @@ def test_the_fields_of_a_response() -> None:
         user="u",
         store=False,
         truncation="disabled",
-        include=[],
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        **TUNED,
     )
     assert made.model_dump(exclude_none=True) == chat(
         model="m",
@@ -185,7 +207,13 @@ def test_the_fields_of_a_response() -> None:
             "type": "json_schema",
             "json_schema": {"name": "out", "schema": SCHEMA, "strict": True},
         },
+        logprobs=True,
+        top_logprobs=2,
+        **TUNED,
     )
+    assert {*TUNED} == {*TunedBody.model_fields} - {"model", "stream", "temperature", "top_p"} | {
+        "chat_template_kwargs"
+    }
 
 
 @pytest.mark.parametrize(
@@ -399,15 +427,13 @@ def test_a_field_that_its_type_needs_is_malformed_only_where_it_is_missing(
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps nothing"),
-        ({"conversation": "conv_1"}, "conversation", "keeps nothing"),
+        ({"conversation": "conv_1"}, "conversation", "send previous_response_id"),
         ({"background": True}, "background", "on the connection"),
-        ({"store": True}, "store", "keeps nothing"),
         ({"prompt": {"id": "p"}}, "prompt", "keeps no prompts"),
-        ({"truncation": "auto"}, "truncation", "never cut"),
+        ({"truncation": "middle"}, "truncation", "must be 'auto' or 'disabled'"),
         ({"max_tokens": 9}, "max_tokens", "takes max_output_tokens"),
         ({"messages": []}, "messages", "takes input"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "encrypted_content"),
+        ({"include": ["message.output_text.logprob"]}, "include", "message.output_text.logprobs"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
             "tools[0]",
@@ -433,7 +459,7 @@ def test_a_field_that_its_type_needs_is_malformed_only_where_it_is_missing(
             "tools are flat here",
         ),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "where the client runs"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "keeps nothing"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "keeps no responses"),
         ({"input": [{"type": "computer_call_output", "call_id": "c"}]}, "input[0]", "allowed: message"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -557,6 +583,10 @@ FULL_RESPONSE: dict[str, Any] = {
     "metadata": {"a": "b"},
     "user": "u",
     "store": False,
+    "previous_response_id": "resp_1",
+    "truncation": "auto",
+    "top_logprobs": 2,
+    **TUNED,
 }
 
 

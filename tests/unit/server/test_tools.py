@@ -285,7 +285,7 @@ def function(**fields: Any) -> list[Any]:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools.mode"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"functions": []}, "functions"),
         ({"function_call": "none"}, "function_call"),

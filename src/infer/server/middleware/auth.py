@@ -97,7 +97,7 @@ class Auth:
             return
         else:
             ring = self._clients
-        if ring.opens(_key_of(scope)):
+        if ring.opens(key_of(scope)):
             await self._app(scope, receive, send)
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -105,7 +105,7 @@ class Auth:
         await error.send_unread(scope, receive, send)
 
 
-def _key_of(scope: Scope) -> bytes:
+def key_of(scope: Scope) -> bytes:
     """The key in the authorization header, else in that of Anthropic's clients; empty without either."""
     given = header_of(scope, b"authorization")
     if given is None:

@@ -40,6 +40,7 @@ from infer.server.fleet.fleet import Fleet, make_encoder
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
+from infer.server.response_store import RemoteStore
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
@@ -208,6 +209,7 @@ async def run(launch: WorkerLaunch) -> None:
     state, metrics = ServerState(launch.config, board=board), ServerMetrics(launch.config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
+    state.responses = RemoteStore(partial(channel.call, "responses"))
     await channel.open()
     listening = asyncio.create_task(channel.run())
     http = uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http"))

@@ -4,7 +4,7 @@ A server of one process has none of them to tell or to ask.
 
     process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
        │ ▲            channel: see worker.py                    │
-       │ └── /health, /metrics, /admin/... asked at another ────┘
+       │ └── /health, /metrics, /admin/..., stored responses ───┘
        └── starts and watches the engines; each engine has a socket to every process
 
 A process that dies takes the requests it served with it, and the server ends with a line that says so: a
@@ -28,15 +28,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from infer.client.spawn import give_orders, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineLost, EngineStopped
-from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes.board import Board
-from infer.server.processes.channel import Channel
+from infer.server.processes.channel import Answerer, Channel
 from infer.server.state import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -85,8 +82,8 @@ class Workers:
         """Why this server cannot go on: a process of it has ended, or (says its fleet) every engine."""
         return asyncio.get_running_loop().create_future()
 
-    async def start(self, app: ASGIApp, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
-        """Start the processes, which will serve models with these knobs; `app` answers what they hand on."""
+    async def start(self, answer: Answerer, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
+        """Start the processes, which will serve models with these knobs; `answer` answers what they ask."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
             fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
@@ -101,8 +98,7 @@ class Workers:
                 **fds,
             }
             give_orders(child, launch)
-            channel = Channel(ours, lambda name, body: answer_forwarded(app, body))  # they ask nothing else
-            process = _Process(number, child, channel)
+            process = _Process(number, child, Channel(ours, answer))
             await process.channel.open()
             process.running = asyncio.create_task(self._run(process))
             self._processes.append(process)

@@ -46,6 +46,8 @@ from infer.errors import (
     RequestTimeout,
     TemplateError,
     UnknownModel,
+    UnknownPrevious,
+    UnknownResponse,
     closest,
     json_type,
     shorten,
@@ -75,6 +77,8 @@ REFUSALS = (  # the first whose class fits
     Refusal(MalformedRequest, 400, 400),
     Refusal(NameTaken, 409, 409),
     Refusal(UnknownModel, 422, 404, "model_not_found"),
+    Refusal(UnknownPrevious, 400, 400, "previous_response_not_found"),
+    Refusal(UnknownResponse, 404, 404),
     Refusal(ContextOverflow, 422, 400, "context_length_exceeded"),
     Refusal(RequestError, 422, 400),
 )
@@ -144,6 +148,7 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/version",
     }
 )

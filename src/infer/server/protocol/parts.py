@@ -5,13 +5,16 @@
 
 A part ends where an event of another kind, or another call, begins. A stream opens a part, adds to it and
 closes it; a whole answer is the same parts, closed.
+
+Logprobs are of tokens, and events have none: a token that may begin a marker is held back, and a marker has
+no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,8 +31,10 @@ from infer.dialects.events import (
     read_arguments,
 )
 from infer.frontend.outputs import CompletionOutput, RequestOutput
+from infer.sampling.params import RowLogprobs
 from infer.server.protocol.schemas import AskingBody
 from infer.server.protocol.stream import FrameWriter, Generation, Piece
+from infer.tokenizer.tokenizer import Tokenizer
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -43,6 +48,7 @@ class Part:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
+    rows: list[RowLogprobs] = field(default_factory=list)  # of a text's tokens, where logprobs were asked for
 
     @property
     def text(self) -> str:
@@ -101,6 +107,7 @@ class PartWriter(FrameWriter):
         self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
         self._has_begun = False
+        self._rows: list[RowLogprobs] = []  # of tokens whose text is to come
 
     @abstractmethod
     def begin(self) -> list[bytes]:
@@ -129,7 +136,9 @@ class PartWriter(FrameWriter):
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         output = answers[0].outputs[0]
-        self.parts = gather(output)
+        if self.note is None:
+            self.parts = gather(output)
+        self.parts = self.parts or [Part("text", 0)]
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return self.body()
 
@@ -137,15 +146,31 @@ class PartWriter(FrameWriter):
         """What a piece adds to the answer."""
         frames: list[bytes] = [] if self._has_begun else self.begin()
         self._has_begun = True
-        for event in events_of(piece.delta):
-            num_before = len(self.parts)
-            part, text = place(event, self.parts)
-            if len(self.parts) > num_before:
-                frames += (self.close(self.parts[-2]) if num_before else []) + self.open(part)
+        num_parts = len(self.parts)
+        for part, text in self.take(piece):
+            if len(self.parts) > num_parts:
+                frames += (self.close(self.parts[-2]) if num_parts else []) + self.open(part)
+                num_parts += 1
             if text and (frame := self.add(part, text)):
                 frames.append(frame)
         self.finish_reason, self.stop_reason = piece.delta.finish_reason, piece.delta.stop_reason
         return frames
+
+    def take(self, piece: Piece) -> Iterator[tuple[Part, str]]:
+        """Add a piece to the parts; yields each part that it adds to, with the text that is new in it."""
+        tokenizer = self.generation.job.model.encoder.tokenizer if piece.delta.logprobs else None
+        rows = []
+        if tokenizer is not None:
+            rows = [row for row in piece.delta.logprobs if row.token_id not in tokenizer.special_ids]
+            self._rows += rows
+        for event in events_of(piece.delta):
+            part, text = place(event, self.parts)
+            if part.kind != "text":
+                self._rows = rows
+            elif tokenizer is not None:
+                part.rows += covering(tokenizer, self._rows, text)
+                rows = self._rows = []
+            yield part, text
 
     def end(self) -> list[bytes]:
         """The end of the last part and of the answer; one that says nothing has an empty text."""
@@ -154,6 +179,16 @@ class PartWriter(FrameWriter):
             self.parts.append(Part("text", 0))
             frames += self.open(self.parts[0])
         return frames + self.close(self.parts[-1]) + self.finish()
+
+
+def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Sequence[RowLogprobs]:
+    """The last rows, as far as their tokens make up a text; those before them are of markup."""
+    num_missing, first = len(text.encode()), len(rows)
+    while first and num_missing > 0:
+        first -= 1
+        token_id = rows[first].token_id
+        num_missing -= len(tokenizer.token_bytes(token_id)) if token_id < tokenizer.vocab_size else 0
+    return rows[first:]
 
 
 def reasoning_tokens(usage: Mapping[str, Any]) -> int:

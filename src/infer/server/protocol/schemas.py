@@ -161,7 +161,7 @@ class Body(BaseModel):
 
     def note_ignored(self, names: Iterable[str]) -> None:
         """Add fields of inner objects that have no effect."""
-        self._ignored = (*self._ignored, *names)
+        self._ignored = tuple(dict.fromkeys((*self._ignored, *names)))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -344,8 +344,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(AskingBody):
-    """The fields that completions and chat share."""
+class TunedBody(AskingBody):
+    """The fields that every route that asks for text takes under the same names."""
 
     model: Name | None = None
     temperature: float | None = None
@@ -357,8 +357,6 @@ class SamplingBody(AskingBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Int | None = None
-    max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None  # the newer name of the same
     min_tokens: Int | None = None
     stop: StopField | None = None
     stop_token_ids: list[int] | None = None
@@ -366,6 +364,16 @@ class SamplingBody(AskingBody):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class SamplingBody(TunedBody):
+    """The fields that completions and chat share."""
+
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None  # the newer name of the same
     truncate_prompt_tokens: Int | None = None  # its last tokens are kept; -1: as many as fit
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
@@ -383,9 +391,6 @@ class SamplingBody(AskingBody):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
     guided_whitespace_pattern: str | None = None
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    cache_salt: Name | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @property
     def spellings(self) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -131,12 +131,15 @@ class Generation:
             raise self._failure
         return pieces
 
-    async def collect(self) -> list[RequestOutput]:
-        """Wait for the whole answers and return them, prompt by prompt."""
+    async def collect(self, note: Callable[[Piece], object] | None = None) -> list[RequestOutput]:
+        """Wait for the whole answers and return them, prompt by prompt; `note` is shown every piece."""
         pauses = itertools.cycle(PAUSES)
         try:
             while self.is_open:
-                await self.read()
+                pieces = await self.read()
+                if note is not None:
+                    for piece in pieces:
+                        note(piece)
                 if next(pauses):
                     await asyncio.sleep(0)
         finally:
@@ -259,8 +262,14 @@ class FrameWriter(ABC):
     ping = b": ping\n\n"  # a sign of life before the first piece, which readers skip; may be empty
     media_type = "text/event-stream"  # type of a stream of its frames
 
+    note: Callable[[Piece], object] | None = None  # shown the pieces of an answer that is not streamed
+
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
+
+    async def settle(self) -> None:
+        """Do what must be done before the client learns of the end."""
+        return
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed, of routes that have such."""
@@ -473,7 +482,9 @@ class EventStream(Response):
         if self._has_ended:
             return []
         self._has_ended = True
-        return writer.end()
+        frames = writer.end()
+        await writer.settle()
+        return frames
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

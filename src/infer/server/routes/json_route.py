@@ -146,15 +146,20 @@ def check_fields(body: bytes) -> None:
         )
 
 
-async def check_body(body: bytes) -> None:
-    """Refuse a body that would take long to parse; the event loop does other work meanwhile."""
-    if is_measured := len(body) <= _QUICKLY_MEASURED:  # an error that names the field says more
-        check_fields(body)
+async def check_values(text: bytes) -> None:
+    """Refuse JSON of more values than can be parsed at once; the event loop does other work meanwhile."""
     counts = BodyCounts()
-    for start in range(0, len(body), PIECE):
-        counts.add(body[start : start + PIECE])
+    for start in range(0, len(text), PIECE):
+        counts.add(text[start : start + PIECE])
         counts.check()
         await asyncio.sleep(0)
+
+
+async def check_body(body: bytes) -> None:
+    """Refuse a body that would take long to parse."""
+    if is_measured := len(body) <= _QUICKLY_MEASURED:  # an error that names the field says more
+        check_fields(body)
+    await check_values(body)
     if not is_measured:
         check_fields(body)
 
@@ -199,18 +204,21 @@ async def answer(
         writer = form(Generation(await job), body)
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
-        answers = await unless_disconnected(http.receive, writer.generation.collect())
+        answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
     num_tokens, params = writer.generation.usage()["total_tokens"], writer.generation.job.params
     asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
     num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # and the alternatives of each
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
+    await writer.settle()
     return json_response(content, body)
 
 
-async def open_agent(http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest]) -> Job:
-    """The job of a body of another API, which is the chat that `to_chat` makes of it."""
+async def open_agent(
+    http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest], *, num_items: int = 0
+) -> Job:
+    """The job of a body of another API, which is the chat that `to_chat` makes of it and of stored items."""
     size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
-    chat = await in_thread_if_large(size, to_chat, body)
+    chat = await in_thread_if_large(size + 10 * num_items, to_chat, body)
     job = await open_chat(chat, server_state(http))
     body.note_ignored(body.spellings.get(name, name) for name in chat.ignored_fields)
     return job

@@ -1,13 +1,17 @@
-"""`POST /v1/responses`: OpenAI's newer API, as a chat in other words, and without a memory.
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's newer API, as a chat in other words.
 
     instructions, input items    ──►  messages             turns.py
     tools, tool_choice           ──►  tools, tool_choice   flat here, nested there; namespaces are opened
     text.format                  ──►  response_format
     reasoning.effort             ──►  reasoning_effort
     max_output_tokens            ──►  max_tokens
+    sampling fields              ──►  the same names       `TunedBody`
 
-Nothing is kept between requests: the whole conversation comes with each, and fields that point to an earlier
-response are refused by name. The answer is items; every event of a stream has a number of its own, from 0.
+A response is stored when it is complete (response_memory.py), before the client learns that it is, and
+another one can continue it. One that fails, or whose client leaves before the end, is not stored. With
+`truncation` auto a prompt that is too long loses the oldest items (truncation.py).
+
+The answer is items; every event of a stream has a number of its own, from 0.
 
     response.created, response.in_progress
     response.output_item.added                    an item: reasoning, a message, or a function call
@@ -22,24 +26,42 @@ response are refused by name. The answer is items; every event of a stream has a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import orjson
 from fastapi import Request, Response
 from pydantic import PrivateAttr
 
-from infer.errors import RequestError
+from infer.errors import ContextOverflow, RequestError, closest
 from infer.server.protocol.errors import Path, spell_path, to_api_error
+from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.schemas import ABOUT_THE_CLIENT, AskingBody, Body, ChatRequest, Int, Name, Neutral
+from infer.server.protocol.schemas import (
+    ABOUT_THE_CLIENT,
+    SAMPLING_NEUTRAL,
+    Body,
+    ChatRequest,
+    CountedChat,
+    Int,
+    Name,
+    Neutral,
+    TunedBody,
+)
 from infer.server.protocol.stream import Generation, named_event
 from infer.server.protocol.structured import check_has_schema
-from infer.server.protocol.turns import Turns
-from infer.server.routes.json_route import answer, make_router, open_agent
+from infer.server.protocol.translate import Job
+from infer.server.protocol.truncation import find_units
+from infer.server.protocol.turns import Turns, spelled
+from infer.server.routes.json_route import answer, json_response, make_router, open_agent, server_state
+from infer.server.routes.response_memory import Item, is_reference, keep, recall, resolve
 from infer.tokenizer.chat_template import map_strings
 
-_NOT_KEPT = "this server keeps nothing between requests; send the whole conversation as input"
+_NOT_KEPT = (
+    "this server keeps responses and no conversations; send previous_response_id, or all of it as input"
+)
+_NO_STORE = "this server keeps no responses (response_store is 0); send the item itself"
 _NO_HOSTED_TOOLS = "tools run where the client runs; describe one with type function, name and parameters"
 _TEXT_ONLY = "this server reads and writes text"
 _DIRECT = Neutral(({"type": "direct"},), _NO_HOSTED_TOOLS)
@@ -158,7 +180,7 @@ ITEMS: dict[str, type[Body]] = {
 }
 PARTS: dict[str, type[Body]] = {"input_text": TextPart, "output_text": TextPart, "refusal": RefusalPart}
 REASONING_PARTS: dict[str, type[Body]] = {"reasoning_text": TextPart, "summary_text": TextPart}
-REFUSED_ITEMS = {"item_reference": _NOT_KEPT, "compaction": _NOT_KEPT}
+REFUSED_ITEMS = {"item_reference": _NO_STORE, "compaction": _NOT_KEPT}
 REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
 TOOLS: dict[str, type[Body]] = {"function": ResponsesTool, "namespace": NamespaceTool}
 HOSTED_TOOL = re.compile(  # types of tools that OpenAI defines; some end in a date
@@ -166,6 +188,18 @@ HOSTED_TOOL = re.compile(  # types of tools that OpenAI defines; some end in a d
     "|mcp|programmatic_tool_calling|shell|tool_search|web_search(?:_preview)?)[_0-9]*"
 )
 ROLES = ("user", "assistant", "system", "developer")
+WITH_LOGPROBS = "message.output_text.logprobs"
+INCLUDED_ANYWAY = frozenset(  # parts of answers that `include` may name: shown always, or of hosted tools
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 class ResponseStreamOptions(Body):
@@ -175,22 +209,18 @@ class ResponseStreamOptions(Body):
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
 
 
-class ResponsesRequest(AskingBody):
+class ResponsesRequest(TunedBody):
     """`POST /v1/responses`."""
 
-    neutral = {
+    neutral = SAMPLING_NEUTRAL | {
         "background": Neutral((False,), "an answer comes on the connection that asked for it"),
         "context_management": Neutral(([],), _NOT_KEPT),
         "conversation": Neutral((), _NOT_KEPT),
-        "max_tool_calls": Neutral((), "tools run where the client runs: it counts their calls"),
         "moderation": Neutral((), "this server does not moderate"),
-        "previous_response_id": Neutral((), _NOT_KEPT),
         "prompt": Neutral((), "this server keeps no prompts; send instructions and input"),
-        "store": Neutral((False,), "this server keeps nothing between requests"),
-        "top_logprobs": Neutral((0,), "logprobs are a part of /v1/chat/completions"),
-        "truncation": Neutral(("disabled",), "a prompt is never cut; shorten it before sending"),
     }
-    ignored = (ABOUT_THE_CLIENT - {"metadata", "store", "user"}) | {"client_metadata"}
+    # max_tool_calls counts calls of hosted tools, of which there are none
+    ignored = (ABOUT_THE_CLIENT - {"metadata", "store", "user"}) | {"client_metadata", "max_tool_calls"}
     elsewhere = {
         "max_tokens": "this route takes max_output_tokens",
         "messages": "messages go to /v1/chat/completions, this route takes input",
@@ -198,6 +228,7 @@ class ResponsesRequest(AskingBody):
         "response_format": "this route takes text.format",
     }
     renamed = {
+        "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",
         "messages": "input",
         "reasoning_effort": "reasoning.effort",
@@ -205,8 +236,12 @@ class ResponsesRequest(AskingBody):
         "response_format": "text.format",
     }
 
-    model: Name | None = None
-    input: str | list[dict[str, Any]]
+    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+
+    input: str | list[Item]
+    previous_response_id: Name | None = None
+    store: bool | None = None  # null: true, where the server keeps responses
+    truncation: str | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -214,14 +249,35 @@ class ResponsesRequest(AskingBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
+    top_logprobs: Int | None = None
     max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
 
     _namespaces: dict[str, str] = PrivateAttr(default_factory=dict)  # namespaces of functions, by name
+    _history: list[Item] = PrivateAttr(default_factory=list)  # the conversation that it continues
+    _left_out: frozenset[int] = PrivateAttr(default=frozenset())  # places of items that do not fit
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+
+class InputTokensRequest(ResponsesRequest):
+    """`POST /v1/responses/input_tokens`: a body whose prompt is counted; it may be the end of a history."""
+
+    is_answered = False
+    ignored = ResponsesRequest.ignored | {"personality"}
+
+    input: str | list[Item] | None = None  # type: ignore[assignment]  # the rest may be all there is
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items, of which there may be none."""
+        return [] if self.input is None else super().items
 
 
 # -- the chat that it is ---------------------------------------------------------------------------
@@ -229,19 +285,25 @@ class ResponsesRequest(AskingBody):
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a response answers; raises a `RequestError` that names the field of this API."""
-    turns = Turns()
+    turns = Turns(is_answered=body.is_answered)
     if body.instructions is not None:
         turns.say("system", body.instructions)
-    if isinstance(body.input, str):
-        turns.say("user", body.input)
-    else:
-        for i, item in enumerate(body.input):
+    num_history = len(body._history)
+    for i, item in enumerate(body._history):
+        if i not in body._left_out:
+            _add_item(turns, item, ("previous_response_id", i))
+    turns.ignored.clear()  # what was stored is not news
+    for i, item in enumerate(body.items):
+        if num_history + i not in body._left_out:
             _add_item(turns, item, ("input", i))
     fields: dict[str, Any] = {"messages": turns.messages(), "max_tokens": body.max_output_tokens}
+    for value in (body.items, body.tools, body.tool_choice):
+        map_strings(
+            value, str
+        )  # bounds the depth of what is stored or sent back, also if no template sees it
     if body.tools:
-        map_strings(body.tools, str)  # bounds their depth: tools are sent back, also those no template sees
         fields["tools"] = list(_functions(turns, body, body.tools, ("tools",)))
-    if isinstance(body.tool_choice, dict):
+    if isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools":
         named = turns.read(
             {"function": NamedTool}, body.tool_choice, ("tool_choice",), refused=_NO_HOSTED_TOOLS
         )
@@ -256,13 +318,20 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
         fields["reasoning_effort"] = body.reasoning.effort
         turns.ignored |= {f"reasoning.{name}": None for name in body.reasoning.ignored_fields}
     for kind in body.include or ():
-        if kind != "reasoning.encrypted_content":  # reasoning is shown as it is
-            raise RequestError.about("include", f"may hold 'reasoning.encrypted_content', got {kind[:80]!r}")
-        turns.ignored["include"] = None
-    for name in ("model", "parallel_tool_calls", "temperature", "top_p", "stream"):
+        if kind in INCLUDED_ANYWAY:
+            turns.ignored["include"] = None
+        elif kind != WITH_LOGPROBS:
+            hint = closest(kind[:80], sorted(INCLUDED_ANYWAY | {WITH_LOGPROBS}), listed="allowed")
+            raise RequestError.about("include", f"holds {kind[:80]!r}{hint}")
+    if WITH_LOGPROBS in (body.include or ()) or body.top_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.truncation not in (None, "auto", "disabled"):
+        raise RequestError.about("truncation", f"must be 'auto' or 'disabled', got {body.truncation[:40]!r}")
+    for name in (*TunedBody.model_fields, "chat_template_kwargs", "parallel_tool_calls"):
         fields[name] = getattr(body, name)
     body.note_ignored(turns.ignored)
-    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    chat = ChatRequest if body.is_answered else CountedChat
+    return chat.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def _add_item(turns: Turns, given: Any, path: Path) -> None:
@@ -329,9 +398,58 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
 
 
+async def open_response(http: Request, body: ResponsesRequest) -> Job:
+    """The job of the chat that a body stands for, with what it continues and refers to."""
+    if body.previous_response_id is not None:
+        body._history = await recall(http, body.previous_response_id)
+    if any(map(is_reference, body.items)) and server_state(http).config.response_store:
+        body.input = await resolve(http, body.items)
+    items = [*body._history, *body.items]
+    open_chat = partial(open_agent, http, body, responses_to_chat, num_items=len(items))
+    return await (_open_shortened(body, items, open_chat) if body.truncation == "auto" else open_chat())
+
+
+async def _open_shortened(
+    body: ResponsesRequest, items: list[Item], open_chat: Callable[[], Awaitable[Job]]
+) -> Job:
+    """The job without the fewest of the oldest items with which the prompt fits.
+
+    They are found by halving: the number of renderings is the logarithm of the number of items.
+    """
+    fitting = await _open_if_it_fits(open_chat)
+    if fitting is not None:
+        return fitting
+    units = find_units(items)
+    too_few, enough = 0, len(units)  # units to leave out
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        body._left_out = frozenset(place for unit in units[:middle] for place in unit)
+        job = await _open_if_it_fits(open_chat)
+        if job is None:
+            too_few = middle
+        else:
+            enough, fitting = middle, job
+    if fitting is not None:
+        return fitting
+    body._left_out = frozenset(place for unit in units for place in unit)
+    return await open_chat()  # a prompt that is still too long is refused as any other
+
+
+async def _open_if_it_fits(open_chat: Callable[[], Awaitable[Job]]) -> Job | None:
+    """The job; None if its prompt and the tokens it asks for do not fit."""
+    try:
+        job = await open_chat()
+    except ContextOverflow:
+        return None
+    num_tokens = len(job.requests[0].prompt) + (job.params.max_tokens or 1)
+    return job if num_tokens <= job.model.encoder.context_len else None
+
+
 # -- the answer ------------------------------------------------------------------------------------
 
 router = make_router()
+
+Keep = Callable[[dict[str, Any]], Awaitable[None]]  # stores a response
 
 DELTAS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -340,14 +458,38 @@ PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    return await answer(http, body, open_agent(http, body, responses_to_chat), ResponseWriter)
+    stores = None
+    if body.store is not False and server_state(http).config.response_store:
+        stores = partial(_store, http, body)
+    elif body.store:
+        body.note_ignored(["store"])
+    return await answer(http, body, open_response(http, body), partial(ResponseWriter, keep=stores))
+
+
+async def _store(http: Request, body: ResponsesRequest, response: dict[str, Any]) -> None:
+    await keep(http, response, [*body._history, *body.items])
+
+
+@router.post("/v1/responses/input_tokens", response_model=None)
+async def count_input_tokens(body: InputTokensRequest, http: Request) -> Response:
+    """The length of a conversation's prompt."""
+    with spelled(body.spellings):
+        job = await open_response(http, body)
+    counted = {"object": "response.input_tokens", "input_tokens": len(job.requests[0].prompt)}
+    return json_response(counted, body)
 
 
 class ResponseWriter(PartWriter):
     """OpenAI's response; in a stream, its items are added, filled and done."""
 
-    def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
+    def __init__(self, generation: Generation, body: ResponsesRequest, *, keep: Keep | None = None) -> None:
         super().__init__(generation, body)
+        self._keep = keep
+        self._response: dict[str, Any] = {}  # once it is whole
+        self._has_logprobs = generation.job.params.logprobs is not None
+        self._num_rows_sent = 0  # of the part that is open
+        if self._has_logprobs:
+            self.note = lambda piece: list(self.take(piece))
         job, self._num_sent, self._namespaces = generation.job, 0, body._namespaces
         self._key = job.job_id.rpartition("-")[2]
         text = {"format": {"type": "text"}} if body.text is None or body.text.format is None else body.text
@@ -360,18 +502,19 @@ class ResponseWriter(PartWriter):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {
                 "effort": None if body.reasoning is None else body.reasoning.effort,
                 "summary": None,
             },
-            "store": False,
+            "store": keep is not None,
             "temperature": job.params.temperature,
             "text": text if isinstance(text, dict) else text.model_dump(exclude_none=True),
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": job.params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "user": body.user,
         }
 
@@ -382,16 +525,19 @@ class ResponseWriter(PartWriter):
 
     def open(self, part: Part) -> list[bytes]:
         """An empty item, with an empty text in it."""
+        self._num_rows_sent = 0
         item = self._item(part, "in_progress")
         frames = [self._event("output_item.added", output_index=part.index, item=item)]
         if part.kind != "call":
-            content = self._content(part.kind, "")
+            content = self._content(Part(part.kind, part.index))
             frames.append(self._event("content_part.added", **self._place(part), part=content))
         return frames
 
     def add(self, part: Part, text: str) -> bytes:
         """More of an item."""
-        return self._event(f"{DELTAS[part.kind]}.delta", **self._place(part), delta=text, **_logprobs(part))
+        fields = self._logprobs(part, self._num_rows_sent)
+        self._num_rows_sent = len(part.rows)
+        return self._event(f"{DELTAS[part.kind]}.delta", **self._place(part), delta=text, **fields)
 
     def close(self, part: Part) -> list[bytes]:
         """The whole item."""
@@ -400,10 +546,9 @@ class ResponseWriter(PartWriter):
         if part.kind == "call":
             frames = [self._event(name, **place, name=part.name, arguments=part.text)]
         else:
-            content = self._content(part.kind, part.text)
             frames = [
-                self._event(name, **place, text=part.text, **_logprobs(part)),
-                self._event("content_part.done", **place, part=content),
+                self._event(name, **place, text=part.text, **self._logprobs(part)),
+                self._event("content_part.done", **place, part=self._content(part)),
             ]
         item = self._item(part, status)
         return [*frames, self._event("output_item.done", output_index=part.index, item=item)]
@@ -423,7 +568,13 @@ class ResponseWriter(PartWriter):
         response["usage"] = self._usage()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response = response
         return response
+
+    async def settle(self) -> None:
+        """Store the response, so that a client that knows its end can continue it."""
+        if self._keep is not None:
+            await self._keep(self._response)
 
     def error(self, error: BaseException) -> bytes:
         """The response that has failed, and the event by which OpenAI's package raises."""
@@ -461,17 +612,26 @@ class ResponseWriter(PartWriter):
                 made |= {"type": "message", "role": "assistant"}
             case "reasoning":
                 made |= {"type": "reasoning", "summary": []}
-        return made | {"content": [] if is_open else [self._content(part.kind, part.text)]}
+        return made | {"content": [] if is_open else [self._content(part)]}
 
     def _item_id(self, part: Part) -> str:
         """The id of a part's item."""
         return f"{PREFIXES[part.kind]}_{self._key}_{part.index}"
 
-    def _content(self, kind: str, text: str) -> dict[str, Any]:
+    def _content(self, part: Part) -> dict[str, Any]:
         """The text of an item."""
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        if part.kind == "reasoning":
+            return {"type": "reasoning_text", "text": part.text}
+        return {"type": "output_text", "text": part.text, "annotations": [], **self._logprobs(part)}
+
+    def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
+        """The logprobs of a text's tokens, from the `first` on; other parts have no such field."""
+        if part.kind != "text":
+            return {}
+        rows = part.rows[first:]
+        if not rows:
+            return {"logprobs": []}
+        return {"logprobs": chat_logprobs(self.generation.job.model.encoder.tokenizer, rows)["content"]}
 
     def _at(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         moment = {"status": status, "output": items, "usage": None, "error": None, "incomplete_details": None}
@@ -486,8 +646,3 @@ class ResponseWriter(PartWriter):
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens(counts)},
             "total_tokens": counts["total_tokens"],
         }
-
-
-def _logprobs(part: Part) -> dict[str, Any]:
-    """Events of a text have a list for logprobs, which is empty here."""
-    return {"logprobs": []} if part.kind == "text" else {}

@@ -1,0 +1,98 @@
+"""The last responses of `/v1/responses`, kept in memory so that a request can continue one.
+
+    (owner, id) ──► StoredResponse      the one used longest ago goes first, beyond a number or MAX_BYTES
+
+The owner is the API key that asked: with another key a response is not there. A response holds the whole
+conversation before it, so it can be continued when the ones before it are gone, deleted or forgotten.
+
+Process 0 of a server has the store. The other API processes ask it there (`RemoteStore`): a response that one
+process has written is found by the next request, whichever process takes it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+MAX_BYTES = 256 << 20  # of all responses together
+ENTRY_BYTES = 1024  # what an entry takes beside its texts
+
+
+class StoredResponse(NamedTuple):
+    """A response as JSON, in parts that are read one without the other."""
+
+    response: bytes  # as it was sent, without its output
+    output: bytes  # the list of its output's items
+    items: bytes  # the list of items that it answers, those of all responses before it included
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the store's memory."""
+        return ENTRY_BYTES + sum(map(len, self))
+
+
+class ResponseStore:
+    """The store itself; `max_responses` of 0 keeps nothing."""
+
+    def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        """Keep a response, in the place of those used longest ago; one larger than the store is not."""
+        await self.delete(owner, response_id)
+        if stored.num_bytes > self._max_bytes:
+            return
+        self._kept[owner, response_id] = stored
+        self.num_bytes += stored.num_bytes
+        while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """The response of an id, which counts as used now; None if this owner has none."""
+        found = self._kept.get((owner, response_id))
+        if found is not None:
+            self._kept.move_to_end((owner, response_id))
+        return found
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Forget a response; returns whether it was there."""
+        found = self._kept.pop((owner, response_id), None)
+        if found is not None:
+            self.num_bytes -= found.num_bytes
+        return found is not None
+
+    async def answer(self, name: str, owner: str, response_id: str, stored: list[bytes] | None = None) -> Any:
+        """Answer another API process: what `RemoteStore` asks."""
+        if name == "put":
+            return await self.put(owner, response_id, StoredResponse(*(stored or ())))
+        if name == "delete":
+            return await self.delete(owner, response_id)
+        return await self.get(owner, response_id)
+
+
+class RemoteStore:
+    """The store of process 0, asked from another API process."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+        self._ask = ask
+
+    async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        """Keep a response; returns when every process can find it."""
+        await self._ask({"name": "put", "owner": owner, "response_id": response_id, "stored": list(stored)})
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """The response of an id; None if this owner has none."""
+        found = await self._ask({"name": "get", "owner": owner, "response_id": response_id})
+        return None if found is None else StoredResponse(*found)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Forget a response; returns whether it was there."""
+        return bool(await self._ask({"name": "delete", "owner": owner, "response_id": response_id}))
