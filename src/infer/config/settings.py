@@ -276,7 +276,11 @@ class SchedulerConfig:
     max_wait_steps: int = knob(
         1000, "steps after which a waiting sequence goes first whatever the policy says"
     )
-    max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
+    max_decode_gap: int = knob(
+        8,
+        "steps in a row that may leave a decoding sequence out, for prompts (prefill_first) or for want of "
+        "tokens in a step; where a step has too few, sequences take turns and this may be exceeded",
+    )
     max_queue: int | None = knob(
         None,
         "sequences that may wait for an engine, beside those that its free places will take; more are "
