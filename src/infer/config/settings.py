@@ -195,6 +195,9 @@ class CacheConfig:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
             if self.num_blocks is not None:
                 raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
+        size = "num_blocks" if self.num_blocks is not None else "kv_cache_memory"
+        if self.kv_cache_share is not None and getattr(self, size) is not None:
+            raise ConfigError(f"{size} and kv_cache_share both size the KV cache; give one of them")
 
     @property
     def keeps_cache(self) -> bool:

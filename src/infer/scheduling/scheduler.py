@@ -79,6 +79,7 @@ class Scheduler:
         self._has_left_out = False  # a sequence that could decode was not in the last plan
         self._due_after = 0  # steps after which a sequence that was left out goes first
         self._rotation = 0
+        self._goes_round = False  # sequences take turns to decode in the step being planned
         self._recent_tokens, self._counted_at = 0.0, 0  # of prompts in the last steps, as of that step
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
@@ -162,7 +163,8 @@ class Scheduler:
         if num_decoding < len(self.running):
             prompts = [self.running[place] for place in ((pending > 0) & ~decodes).nonzero()[0].tolist()]
         self._due_after = self._steps_until_due(num_decoding)
-        if self.policy.rotates and num_decoding:
+        self._goes_round = self.policy.rotates and num_decoding + state.num_drafts > self._token_budget
+        if self._goes_round:
             self._rotation %= num_decoding
             places = np.roll(places, -self._rotation)
 
@@ -184,7 +186,7 @@ class Scheduler:
         chunks = state.planned_chunks(decodes_all=decodes_all, in_turn=draft.num_turns > 1)
         self.num_planned_tokens = draft.num_tokens
         self.all_decode = is_uniform and len(chunks) == num_decoding > 0
-        if decodes_all and self.keeps_cache and not (may_admit or self._num_beams or self.policy.rotates):
+        if decodes_all and self.keeps_cache and not (may_admit or self._num_beams):
             state.settle()
         return draft.to_plan(self.step, chunks)
 
@@ -279,7 +281,7 @@ class Scheduler:
             left_out = [self.running[place] for place in places[num_fitting:].tolist()]
             places = places[:num_fitting]
         num_served = len(places)
-        has_order = self._num_beams or self.policy.rotates
+        has_order = self._num_beams or self._goes_round
         draft.num_turns += num_served if has_order else 1
         served = places if has_order or num_served < len(self.running) else slice(None)  # a slice is faster
         state.turn[served] = np.arange(first_turn, draft.num_turns) if has_order else first_turn
