@@ -430,7 +430,10 @@ class ServerConfig:
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
-    metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
+    metrics_prefix: str = knob(
+        "infer",
+        "prefix of a second name for every metric, beside infer_; vllm: the names in dashboards made for vLLM",
+    )
     access_log: bool = knob(True, "log one line per request")
     unknown_fields: str = knob(
         "ignore",
