@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from infer.frontend.llm import LLM
     from infer.frontend.prompts import ChatOptions
 
+logger = logging.getLogger(__name__)
 
 CONVERSATION: Mapping[str, flags.Row] = {
     "--system TEXT": (str, "the system message to begin with"),
@@ -96,7 +98,10 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     with importing():
         from infer.frontend.llm import LLM
 
-    return LLM(**knobs, show_progress=True, observer=observer)
+    llm = LLM(**knobs, show_progress=True, observer=observer)
+    if llm.has_chat_template:
+        logger.info("chat template model=%s template=%s", llm.name, llm.encoder.template_in_use)
+    return llm
 
 
 def form_from(args: argparse.Namespace) -> Structured | None:
