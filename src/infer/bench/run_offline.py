@@ -121,7 +121,7 @@ class _Run:
         order = range(len(self._sessions))
         by_start = sorted(order, key=lambda number: self._sessions[number].start_s)
         self._pending = deque(by_start if self._is_open else order)
-        self._active: dict[str, tuple[RequestTrace, list[int], float]] = {}  # seconds added late, at the end
+        self._active: dict[tuple[str, int], tuple[RequestTrace, list[int], float]] = {}  # last: seconds late
         self._num_sessions = 0  # on their way
         self.result = OfflineResult()
 
@@ -162,8 +162,6 @@ class _Run:
         prompt = [*history, *asked.ids]
         # an open loop counts from when the request was due: a step that was under way is part of the wait
         due = session.start_s if self._is_open and turn == 0 else self._now()
-        trace = RequestTrace(session=number, turn=turn, asked=due, num_prompt=len(prompt), is_counted=True)
-        self.result.traces.append(trace)
         request = Request(
             request_id=f"{number}.{turn}",
             prompt=tuple(prompt),
@@ -171,16 +169,24 @@ class _Run:
             priority=session.priority,
             deadline=session.deadline,
         )
+        traces = [
+            RequestTrace(session=number, turn=turn, asked=due, num_prompt=len(prompt), is_counted=True)
+            for _ in range(request.params.n)
+        ]
+        self.result.traces += traces
         try:
             self._engine.add(request)
         except InferError as error:
-            trace.error, trace.ended = str(error), self._now()
+            for trace in traces:
+                trace.error, trace.ended = str(error), self._now()
             self._num_sessions -= 1
             return
-        self._active[request.request_id] = (trace, prompt, self._now() - due)
+        for index, trace in enumerate(traces):
+            self._active[request.request_id, index] = (trace, prompt.copy(), self._now() - due)
 
     def _take(self, output: StepOutput, now: float) -> None:
-        trace, tokens, late_s = self._active[output.request_id]
+        key = output.request_id, output.index
+        trace, tokens, late_s = self._active[key]
         if output.token_ids:
             trace.chunks.append(now)
             trace.num_output += len(output.token_ids)
@@ -191,7 +197,9 @@ class _Run:
             return
         trace.ended = now
         trace.error = output.error
-        del self._active[output.request_id]
+        del self._active[key]
+        if any(request_id == output.request_id for request_id, _ in self._active):
+            return  # the session goes on with the answer that ends last
         if trace.error is None and trace.turn + 1 < len(self._sessions[trace.session].turns):
             self._ask(trace.session, trace.turn + 1, tokens)
         else:

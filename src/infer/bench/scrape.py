@@ -1,8 +1,8 @@
 """What a server says about itself before and after a run: counters of its /metrics page, where it has one.
 
 Names end alike in all engines (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
-found by the end of its name, and values with different labels are added up. A server without the page
-loses these figures and nothing else.
+found by the end of its name, and values with different labels are added up. A page may hold a series under
+two names: the first one counts. A server without the page loses these figures and nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 def read_counters(page: str) -> dict[str, float]:
     """Return those of COUNTERS that a metrics page has."""
     found: dict[str, float] = {}
+    names: dict[str, str] = {}
     for name, _, value in _LINE.findall(page):
         for counter, ending in COUNTERS.items():
-            if name.endswith(ending):
+            if name.endswith(ending) and names.setdefault(counter, name) == name:
                 try:
                     found[counter] = found.get(counter, 0.0) + float(value)
                 except ValueError:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -75,8 +75,13 @@ def run_simulated(
     config: EngineConfig,
     cost: StepCost,
     profile: SchedulingProfile = GENERIC.scheduling,
+    *,
+    n: int = 1,
 ) -> OfflineResult:
-    """Run a workload through the engine's decisions to its end; the config must give `num_blocks`."""
+    """Run a workload through the engine's decisions to its end; the config must give `num_blocks`.
+
+    Every request asks for `n` answers.
+    """
     assert config.cache.num_blocks is not None, "a simulation has no memory to size its cache from"
     max_seq_len = config.load.max_seq_len or workload.longest
     scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS, profile)
@@ -89,7 +94,7 @@ def run_simulated(
     )
     device = SimulatedDevice(cost)
     engine = Engine(scheduler, device, context_len=max_seq_len, vocab_size=VOCAB_SIZE, clock=device.seconds)
-    return run_offline(engine, workload, clock=device, sample_every=1)
+    return run_offline(engine, workload, clock=device, sample_every=1, n=n)
 
 
 # -- infer simulate: policies and cache sizes side by side -----------------------------------------------
@@ -160,11 +165,20 @@ def compare(
 # reports of different commits can be compared: the default model in float32 on two cores.
 SLOW_MACHINE = StepCost(base=0.036, per_token=0.0016, per_kv_token=0.000022, per_block=0.00013)
 
-# and what a load needs: one where a long prompt could fill a step
-SWEEP_LOADS: Mapping[str, Mapping[str, Any]] = {
-    "mixed": {},
-    "shared_prefix": {},
-    "newcomers": {"prefill_chunk_size": 192},
+
+class SweepLoad(NamedTuple):
+    """A load of the sweep: its trace, the knobs it needs, and the answers that each request asks for."""
+
+    trace: str
+    knobs: Mapping[str, Any] = {}
+    n: int = 1
+
+
+SWEEP_LOADS: Mapping[str, SweepLoad] = {
+    "mixed": SweepLoad("mixed"),
+    "shared_prefix": SweepLoad("shared_prefix"),
+    "newcomers": SweepLoad("newcomers", {"prefill_chunk_size": 192}),  # a long prompt could fill a step
+    "forks": SweepLoad("bursty", {"max_num_batched_tokens": 12}, n=8),  # 16 sequences, and tokens for 12
 }
 SWEEP_PACE = 2.0  # times the arrivals of the load: enough for a queue, so that order matters
 SWEEP_KNOBS: Mapping[str, Any] = {
@@ -180,9 +194,9 @@ SWEEP_FIGURES = (
 PATIENCE_S = 10.0  # of a request of priority 0
 
 
-def run_knobs(workload: Workload, **knobs: Any) -> OfflineResult:
-    """Run a workload on the slow machine; `knobs` must give num_blocks."""
-    return run_simulated(workload, EngineConfig.from_knobs(**knobs), SLOW_MACHINE)
+def run_knobs(workload: Workload, *, n: int = 1, **knobs: Any) -> OfflineResult:
+    """Run a workload on the slow machine, `n` answers for each request; `knobs` must give num_blocks."""
+    return run_simulated(workload, EngineConfig.from_knobs(**knobs), SLOW_MACHINE, n=n)
 
 
 def sweep_workload(name: str, *, num_requests: int, seed: int) -> Workload:
@@ -201,13 +215,13 @@ def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
     The machine is too slow for the load for a while and its steps are short, or the order would not matter.
     """
     rows = []
-    for load, own_knobs in SWEEP_LOADS.items():
+    for load, (trace, own_knobs, n) in SWEEP_LOADS.items():
         knobs = {**SWEEP_KNOBS, **own_knobs}
-        workload = sweep_workload(load, num_requests=num_requests, seed=seed)
+        workload = sweep_workload(trace, num_requests=num_requests, seed=seed)
         for policy in knob_table()["scheduler_policy"].choices:
-            figures = run_knobs(workload, scheduler_policy=policy, **knobs).figures()
+            figures = run_knobs(workload, n=n, scheduler_policy=policy, **knobs).figures()
             kept = {name: figures[name] for name in SWEEP_FIGURES.split() if name in figures}
             settings = {"scheduler_policy": policy, "pace": SWEEP_PACE, **knobs}
-            about = f"{num_requests} requests, simulated"
+            about = f"{num_requests} requests{f' of {n} answers' * (n > 1)}, simulated"
             rows.append(make_row(f"{load} {policy}", about, [kept], settings=settings))
     return rows

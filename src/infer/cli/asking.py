@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import stat
 import sys
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from infer.frontend.llm import LLM
     from infer.frontend.prompts import ChatOptions
 
+logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0  # until a wait for standard input is explained
 
@@ -110,7 +112,10 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     with working(f"loading {knobs.get('model') or 'the default model'}: importing PyTorch"), importing():
         from infer.frontend.llm import LLM
 
-    return LLM(**knobs, show_progress=True, observer=observer)
+    llm = LLM(**knobs, show_progress=True, observer=observer)
+    if llm.has_chat_template:
+        logger.info("chat template model=%s template=%s", llm.name, llm.encoder.template_in_use)
+    return llm
 
 
 def form_from(args: argparse.Namespace) -> Structured | None:

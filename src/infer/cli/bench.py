@@ -409,7 +409,7 @@ BENCHES: Mapping[str, Bench] = {
     "startup": Bench("fresh processes: imports, help, first token", _startup, {WHAT: STARTUP | OUT}),
     "trace": Bench(TRACE_HELP, _trace, {WHAT: URL | TRACE | SEED}, TO_SERVER),
     "policies": Bench(
-        "every scheduling policy under three simulated loads", _policies, {WHAT: POLICIES | SEED | OUT}
+        "every scheduling policy under four simulated loads", _policies, {WHAT: POLICIES | SEED | OUT}
     ),
     "compare": Bench(COMPARE_HELP, _compare, {"": COMPARE}, "BEFORE AFTER [options]"),
 }

@@ -207,7 +207,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     from infer.engine.cache_fit import cache_share
     from infer.tools.memory_plan import format_bytes, in_form
 
-    cache = plan.cache
+    cache, num_planes = plan.cache, plan.layout.num_planes
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
         ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
@@ -217,7 +217,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             "KV cache",
             cache.num_bytes,
             f"{cache.num_blocks} blocks of {cache.block_size} tokens"
-            + (f" in {plan.layout.num_planes} layers" if cache.num_tables > 1 else "")
+            + (f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else "")
             + f": {cache.num_tokens:,} tokens, "
             f"{format_bytes(cache.bytes_per_token)} each",
         ),

@@ -21,6 +21,7 @@ from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.profile import DeviceProfile, SchedulingProfile, StepDefaults
 from infer.config.settings import EngineConfig
+from infer.config.unused import unused_knobs
 from infer.errors import ConfigError
 
 MAX_DRAFTS: Final = 8  # that one sequence computes in a step; tables with a window have room for them
@@ -111,6 +112,7 @@ class ResolvedConfig(ModelFacts):
     record_cpu_step: bool
     deterministic: bool
     reasons: Mapping[str, str]  # of decisions that the settings left open, by the name of the knob
+    overruled: Mapping[str, str]  # knobs that another knob turns off: what they are instead, and why
 
     @property
     def has_fixed_kv_scales(self) -> bool:
@@ -152,6 +154,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         record_cpu_step=run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
+        overruled=_overruled(config, scheduler, model),
     )
 
 
@@ -364,9 +367,15 @@ def _reasons(
     if config.scheduler.prefill_tokens_while_decoding is None and mixed is not None:
         size = "small" if model.is_small(machine.profile) else "large"
         reasons["prefill_tokens_while_decoding"] = f"{mixed} is the default for a {size} model on {where}"
-    if config.cache.use_prefix_caching and not config.cache.caches_prefixes:
-        reasons["use_prefix_caching"] = f"off, because kv_cache_backend is {config.cache.kv_cache_backend}"
-    cache = config.cache
-    if cache.kv_cache_backend == "contiguous" and cache.block_size != type(cache)().block_size:
-        reasons["block_size"] = f"{model.max_seq_len} (max_seq_len), because kv_cache_backend is contiguous"
     return reasons
+
+
+def _overruled(config: EngineConfig, scheduler: ResolvedScheduler, model: ModelFacts) -> dict[str, str]:
+    """Return what became of knobs that another knob turns off, and why."""
+    cache, found = config.cache, dict[str, str]()
+    if cache.use_prefix_caching and not cache.caches_prefixes:
+        found["use_prefix_caching"] = f"off, because kv_cache_backend is {cache.kv_cache_backend}"
+    if cache.kv_cache_backend == "contiguous" and cache.block_size != type(cache)().block_size:
+        found["block_size"] = f"{model.max_seq_len} (max_seq_len), because kv_cache_backend is contiguous"
+    decided = {name: getattr(scheduler, name) for name in ("max_batch_size", "max_num_batched_tokens")}
+    return found | {name: f"without effect: {why}" for name, why in unused_knobs(config, decided)}

@@ -195,6 +195,9 @@ class CacheConfig:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
             if self.num_blocks is not None:
                 raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
+        size = "num_blocks" if self.num_blocks is not None else "kv_cache_memory"
+        if self.kv_cache_share is not None and getattr(self, size) is not None:
+            raise ConfigError(f"{size} and kv_cache_share both size the KV cache; give one of them")
 
     @property
     def keeps_cache(self) -> bool:
@@ -276,7 +279,11 @@ class SchedulerConfig:
     max_wait_steps: int = knob(
         1000, "steps after which a waiting sequence goes first whatever the policy says"
     )
-    max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
+    max_decode_gap: int = knob(
+        8,
+        "steps in a row that may leave a decoding sequence out, for prompts (prefill_first) or for want of "
+        "tokens in a step; where a step has too few, sequences take turns and this may be exceeded",
+    )
     max_queue: int | None = knob(
         None,
         "sequences that may wait for an engine, beside those that its free places will take; more are "
@@ -426,7 +433,10 @@ class ServerConfig:
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
-    metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
+    metrics_prefix: str = knob(
+        "infer",
+        "prefix of a second name for every metric, beside infer_; vllm: the names in dashboards made for vLLM",
+    )
     access_log: bool = knob(True, "log one line per request")
     unknown_fields: str = knob(
         "ignore",

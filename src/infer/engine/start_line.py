@@ -17,7 +17,6 @@ from infer.cache.memory import CacheSize, format_bytes
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import FAST_PRODUCTS_COST
 
-OVERRULED = ("use_prefix_caching", "block_size")  # knobs that another knob may turn off
 PRODUCTS = {"exact": "exact", "fast": f'"fast, activations in 8 bits: {FAST_PRODUCTS_COST}"'}
 
 
@@ -48,7 +47,7 @@ def describe_engine(
         else kv_cache_dtype(config),
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
-    notes = [f"{name} is {config.reasons[name]}" for name in OVERRULED if name in config.reasons]
+    notes = [f"{name} is {why}" for name, why in config.overruled.items()]
     return f'{line} note="{"; ".join(notes)}"' if notes else line
 
 

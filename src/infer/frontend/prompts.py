@@ -32,7 +32,7 @@ from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams, check_int
 from infer.scheduling.request import Request
-from infer.tokenizer.chat_template import ChatTemplate, Opening, find_template
+from infer.tokenizer.chat_template import CHECKPOINT, ChatTemplate, Opening, find_template
 from infer.tokenizer.fim import find_gap_marks
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -111,6 +111,14 @@ class PromptEncoder:
     def has_chat_template(self) -> bool:
         """Whether conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
+
+    @property
+    def template_in_use(self) -> str:
+        """The chat template that conversations are written with, for the log; "": there is none."""
+        if not isinstance(self._template, ChatTemplate):
+            return ""
+        is_own = self._template.name == CHECKPOINT
+        return f'"{CHECKPOINT}, as shipped with the model"' if is_own else self._template.name
 
     def reads_option(self, name: str) -> bool:
         """Whether the chat template reads a keyword of `template_options`."""

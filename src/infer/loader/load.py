@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -128,14 +129,16 @@ def load_model(
     is_cached = len(left) < len(moves)
     label = f"loading {source.name}"
     if codes.projections and not is_cached:
-        label += f", rounding weights to {rule.label}"  # what of these has another form, the start line says
+        schemes = Counter(projection.scheme for projection in codes.projections.values())
+        forms = "+".join(name for name, _ in schemes.most_common())  # a head may have a form of its own
+        label += f", rounding weights to {forms}"
         is_silent = show_progress and not sys.stderr.isatty()  # a line says what a bar would show
         level = logging.WARNING if is_silent else logging.INFO
         log.log(
             level,
             "weights are rounded while they are loaded matrices=%d to=%s",
             len(codes.projections),
-            rule.label,
+            forms,
         )
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:

@@ -45,6 +45,7 @@ from infer.errors import EngineError
 from infer.scheduling.plan import Chunks
 from infer.scheduling.sequence import (
     DECODE_LEN,
+    LEFT_OUT,
     LINES,
     NEXT_COMMIT,
     NO_ROW,
@@ -73,6 +74,7 @@ class BatchState:
     num_samples: np.ndarray
     row: np.ndarray
     seq_id: np.ndarray
+    left_out: np.ndarray
 
     def __init__(self, max_sequences: int, max_blocks: int, *, block_size: int, num_tables: int = 1) -> None:
         self.block_size = block_size
@@ -116,7 +118,8 @@ class BatchState:
             seq.drafts = ()
         self._free_rows.append(seq.row)
         seq.column = columns[:, place : place + 1].copy()
-        seq.column[[NUM_RESERVED, NEXT_COMMIT, DECODE_LEN, NUM_PLANNED, ROW], 0] = 0, 0, 1, 0, NO_ROW
+        reset = [NUM_RESERVED, NEXT_COMMIT, DECODE_LEN, NUM_PLANNED, ROW, LEFT_OUT]
+        seq.column[reset, 0] = 0, 0, 1, 0, NO_ROW, 0
         seq.is_running, seq.cells, seq.place = False, cells_of(seq.column), 0
         columns[:, place : end - 1] = columns[:, place + 1 : end]
         del sequences[place]
@@ -169,8 +172,24 @@ class BatchState:
         """Clear the plan; of each column the tokens it is behind, and whether one decode step is enough."""
         self.num_planned.fill(0)
         self.num_steady = 0
-        pending = np.minimum(self.num_tokens, self.limit) - self.num_computed
+        pending = self._pending()
         return pending, pending == self.decode_len
+
+    def _pending(self) -> np.ndarray:
+        pending: np.ndarray = np.minimum(self.num_tokens, self.limit) - self.num_computed
+        return pending
+
+    def count_left_out(self) -> bool:
+        """Count this step for the columns that could decode and are not planned; returns if there are any."""
+        is_left_out = (self._pending() == self.decode_len) & (self.num_planned == 0)
+        self.left_out += 1
+        self.left_out *= is_left_out
+        return bool(is_left_out.any())
+
+    def due_first(self, places: np.ndarray, due_after: int) -> np.ndarray:
+        """These columns, but those left out for `due_after` steps go first, the longest left out leading."""
+        left_out = self.left_out[places]
+        return places[np.where(left_out >= due_after, -left_out, 0).argsort(kind="stable")]
 
     def planned_chunks(self, *, decodes_all: bool, in_turn: bool = False) -> Chunks:
         """The chunks of all columns that are planned, in their turn or in the order of the columns.

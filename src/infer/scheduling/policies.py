@@ -2,11 +2,12 @@
 
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
-    decode_round_robin   like fcfs, but the turn to decode goes round
+    decode_round_robin   like fcfs, but where a step has too few tokens, each that decodes has the same share
     priority             the request's `priority`, smaller first; then arrival
     deadline             the nearest `deadline` first, those without one last; then arrival
 
-Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long.
+Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and lets
+one go first that has been left out of too many steps.
 """
 
 from __future__ import annotations

@@ -12,8 +12,12 @@ has, so prompts never fight each other half way. When the cache is full the runn
 largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
 
 No sequence waits for ever: one that has waited `max_wait_steps` for its next token, preemptions included, is
-promoted to the front of every policy and is then the last to be preempted; one that is one behind is
-served at least every `max_decode_gap` steps.
+promoted to the front of every policy and is then the last to be preempted. A sequence that decodes is left
+out of at most `max_decode_gap` steps in a row, or of as many as the budget forces: R sequences, of which a
+step serves S, take ceil(R / S) steps. So those left out for long go first in time for the last of them:
+
+    R 9, S 4, max_decode_gap 5      three steps serve all, so a sequence is due after being left out 3 times
+    left out at most 5 times        3, and 2 more while the others that are due go before it
 
 The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
 GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.
@@ -72,8 +76,10 @@ class Scheduler:
         self._waiting = WaitingQueue(config.max_wait_steps)
         self._num_beams = 0  # running
         self._slots_used = 0  # running sequences, counting those a running one will fork into
-        self._decode_gap = 0  # steps in a row in which a sequence that decodes was left out
+        self._has_left_out = False  # a sequence that could decode was not in the last plan
+        self._due_after = 0  # steps after which a sequence that was left out goes first
         self._rotation = 0
+        self._goes_round = False  # sequences take turns to decode in the step being planned
         self._recent_tokens, self._counted_at = 0.0, 0  # of prompts in the last steps, as of that step
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
@@ -156,13 +162,15 @@ class Scheduler:
         prompts: list[Sequence] = []
         if num_decoding < len(self.running):
             prompts = [self.running[place] for place in ((pending > 0) & ~decodes).nonzero()[0].tolist()]
-        if self.policy.rotates and num_decoding:
+        self._due_after = self._steps_until_due(num_decoding)
+        self._goes_round = self.policy.rotates and num_decoding + state.num_drafts > self._token_budget
+        if self._goes_round:
             self._rotation %= num_decoding
             places = np.roll(places, -self._rotation)
 
         if self.config.batching_mode == "static":
             self._plan_static(places, prompts, draft)
-        elif self.policy.prompts_first and self._decode_gap < self.config.max_decode_gap:
+        elif self.policy.prompts_first and not self._is_one_due():
             decoding = [self.running[place] for place in places.tolist()]
             self._plan_prompts(prompts, draft)
             self._decode(state.places_of(decoding), num_decoding, draft)
@@ -173,10 +181,12 @@ class Scheduler:
         # whether each sequence that was ready to decode does, and no other
         is_uniform = not prompts and draft.num_tokens - state.num_drafts == num_decoding
         decodes_all = is_uniform and draft.num_turns == 1 and num_decoding == len(self.running)
+        if self._has_left_out:
+            self._has_left_out = state.count_left_out()
         chunks = state.planned_chunks(decodes_all=decodes_all, in_turn=draft.num_turns > 1)
         self.num_planned_tokens = draft.num_tokens
         self.all_decode = is_uniform and len(chunks) == num_decoding > 0
-        if decodes_all and self.keeps_cache and not (may_admit or self._num_beams or self.policy.rotates):
+        if decodes_all and self.keeps_cache and not (may_admit or self._num_beams):
             state.settle()
         return draft.to_plan(self.step, chunks)
 
@@ -261,6 +271,8 @@ class Scheduler:
     def _decode(self, places: np.ndarray, num_behind: int, draft: PlanDraft) -> None:
         """Serve these columns, as far as the budget goes, and preempt from the back for want of blocks."""
         state, first_turn = self.state, draft.num_turns
+        if self._has_left_out:
+            places = state.due_first(places, self._due_after)
         if self._num_beams:
             places = self._with_whole_beams(places, draft.budget)
         left_out: list[Sequence] = []
@@ -269,7 +281,7 @@ class Scheduler:
             left_out = [self.running[place] for place in places[num_fitting:].tolist()]
             places = places[:num_fitting]
         num_served = len(places)
-        has_order = self._num_beams or self.policy.rotates
+        has_order = self._num_beams or self._goes_round
         draft.num_turns += num_served if has_order else 1
         served = places if has_order or num_served < len(self.running) else slice(None)  # a slice is faster
         state.turn[served] = np.arange(first_turn, draft.num_turns) if has_order else first_turn
@@ -280,10 +292,25 @@ class Scheduler:
             if draft.preempted:
                 num_served = int(np.count_nonzero((state.num_planned > 0) & (state.turn >= first_turn)))
         self._rotation += num_served
-        self._decode_gap = self._decode_gap + 1 if num_served < num_behind else 0
+        self._has_left_out = self._has_left_out or num_served < num_behind
         left_places = state.places_of(left_out)
         if draft.preempted and len(left_places) and state.decode_len[left_places[0]] <= draft.budget:
             self._decode(left_places, num_behind - num_served, draft)  # with the tokens of a chunk taken back
+
+    def _steps_until_due(self, num_decoding: int) -> int:
+        """Steps that a sequence may be left out of before it has to go first.
+
+        Then the others that are due, each once, may still go before it.
+        """
+        state, budget, num_steps = self.state, self._token_budget, 1
+        if num_decoding + state.num_drafts > budget:  # a search counts as if all beams were its own
+            longest = max(int(state.decode_len.max()), min(self._num_beams, budget))
+            num_steps = -(-num_decoding // (budget // longest))  # until all have had a turn
+        return max(self.config.max_decode_gap + 1 - num_steps, 0)
+
+    def _is_one_due(self) -> bool:
+        """Whether a sequence that decodes has been left out for as long as it may be."""
+        return int(self.state.left_out.max(initial=0)) >= self._due_after
 
     def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
         """These columns, but for beams that cannot all go on: a step chooses among the offers of all."""

@@ -41,9 +41,10 @@ LINES: Final = (
     "num_samples",  # tokens drawn after the last pending one: n where the sequence is about to fork
     "row",  # where its block tables lie, here and on the device
     "seq_id",
+    "left_out",  # steps in a row in which it was ready to decode and had no turn
 )
 NUM_TOKENS, NUM_COMPUTED, NUM_RESERVED, LIMIT, NEXT_COMMIT, DECODE_LEN = range(6)
-NUM_PLANNED, TURN, NUM_SAMPLES, ROW, SEQ_ID = range(6, 11)
+NUM_PLANNED, TURN, NUM_SAMPLES, ROW, SEQ_ID, LEFT_OUT = range(6, 12)
 NO_ROW: Final = -1
 
 
@@ -96,7 +97,7 @@ class Sequence:
         self.max_total = group.max_total
         self.stop_ids = group.stop_ids
         self.column = np.zeros((len(LINES), 1), dtype=np.int64)  # its counts while it does not run
-        self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id)
+        self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id, 0)
         self.cells = cells_of(self.column)  # where its counts are now: its own column, or the batch's,
         self.place = 0  # and the number of the column there
         self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else

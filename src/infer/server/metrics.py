@@ -8,8 +8,8 @@ no lock, no label lookup. prometheus-client is asked at a scrape, to write what 
     HTTP     ──► ServerMetrics.count_http
     GPU      ──► NVML, asked at the scrape       (tools/nvml.py; nothing on a CPU)
 
-The names are those of vLLM's dashboards with the prefix `infer_`; `--metrics-prefix vllm` writes `vllm:`
-instead, and such a dashboard works as it is.
+The names are those of vLLM's dashboards with the prefix `infer_`. `--metrics-prefix vllm` writes every series
+under vLLM's own name as well (`vllm:`), so that a dashboard made for vLLM works as it is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "grammar_failures": ("constraints not compiled", lambda s: s.num_grammar_failures),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
-    "iteration_tokens_total": (
+    "iteration_tokens": (
         "tokens the model saw in a step",
         lambda s: _filled(STEP_TOKENS, s.step_sizes, s.num_step_tokens),
     ),
@@ -76,6 +76,8 @@ GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = 
     ("gpu_power_watts", "what it draws", lambda r: r.power_watts),
     ("gpu_temperature_celsius", "of the chip", lambda r: r.temperature_celsius),
 )
+OWN_PREFIX = "infer"
+VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that are not the same in vLLM
 LABELS = ("model_name", "engine")
 Rows = Iterable[tuple[tuple[str, ...], float]]  # labels and a value
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -85,7 +87,7 @@ class ServerMetrics(Collector):
     """Every meter of a server, collected for Prometheus."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = f"{prefix}:" if prefix == "vllm" else f"{prefix}_"
+        self.prefix = prefix  # every metric has a second name with this one
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.meters: list[MeteredClient] = []
@@ -130,8 +132,8 @@ class ServerMetrics(Collector):
 
     def sum_with(self, snapshots: Iterable[Mapping[str, Any]]) -> ServerMetrics:
         """The counts of this process and of others; what the engines count themselves is taken from here."""
-        total = ServerMetrics(self._prefix)
-        total._prefix, total.startup_s = self._prefix, self.startup_s
+        total = ServerMetrics(self.prefix)
+        total.startup_s = self.startup_s
         total.meters = [MeteredClient(meter.client, meter.labels, meter.cache) for meter in self.meters]
         by_labels = {meter.labels: meter for meter in total.meters}
         for snapshot in (self.snapshot(), *snapshots):
@@ -151,7 +153,13 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, as prometheus-client wants it."""
+        """Yield every metric, as prometheus-client wants it, and again under its second name."""
+        for metric in self._collect():
+            yield metric
+            if self.prefix != OWN_PREFIX:
+                yield _renamed(metric, self.prefix)
+
+    def _collect(self) -> Iterator[Metric]:
         meters = [(meter, meter.stats()) for meter in self.meters]
         for name, (text, gauge) in GAUGES.items():
             yield self._gauge(name, text, [(meter.labels, gauge(meter)) for meter, _ in meters])
@@ -167,13 +175,13 @@ class ServerMetrics(Collector):
         yield from self._collect_requests()
 
     def _gauge(self, name: str, text: str, rows: Rows, labels: Sequence[str] = LABELS) -> Metric:
-        return _filled_family(GaugeMetricFamily(self._prefix + name, text, labels=labels), rows)
+        return _filled_family(GaugeMetricFamily(f"{OWN_PREFIX}_{name}", text, labels=labels), rows)
 
     def _counter(self, name: str, text: str, rows: Rows, labels: Sequence[str] = LABELS) -> Metric:
-        return _filled_family(CounterMetricFamily(self._prefix + name, text, labels=labels), rows)
+        return _filled_family(CounterMetricFamily(f"{OWN_PREFIX}_{name}", text, labels=labels), rows)
 
     def _histogram(self, name: str, text: str, rows: Iterable[tuple[tuple[str, str], Histogram]]) -> Metric:
-        family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
+        family = HistogramMetricFamily(f"{OWN_PREFIX}_{name}", text, labels=LABELS)
         for labels, histogram in rows:
             family.add_metric(labels, histogram.cumulative(), histogram.total)
         return family
@@ -197,7 +205,7 @@ class ServerMetrics(Collector):
             for reason in FINISH_REASONS  # also those that never happened: a rate needs a start
         ]
         yield self._counter("request_success", "requests that ended", ends, (*LABELS, "finished_reason"))
-        cache = Metric(self._prefix + "cache_config_info", "the KV cache, in labels", "gauge")
+        cache = Metric(f"{OWN_PREFIX}_cache_config_info", "the KV cache, in labels", "gauge")
         for meter in self.meters:
             labels = dict(zip(LABELS, meter.labels, strict=True)) | meter.cache_labels
             cache.add_sample(cache.name, labels, 1.0)
@@ -209,6 +217,17 @@ class ServerMetrics(Collector):
         yield self._counter("http_clients_gone", "left early", [((), self._num_gone)], ())
         yield self._gauge("http_requests_active", "being served", [((), self.num_active)], ())
         yield self._gauge("startup_time_seconds", "until ready", [((), self.startup_s)], ())
+
+
+def _renamed(metric: Metric, prefix: str) -> Metric:
+    """A copy of a metric under the name that dashboards with another prefix read."""
+    name = metric.name.removeprefix(f"{OWN_PREFIX}_")
+    new_name = f"vllm:{VLLM_NAMES.get(name, name)}" if prefix == "vllm" else f"{prefix}_{name}"
+    copy = Metric(new_name, metric.documentation, metric.type)
+    copy.samples = [
+        sample._replace(name=new_name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    return copy
 
 
 def _filled_family(family: CounterMetricFamily | GaugeMetricFamily, rows: Rows) -> Metric:

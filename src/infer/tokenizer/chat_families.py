@@ -6,7 +6,8 @@ because a chat format is made of special tokens, and a model that was trained on
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
     <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on; with [ARGS] v11
 
-The first row that fits wins. A base model whose vocabulary has no such token fits none, and is told so.
+The first row that fits wins. A model that fits none uses the template it was shipped with (Mistral 7B v0.1
+and v0.2, Mixtral 8x7B, Llama 2: their formats are plain text); a base model has none, and is told so.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ arguments that are no JSON) is refused, and so is a conversation beyond the limi
 work a request can cause before its tokens are counted.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
-the model type and from the special tokens the vocabulary has. They run in a sandbox
-(sandbox.py), with limits on what a conversation can make of them.
+the model type and from the special tokens the vocabulary has. A model that fits no family uses the template
+that it was shipped with. Templates run in a sandbox (sandbox.py), with limits on what a conversation can
+make of them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from infer.tokenizer.chat_families import FAMILIES, templates_directory
 from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
 
+CHECKPOINT = "checkpoint"  # the name of the template that was shipped with a model
 GUARD = "\ufdd2"  # a code point that Unicode reserves for use inside programs; users' own are dropped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -194,15 +196,16 @@ class ChatTemplate:
 
 
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
-    """Choose a model's chat template: the override, or our own for its family.
+    """Choose a model's chat template: the override, our own for its family, or the one it was shipped with.
 
     `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model, or 'family'
     for ours, which is the default for models that fit one.
     """
+    published = tokenizer.published_chat_template
     if override == "checkpoint":
-        if tokenizer.published_chat_template is None:
+        if published is None:
             raise ConfigError("--chat-template checkpoint: this model was shipped without a chat template")
-        return ChatTemplate(tokenizer.published_chat_template, tokenizer, name="checkpoint")
+        return ChatTemplate(published, tokenizer, name=CHECKPOINT)
     if override not in (None, "family"):
         try:
             source = Path(override).read_text(encoding="utf-8")
@@ -213,10 +216,13 @@ def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = 
         if family.fits(model_type, tokenizer):
             source = (templates_directory() / f"{family.template}.jinja").read_text(encoding="utf-8")
             return ChatTemplate(source, tokenizer, name=family.template)
+    if published is not None and override is None:  # trained on a format of its own, or on one without tokens
+        return ChatTemplate(published, tokenizer, name=CHECKPOINT)
     raise ConfigError(
         f"no chat template for model type {model_type!r} with this vocabulary (a base model has none); "
-        f"give one with --chat-template FILE, use the model's own with --chat-template checkpoint, "
-        f"or add FAMILY.jinja to {templates_directory()} and a row to tokenizer/chat_families.py"
+        f"give one with --chat-template FILE, use the model's own, if it has one, with "
+        f"--chat-template checkpoint, or add FAMILY.jinja to {templates_directory()} and a row to "
+        "tokenizer/chat_families.py"
     )
 
 

@@ -53,10 +53,12 @@ def test_a_simulated_run_is_the_same_every_time() -> None:
 
 def test_the_sweep_shows_what_policies_do() -> None:
     rows = {row.name: row.figures for row in sweep(num_requests=60)}
-    assert len(rows) == 15
+    assert len(rows) == 20
     urgent, plain = rows["mixed priority"], rows["mixed fcfs"]
     assert urgent["ttft_p50_s"].median <= plain["ttft_p50_s"].median
     assert rows["shared_prefix fcfs"]["cache_hit_share"].median > 0.5
+    round_robin, plain = rows["forks decode_round_robin"], rows["forks fcfs"]
+    assert round_robin["itl_p99_s"].median < plain["itl_p99_s"].median / 2, "all have the same share of steps"
 
 
 def test_a_trace_keeps_its_shared_prefixes() -> None:

@@ -137,6 +137,38 @@ def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
     assert planned(infer, shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
 
 
+@pytest.mark.parametrize(
+    ("settings", "file"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "config.json"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}, "config.json"),
+        ({"quant_algo": "FP8"}, "hf_quant_config.json"),
+        ({"quant_method": "fbgemm_fp8"}, "config.json"),
+    ],
+)
+def test_fp8_is_planned_alike_whatever_the_config_calls_it(
+    infer: Infer, tmp_path: Path, settings: dict[str, Any], file: str
+) -> None:
+    raw = LLAMA_8B
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    expected = planned(infer, config, "--gpu-memory", "24GiB")["weights"]
+    if file == "config.json":
+        config.write_text(json.dumps(raw | {"quantization_config": settings}))
+    else:
+        config.write_text(json.dumps(raw))
+        whole = {"producer": {"name": "modelopt"}, "quantization": settings}
+        (tmp_path / file).write_text(json.dumps(whole))
+    assert planned(infer, config, "--gpu-memory", "24GiB")["weights"] == expected
+
+
+def test_another_format_of_modelopt_is_refused_by_name(infer: Infer, tmp_path: Path) -> None:
+    raw = LLAMA_8B | {"quantization_config": {"quant_algo": "NVFP4"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    outcome = infer("plan", str(tmp_path / "config.json"), "--gpu-memory", "24GiB")
+    assert outcome.code == 2 and "is quantized with 'modelopt NVFP4', which is not supported" in outcome.err
+
+
 def test_a_config_that_is_not_there_is_no_hub_id(infer: Infer) -> None:
     outcome = infer("plan", "nope/config.json")
     assert outcome.code == 2
@@ -406,3 +438,8 @@ def test_a_bandwidth_that_is_none(infer: Infer, shape: Path) -> None:
     assert (
         outcome.code == 2 and "--bandwidth must be a number of GB per second above 0, got -1" in outcome.err
     )
+
+
+def test_one_layer_is_a_layer(infer: Infer, tmp_path: Path) -> None:
+    make_checkpoint("gemma3", tmp_path / "m")  # one layer with a window and one without: a table for each
+    assert " tokens in 1 layer: " in infer("plan", str(tmp_path / "m")).out

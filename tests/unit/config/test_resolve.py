@@ -157,7 +157,7 @@ def test_the_start_line_says_that_contiguous_slots_have_a_size_of_their_own() ->
     config = resolved(CPU, kv_cache_backend="contiguous", block_size=8)
     line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=("c", "c"))
     assert line.endswith('; block_size is 4096 (max_seq_len), because kv_cache_backend is contiguous"')
-    assert "block_size" not in resolved(CPU, block_size=8).reasons
+    assert "block_size" not in resolved(CPU, block_size=8).overruled
 
 
 def test_deterministic_needs_a_kernel_that_can() -> None:
@@ -166,3 +166,9 @@ def test_deterministic_needs_a_kernel_that_can() -> None:
         resolved(GPU, deterministic=True, attention_backend="flash")
     with pytest.raises(ConfigError, match="deterministic needs the attention kernel in C"):
         resolved(Machine(device="cpu"), deterministic=True)
+
+
+def test_the_start_line_names_knobs_without_effect() -> None:
+    config = resolved(CPU, swap_blocks=4, preemption="recompute")
+    line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=("c", "c"))
+    assert line.endswith('note="swap_blocks is without effect: preemption is recompute"')

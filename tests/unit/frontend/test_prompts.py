@@ -36,6 +36,7 @@ def encoder_of(folder: Path, **knobs: Any) -> PromptEncoder:
 
 def test_a_model_that_came_without_a_template_may_not_know_its_familys(folder: Path) -> None:
     encoder = encoder_of(folder)
+    assert encoder.template_in_use == "gemma3"
     assert encoder.has_chat_template and not encoder.ships_chat_template
     warning = encoder.template_warning
     assert warning is not None
@@ -66,11 +67,22 @@ def test_a_model_that_came_with_a_template_is_a_chat_model(folder: Path) -> None
     assert encoder.ships_chat_template and encoder.template_warning is None
 
 
+def test_a_model_of_no_family_is_talked_to_with_the_template_it_came_with(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    encoder = encoder_of(tmp_path / "gpt2")
+    assert encoder.has_chat_template and encoder.ships_chat_template and encoder.template_warning is None
+    assert encoder.template_in_use == '"checkpoint, as shipped with the model"'
+    message = [{"role": "user", "content": "hi"}]
+    asked = encoder_of(tmp_path / "gpt2", chat_template="checkpoint")
+    assert encoder.encode_chat(message) == asked.encode_chat(message) == encoder.encode("<hi>")
+
+
 def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2")
     encoder = encoder_of(tmp_path / "gpt2")
     assert not encoder.has_chat_template and not encoder.ships_chat_template
-    assert encoder.template_warning is None
+    assert encoder.template_warning is None and encoder.template_in_use == ""
 
 
 def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -> None:

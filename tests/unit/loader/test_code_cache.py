@@ -123,7 +123,7 @@ def test_without_a_terminal_a_line_stands_for_the_bar_while_weights_are_rounded(
     assert [message.partition("=")[0] for message in caplog.messages] == [
         "weights are rounded while they are loaded matrices"
     ]
-    assert caplog.text.rstrip().endswith("to=int4")
+    assert caplog.text.rstrip().endswith("to=int4+int8")
 
 
 def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
@@ -213,6 +213,16 @@ def test_plain_numbers_and_the_codes_of_files_are_not_kept(tmp_path: Path, folde
     load(tmp_path / "q", "auto")  # its head is plain, and becomes int8
     sizes = [file.stat().st_size for file in folder.iterdir()]
     assert sizes and max(sizes) < 300 * 64 * 2
+
+
+def test_the_log_names_the_form_of_what_is_rounded_not_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint_of(tmp_path / "m")
+    quantize_checkpoint(resolve_model(str(path)), tmp_path / "q", Recipe(scheme="gptq", group_size=32))
+    with caplog.at_level("INFO"):
+        load(tmp_path / "q", "auto")  # its layers have 4 bits already; its head is plain, and becomes int8
+    assert "weights are rounded while they are loaded matrices=1 to=int8" in caplog.text
 
 
 def test_a_disk_that_cannot_take_them_is_a_line_in_the_log(

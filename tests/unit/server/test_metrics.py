@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,8 +13,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from infer.bench.scrape import read_counters
 from infer.client.client import InProcessClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
@@ -26,6 +29,7 @@ from infer.server.fleet.metered_client import FIRST_TOKEN_S, REQUEST_S, TOKEN_S,
 from infer.server.metrics import ServerMetrics
 from infer.server.protocol.stream import merge
 from infer.server.state import RequestRecord, recording
+from infer.tools.nvml import GpuReading
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, make_state, outputs_of
@@ -314,6 +318,64 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize(("prefix", "second"), [("vllm", "vllm:"), ("our", "our_")])
+def test_a_prefix_adds_names_and_takes_none_away(prefix: str, second: str) -> None:
+    def values(page: str, start: str) -> list[str]:
+        return [line.removeprefix(start) for line in page.splitlines() if line.startswith(start)]
+
+    plain = Site().request("GET", "/metrics").text
+    page = Site(metrics_prefix=prefix).request("GET", "/metrics").text
+    own = [line.split("{")[0] for line in values(plain, "infer_") if "startup" not in line]
+    assert own == [line.split("{")[0] for line in values(page, "infer_") if "startup" not in line]
+    renamed = [line.replace("iteration_tokens_total", "iteration_tokens") for line in values(page, second)]
+    assert renamed == values(page, "infer_"), "with the same values"
+    assert len(values(page, "vllm:iteration_tokens_total_count")) == (prefix == "vllm")
+    assert read_counters(page) == read_counters(plain), "and a series is counted once"
+
+
+ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
+UNITS = {"seconds", "bytes", "celsius", "watts", "meters", "grams", "volts", "amperes", "joules", "kelvin"}
+SCALED = re.compile(r"^(nano|micro|milli|centi|deci|deca|hecto|kilo|mega|giga|tera|peta|kibi|mebi|gibi|tebi)")
+
+
+def lint(family: Metric) -> list[str]:
+    """What promtool's `check metrics` has against a family, rule by rule."""
+    words, names = family.name.split("_"), {sample.name for sample in family.samples}
+    labels = {label for sample in family.samples for label in sample.labels}
+    is_counter, is_histogram = family.type == "counter", family.type in ("histogram", "summary")
+    found = {
+        "no help": not family.documentation.strip(),
+        "a counter without _total": is_counter and not all(name.endswith("_total") for name in names),
+        "_total without a counter": not is_counter and family.name.endswith("_total"),
+        "the end of a histogram": family.name.endswith(("_bucket", "_count", "_sum")),
+        "the label of a histogram": not is_histogram and bool(labels & {"le", "quantile"}),
+        "its type in the name": bool({"gauge", "counter", "histogram", "summary"} & set(words)),
+        "a colon": ":" in family.name,
+        "capital letters": family.name != family.name.lower(),
+        "an abbreviated unit": bool(ABBREVIATIONS & set(words)),
+        "a unit that is not a base unit": any(
+            SCALED.match(word)
+            and SCALED.sub("", word) in UNITS
+            or word in ("minutes", "hours", "days", "bits")
+            for word in words
+        ),
+    }
+    return [rule for rule, is_broken in found.items() if is_broken]
+
+
+def test_names_follow_the_rules_that_promtool_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.server.metrics.read_gpu", lambda name: GpuReading(1, 2, 0.5, 0.5, 90.0, 40.0))
+    metrics = ServerMetrics("infer")
+    client = FakeClient()
+    monkeypatch.setattr(client, "stats", lambda: EngineStats(gpu="GPU-1"))
+    metrics.add("m", client)
+    families = list(metrics.collect())
+    assert any("gpu" in family.name for family in families)
+    assert {family.name: lint(family) for family in families if lint(family)} == {}
+    bad = HistogramMetricFamily("infer_steps_total", "")
+    assert lint(bad) == ["no help", "_total without a counter"]
+
+
 def test_the_vllm_prefix_gives_every_series_its_dashboards_read() -> None:
     site = Site(metrics_prefix="vllm")
     response = site.request("GET", "/metrics")
@@ -404,7 +466,7 @@ def test_steps_and_cache_are_the_engine_s_own(oracle: LLM, client: InProcessClie
     assert (steps[0], steps[1]) == (3, 1), "one step for the prompt of 5, three of one token"
     assert after.num_step_tokens - before.num_step_tokens == 5 + 3
     page = wire_app.state.metrics.text().decode()
-    sizes = f'infer_iteration_tokens_total_count{{engine="0",model_name="tiny"}} {float(after.num_steps)}'
+    sizes = f'infer_iteration_tokens_count{{engine="0",model_name="tiny"}} {float(after.num_steps)}'
     assert sizes in page
     assert (
         'infer_cache_config_info{block_size="4",engine="0",model_name="tiny",num_gpu_blocks="256"} 1.0'

@@ -174,6 +174,61 @@ def test_an_unknown_family_is_told_where_a_template_goes() -> None:
     assert "--chat-template checkpoint" in str(caught.value)
 
 
+# Templates as such models are shipped with them, written for these tests: marks of plain text between turns.
+MISTRAL_V1 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('no such role: ' + m['role']) }}{% endif %}{% endfor %}"
+)
+MIXTRAL = MISTRAL_V1.replace("m['content'] + eos_token", "' ' + m['content'] + eos_token")
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set head = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set head = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + (head if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "the inner abc  "},
+    {"role": "assistant", "content": "er </s> in"},
+    {"role": "user", "content": "[INST] a\n"},
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shipped", "messages"),
+    [
+        ("mistral", MISTRAL_V1, TURNS),
+        ("mixtral", MIXTRAL, TURNS),
+        ("llama", MIXTRAL, TURNS[:1]),  # a GGUF file calls it llama
+        ("llama", LLAMA2, [{"role": "system", "content": "be brief"}, *TURNS]),
+        ("llama", LLAMA2, TURNS),
+    ],
+)
+def test_a_model_of_no_family_uses_the_template_it_was_shipped_with(
+    model_type: str, shipped: str, messages: list[dict[str, str]]
+) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    tokenizer = Tokenizer.from_gguf(spm_metadata() | {"tokenizer.chat_template": shipped})
+    template = find_template(model_type, tokenizer)
+    assert template.name == "checkpoint"
+    (expected,), _ = utils.render_jinja_template(
+        [messages], chat_template=shipped, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert template.render(messages).replace(GUARD, "") == expected
+    ids = template.encode_chat(messages)
+    assert ids.count(tokenizer.bos_id or 0) == expected.count("<s>")
+    with pytest.raises(ConfigError, match="no chat template for model type"):
+        find_template(model_type, tokenizer, "family")
+
+
+def test_a_family_goes_before_the_template_a_model_was_shipped_with() -> None:
+    metadata = gpt2_metadata(SPECIALS["qwen3"]) | {"tokenizer.chat_template": "{{ messages }}"}
+    assert find_template("qwen3", Tokenizer.from_gguf(metadata)).name == "qwen3"
+
+
 def test_a_file_overrides_the_family(tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")

@@ -35,7 +35,11 @@ from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
-CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
+CONFIG_FILES = (
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+)  # if config.json lacks it
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
 _LEAVES = sorted({leaf for row in FORMATS for leaf in (*row.needs, *row.may_have)}, key=len, reverse=True)
@@ -197,9 +201,22 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
         if settings is not None:
             if not isinstance(settings, Mapping):
                 raise CheckpointError(f"{key!r} in config.json must be an object, got {settings!r}")
-            return settings
+            return _with_method(settings)
     path = next((directory / name for name in CONFIG_FILES if (directory / name).is_file()), None)
-    return {} if path is None else read_json(path, MAX_CONFIG_BYTES)
+    if path is None:
+        return {}
+    found = read_json(path, MAX_CONFIG_BYTES)
+    inner = found.get("quantization")  # ModelOpt puts its settings beside those of its producer
+    return _with_method(inner if isinstance(inner, Mapping) else found)
+
+
+def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings with `quant_method` fp8 where tools that write that format say it in other words."""
+    method, algorithm = settings.get("quant_method"), settings.get("quant_algo")
+    if algorithm and method in (None, "modelopt"):
+        is_fp8 = str(algorithm).upper().startswith("FP8")
+        return {**settings, "quant_method": "fp8" if is_fp8 else f"modelopt {algorithm}"}
+    return {**settings, "quant_method": "fp8"} if method == "fbgemm_fp8" else settings
 
 
 def check_method(settings: Mapping[str, Any]) -> None:

@@ -204,6 +204,8 @@ class Fleet:
         logger.info(
             "model loaded model=%s engines=%d seconds=%.2f%s", model.name, len(model.clients), seconds, told
         )
+        if model.encoder.has_chat_template:
+            logger.info("chat template model=%s template=%s", model.name, model.encoder.template_in_use)
         if model.encoder.template_warning is not None:
             logger.warning("%s", model.encoder.template_warning)
         await self._workers.serve(model, config, labels)

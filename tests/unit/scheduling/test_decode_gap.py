@@ -1,0 +1,107 @@
+"""No sequence that decodes starves, whatever the policy, the budget and the load."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from infer.scheduling.policies import POLICIES
+from tests.support.oracle import OracleWorld, prompt_of
+
+
+class GapWatch:
+    """Follows a world and holds every sequence to the bound that the documents promise.
+
+    A sequence that could decode is left out of at most max(max_decode_gap, ceil(R / S) - 1) steps in a row,
+    with R the most sequences that could decode in one of these steps and S = budget // E, where E is the most
+    tokens that one of them computes in a step: 1, and more with drafts or for a search of that many beams.
+    """
+
+    def __init__(self, world: OracleWorld, longest: int) -> None:
+        self.world, self.num_served = world, world.scheduler.config.max_num_batched_tokens // longest
+        self.left_out: dict[int, tuple[int, int]] = {}  # by sequence: steps in a row, the most that decode
+        self.worst = 0
+
+    def step(self) -> None:
+        """Run one step of the world and look at who was left out of it."""
+        running = list(self.world.scheduler.running)
+        ready = {seq.seq_id for seq in running if seq.num_pending == 1 + len(seq.drafts)}
+        num_plans = len(self.world.plans)
+        self.world.step()
+        for plan in self.world.plans[num_plans:]:
+            served = {chunk.seq_id for chunk in plan.chunks} | set(plan.preempted)
+            before, self.left_out = self.left_out, {}
+            for seq_id in ready - served:
+                steps, most = before.get(seq_id, (0, 0))
+                steps, most = steps + 1, max(most, len(ready))
+                gap = self.world.scheduler.config.max_decode_gap
+                assert steps <= max(gap, -(-most // self.num_served) - 1), (
+                    f"{seq_id} is left out {steps} times"
+                )
+                self.left_out[seq_id] = steps, most
+                self.worst = max(self.worst, steps)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_forks_in_a_small_budget_take_turns_under_every_policy(policy: str) -> None:
+    world = OracleWorld(
+        max_num_batched_tokens=4, max_decode_gap=1, scheduler_policy=policy, num_blocks=600, context_len=320
+    )
+    world.add("a", prompt_of(3), n=8, max_tokens=300)
+    watch = GapWatch(world, longest=1)
+    for _ in range(320):
+        watch.step()
+    assert watch.worst == 1
+    world.run()
+    assert world.verify() == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(9))
+def test_a_sequence_that_decodes_is_left_out_no_longer_than_the_bound(policy: str, seed: int) -> None:
+    """Random budgets, gaps, forks, searches, drafts, priorities and floods of prompts; enough memory."""
+    draw = random.Random(seed)
+    kind = ("plain", "drafts", "beams")[seed % 3]
+    budget = draw.choice((2, 3, 4, 5, 8, 13))
+    chunked = draw.random() < 0.7
+    longest = {"plain": 1, "drafts": min(4, budget), "beams": min(3, budget)}[kind]
+    world = OracleWorld(
+        scheduler_policy=policy,
+        max_num_batched_tokens=budget,
+        max_decode_gap=draw.choice((1, 2, 3, 8)),
+        max_batch_size=draw.choice((4, 9, 16)),
+        use_chunked_prefill=chunked,
+        prefill_chunk_size=draw.choice((2, 5, 64)),
+        num_blocks=1500,
+    )
+    watch = GapWatch(world, longest)
+    num_requests = 0
+    for _ in range(80):
+        if num_requests < 16 and draw.random() < 0.3:
+            length = draw.randint(1, 24 if chunked else budget)
+            fields: dict[str, Any] = {
+                "priority": draw.randint(-3, 3),
+                "deadline": draw.choice((None, draw.random())),
+            }
+            n, max_tokens = draw.choice((1, 1, 2, 4)), draw.randint(1, 30)
+            params: dict[str, Any] = {"n": n}
+            if kind == "beams" and draw.random() < 0.3:
+                params = {"n": longest, "use_beam_search": True, "temperature": 0.0}
+            world.add(
+                str(num_requests),
+                prompt_of(length, num_requests),
+                request=fields,
+                max_tokens=max_tokens,
+                **params,
+            )
+            num_requests += 1
+        if kind == "drafts":
+            for seq in list(world.scheduler.running):
+                is_forked = seq.num_tokens > seq.num_prompt
+                if is_forked and seq.num_pending == 1 and not seq.drafts and draw.random() < 0.3:
+                    world.scheduler.propose(seq, [draw.randrange(900) for _ in range(longest - 1)])
+        watch.step()
+    world.run()
+    assert world.verify() == num_requests
