@@ -391,6 +391,12 @@ class ServerConfig:
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
     served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
+    cache_isolation: str = knob(
+        "none",
+        "who shares cached prefixes: none: everyone, but for their cache_salt; key: requests with the same "
+        "API key, so that no client learns from the time of an answer what others have asked",
+        choices=("none", "key"),
+    )
     admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
     cors_origin: tuple[str, ...] = knob(
         (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
@@ -435,6 +441,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "unknown_fields")
+        check_choice(self, "cache_isolation")
+        if self.cache_isolation == "key" and not self.api_key:
+            raise ConfigError(
+                "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
+                "client an api_key, or leave cache_isolation out"
+            )
         check_positive(self, "max_prompts", "max_n", "replicas")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
             raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")

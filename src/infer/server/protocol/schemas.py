@@ -521,4 +521,5 @@ class EmbeddingRequest(Body):
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
