@@ -1,4 +1,4 @@
-"""Cached prefixes are shared by requests with one salt, and with `cache_isolation=key` by those of one API key."""
+"""Cached prefixes are shared by requests with one salt; with `cache_isolation=key`, by those of one key."""
 
 from __future__ import annotations
 

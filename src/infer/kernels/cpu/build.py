@@ -97,14 +97,6 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _first_error(said: str) -> str:
-    """The line that says why: of a full disk it is the linker's, where the word error comes later."""
-    lines = said.splitlines()
-    reasons = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "error")
-    found = (line.strip() for reason in reasons for line in lines if reason in line)
-    return next(found, "it said nothing")
-
-
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     try:
@@ -118,7 +110,9 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 timeout=TIMEOUT,
             )
             if answer.returncode != 0:
-                raise CBuildError(f"{compiler} failed: {_first_error(answer.stderr)}")
+                lines, words = answer.stderr.splitlines(), (os.strerror(errno.ENOSPC), "error")
+                first = next((line for word in words for line in lines if word in line), "it said nothing")
+                raise CBuildError(f"{compiler} failed: {first.strip()}")
             os.replace(made, path)
     except OSError as error:
         raise CBuildError(f"{path.parent} cannot be written: {error.strerror}") from None
