@@ -27,8 +27,8 @@ from infer import __version__
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.cli.parser import Parser
-from infer.cli.process_limits import check_limits, spell_shortage
 from infer.client.imports import keep_bytecode
+from infer.client.process_limits import check_limits, spell_shortage
 from infer.config.knobs import spell_as_given
 from infer.errors import InferError
 from infer.log import setup_logging
@@ -114,7 +114,7 @@ def _run(words: list[str]) -> int:
         _silence_stdout()
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
             raise
         _silence_stdout()
         print(f"infer: error: cannot write the answer: {error.strerror}", file=sys.stderr)

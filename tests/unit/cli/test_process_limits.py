@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli.process_limits import spell_shortage
+from infer.client.process_limits import spell_shortage
 from infer.config.knobs import parse_bytes
 from infer.kernels.cpu import build
 from infer.kernels.cpu.build import CBuildError, build_library
@@ -39,6 +39,8 @@ def test_a_low_limit_is_named_in_one_line(tmp_path: Path, limit: str, says: str,
         (MemoryError(), "has run out"),
         (RuntimeError("can't start new thread"), "has run out"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "ulimit -v"),
+        (OSError(errno.ENOSPC, "No space left on device", "/cache/kernel.so"), "/cache/kernel.so"),
+        (OSError(errno.ENOSPC, "No space left on device"), None),  # standard output
         (RuntimeError("something else"), None),
     ],
 )

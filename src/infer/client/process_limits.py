@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, InferError
 
 try:
     import resource
@@ -19,6 +19,7 @@ except ImportError:  # not a Unix
 MIN_FILES = 64  # an engine process, its sockets and pipes, an event loop, and files that are being read
 MIN_ADDRESSES = 2**30  # bytes: PyTorch alone maps about 0.8 GB
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
+_NO_DISK = (errno.ENOSPC, errno.EDQUOT)
 _NO_MEMORY = (
     "can't start new thread",
     "not enough memory",
@@ -46,8 +47,12 @@ def check_limits() -> None:
 
 def spell_shortage(error: BaseException) -> str | None:
     """One line about what has run out, or None: the error has another reason."""
+    if isinstance(error, InferError):
+        return None
     if isinstance(error, OSError) and error.errno in _NO_FILES:
         return "too many open files; raise the limit: ulimit -n 1024"
+    if isinstance(error, OSError) and error.errno in _NO_DISK and error.filename is not None:
+        return f"the disk is full: {error.filename} cannot be written; free some space, or set XDG_CACHE_HOME"
     is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_memory or any(words in str(error) for words in _NO_MEMORY):
         return "memory or address space has run out; free some, raise ulimit -v, or take a smaller model"
