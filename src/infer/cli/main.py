@@ -28,6 +28,7 @@ from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.cli.parser import Parser
 from infer.client.imports import keep_bytecode
+from infer.client.process_limits import check_limits, spell_shortage
 from infer.config.knobs import spell_as_given
 from infer.errors import InferError
 from infer.log import setup_logging
@@ -42,6 +43,7 @@ COMMANDS = (
     "serve", "generate", "chat", "run", "fetch", "list", "rm", "quantize", "plan", "doctor", "simulate",
     "replay", "bench",
 )  # fmt: skip
+LIGHT = {"doctor", "fetch", "simulate"}  # commands that load no model
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -72,6 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     _replace_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if "--debug" in words or (shortage := spell_shortage(error)) is None:
+            raise
+        print(f"infer: error: {shortage}", file=sys.stderr)
+        return 2
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     is_named = words[:1] and words[0] in COMMANDS  # then the others need not be imported
@@ -85,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks ends nothing
     try:
+        if words[0] not in LIGHT:
+            check_limits()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -101,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
             raise
         _silence_stdout()
         print(f"infer: error: cannot write the answer: {error.strerror}", file=sys.stderr)

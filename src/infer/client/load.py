@@ -1,4 +1,8 @@
-"""The one way from an `EngineConfig` to loaded weights, for an engine in a thread and one in a process."""
+"""The one way from an `EngineConfig` to loaded weights, for an engine in a thread and one in a process.
+
+A forked child has none of its parent's threads, but PyTorch and OpenMP there believe that they have them, and
+wait for them forever. So a child of a process that has loaded a model computes with one thread.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from infer.tools.memory_plan import check_settings
 
 logger = logging.getLogger(__name__)
 
+_has_hook = False  # a fork of this process is noticed in the child
+_is_forked = False  # a process that was forked after its parent had loaded a model
+
 
 def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
     """Load the model of a config, whose headers these are.
@@ -21,6 +28,7 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
     Settings that no engine could be built with are refused before a weight is read.
     """
     load = config.load
+    _notice_forks()
     if load.num_threads is not None:
         use_threads(load.num_threads)
     return load_model(
@@ -38,8 +46,28 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
 def use_threads(number: int) -> None:
     """Compute with so many threads on the CPU; more than it has are taken, with a warning."""
     num_cpus = os.cpu_count() or 1
+    if _is_forked and number > 1:
+        logger.warning(
+            "a forked child computes with one thread, as its parent had loaded a model; start it by spawn "
+            "for more num_threads=%d",
+            number,
+        )
+        return
     if number > num_cpus:
         logger.warning(
             "more threads than CPUs, so they wait for each other num_threads=%d cpus=%d", number, num_cpus
         )
     torch.set_num_threads(number)
+
+
+def _notice_forks() -> None:
+    global _has_hook
+    if not _has_hook:
+        _has_hook = True
+        os.register_at_fork(after_in_child=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    global _is_forked
+    _is_forked = True
+    torch.set_num_threads(1)

@@ -35,13 +35,14 @@ import zmq
 from infer.client import messages
 from infer.client.imports import quick_imports
 from infer.client.placement import take_place
+from infer.client.process_limits import spell_shortage
 from infer.client.spawn import take_orders
 from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import IDLE_S, Engine
 from infer.engine.gc_freeze import freeze
 from infer.engine.phases import Phases
-from infer.errors import InferError
+from infer.errors import ConfigError, EngineError, InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
 from infer.scheduling.request import StepOutput
@@ -215,6 +216,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             socket.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
             socket.linger = LINGER_MS
             socket.connect(endpoint)
+        kind: type[InferError] = ConfigError  # of what the system does not give, while the model is loaded
         try:
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             with engine.phases("capture"):
@@ -227,12 +229,15 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             ready = messages.encode(messages.Ready(engine.stats(), *served, phases, max_queue))
             for socket in sockets:
                 socket.send(ready)
+            kind = EngineError
             EngineServer(engine, sockets).run()
         except BaseException as error:
-            if not isinstance(error, InferError):
+            shortage = spell_shortage(error)
+            if shortage is None and not isinstance(error, InferError):
                 logger.exception("engine process died")
+            failure = messages.to_failure(error if shortage is None else kind(shortage))
             for socket in sockets:
-                socket.send(messages.encode(messages.to_failure(error)))
+                socket.send(messages.encode(failure))
             return EXIT_FAILED
     return 0
 

@@ -179,6 +179,8 @@ class EngineProcess(EngineLink):
         """Why it is gone before it was ready."""
         if self.last_words is not None and self.last_words.kind != EngineError.__name__:
             return to_error(self.last_words)
+        if self._exit_code is not None and self._exit_code < 0:  # a signal: another try may succeed
+            return EngineStopped(f"{self.exit_reason} while it started")
         lines = "\n".join(self._last_lines)
         return EngineError(f"{self.exit_reason} while it started; its last lines were:\n{lines}")
 

@@ -401,6 +401,12 @@ class ServerConfig:
         (), "another name of a model, as ALIAS=NAME, or ALIAS of the first model; may be repeated"
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
+    cache_isolation: str = knob(
+        "none",
+        "who shares cached prefixes: none: everyone, but for their cache_salt; key: requests with the same "
+        "API key, so that no client learns from the time of an answer what others have asked",
+        choices=("none", "key"),
+    )
     admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
     cors_origin: tuple[str, ...] = knob(
         (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
@@ -435,7 +441,7 @@ class ServerConfig:
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
     metrics_prefix: str = knob(
         "infer",
-        "prefix of a second name for every metric, beside infer_; vllm: the names in dashboards made for vLLM",
+        "prefix of a second name for every metric, beside infer_; vllm: as in dashboards made for vLLM",
     )
     access_log: bool = knob(True, "log one line per request")
     unknown_fields: str = knob(
@@ -452,6 +458,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "unknown_fields")
+        check_choice(self, "cache_isolation")
+        if self.cache_isolation == "key" and not self.api_key:
+            raise ConfigError(
+                "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
+                "client an api_key, or leave cache_isolation out"
+            )
         check_positive(self, "max_prompts", "max_n", "replicas")
         if self.response_store < 0:
             raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")

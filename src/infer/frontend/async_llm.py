@@ -50,7 +50,7 @@ class AsyncLLM(TextModel):
 
     async def close(self) -> None:
         """Stop the engine and let go of it; requests still running, and later calls, get `EngineStopped`."""
-        if self._client is not None:
+        if self._client is not None and not self._is_inherited:
             await self._client.close()
             self._client = None
             collect()
@@ -58,6 +58,7 @@ class AsyncLLM(TextModel):
     @property
     def client(self) -> EngineClient:
         """The client of the engine, until `close`."""
+        self._check_process()
         if self._client is None:
             raise EngineStopped("this AsyncLLM was closed; make another one")
         return self._client
@@ -114,6 +115,7 @@ class AsyncLLM(TextModel):
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
     ) -> list[float]:
         """The vector of a text or of token ids, computed in steps shared with all others; see `LLM.embed`."""
+        self._check_process()
         check_single(prompt)
         given = read_prompt(prompt)
         job = await asyncio.to_thread(
@@ -124,6 +126,7 @@ class AsyncLLM(TextModel):
 
     async def _open(self, open_request: Opener, *given: Any, **options: Any) -> OutputBuilder:
         """Open a request in a thread, as rendering and tokenizing take their time."""
+        self._check_process()
         check_single(given[0])
         return await asyncio.to_thread(open_request, *given, **options)
 

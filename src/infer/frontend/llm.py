@@ -10,11 +10,15 @@ what it would have been alone.
 One thread at a time: a call while another thread is in one raises `EngineError` at once. A second thread may
 take over when the first is done. For many callers at once use `AsyncLLM`, an `LLM` per thread, or a lock.
 
+One process: a forked child has neither the threads nor the GPU of its parent's engine, so calls there raise
+`EngineError`. Make the `LLM` in the child, or start the child by spawn.
+
 A model is large; `llm.close()`, or `with LLM(...) as llm:`, gives its memory back.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +73,7 @@ class TextModel:
             if name in SamplingParams.__dataclass_fields__ and name not in knob_table():
                 raise ConfigError(f"{name} belongs to the params: SamplingParams({name}=...)")
         self.config = EngineConfig.from_knobs(model=model, **knobs)
+        self._process = os.getpid()  # the only process in which the engine has its threads and its GPU
         self.encoder, loaded = open_model(self.config, show_progress=show_progress)
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
@@ -81,6 +86,19 @@ class TextModel:
     def _start(self, engine: Engine) -> None:
         """Take over the engine."""
         raise NotImplementedError
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made the engine."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._is_inherited:
+            raise EngineError(
+                f"this {type(self).__name__} was made before process {os.getpid()} was forked, and its "
+                f"engine works in process {self._process} only; make one in the child, or start it with "
+                'multiprocessing.get_context("spawn")'
+            )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """Return these parameters, and the model's defaults for those that are not given or None."""
@@ -118,6 +136,7 @@ class LLM(TextModel):
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Let one thread in; another that comes meanwhile is refused, for the engine has one thread."""
+        self._check_process()
         if not self._turn.acquire(blocking=False):
             raise EngineError(
                 "this LLM is in a call of another thread, and it serves one thread at a time; use AsyncLLM "
@@ -136,7 +155,7 @@ class LLM(TextModel):
 
     def close(self) -> None:
         """Let go of the weights and the cache; requests still open, and later calls, get `EngineStopped`."""
-        if self._engine is None:
+        if self._engine is None or self._is_inherited:
             return
         with self._in_turn():
             for stream in list(self._streams.values()):
@@ -413,7 +432,7 @@ class TextStream(Iterator[TextDelta]):
 
     def close(self) -> None:
         """End the request, wherever it is; nothing more will come."""
-        if not self._is_closed:
+        if not self._is_closed and not self._llm._is_inherited:
             with self._llm._in_turn():
                 self._is_closed = True
                 self._stream.deltas.clear()

@@ -445,10 +445,18 @@ class EmbeddingJob:
         """The vector of one input, from its hidden state."""
         return to_unit(hidden) if self.normalize else hidden
 
-    def requests(self, next_id: Callable[[], str], deadline: float | None = None) -> list[Request]:
+    def requests(
+        self, next_id: Callable[[], str], deadline: float | None = None, cache_salt: str = ""
+    ) -> list[Request]:
         """A request for each input."""
         return [
-            Request(request_id=next_id(), prompt=prompt, pooling=self.pooling, deadline=deadline)
+            Request(
+                request_id=next_id(),
+                prompt=prompt,
+                pooling=self.pooling,
+                deadline=deadline,
+                cache_salt=cache_salt,
+            )
             for prompt in self.prompts
         ]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineError
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -163,6 +163,11 @@ def load_model(
 def choose_device(device: str) -> torch.device:
     """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here."""
     num_gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device != "cpu" and torch.cuda._is_in_bad_fork():
+        raise EngineError(
+            "this process was forked from one that uses a GPU, and cannot use one itself; start it with "
+            'multiprocessing.get_context("spawn"), load no model before the fork, or set device to cpu'
+        )
     if device == "auto":
         return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
     kind, _, index = device.partition(":")

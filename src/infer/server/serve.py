@@ -147,6 +147,7 @@ async def serve(
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
+            await fleet.end_loads()  # a model that nobody will use
             await drain(state, config.drain_timeout)
             _raise_if_lost(workers)
     finally:

@@ -81,6 +81,7 @@ class RequestRecord:
     path: str = ""  # of the route
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
+    tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
@@ -149,6 +150,15 @@ def engine_id(own_id: str) -> str:
     """An id for the engine that begins with the id the client sees."""
     record = _RECORD.get()
     return own_id if record is None else f"{record.request_id}/{own_id}"
+
+
+def salt_of(given: str | None) -> str:
+    """The cache salt of the current HTTP request: the client's own, behind that of its API key if it has one.
+
+    No salt that a client gives can be another tenant's: each begins with a hash of the same length.
+    """
+    record = _RECORD.get()
+    return (record.tenant if record is not None else "") + (given or "")
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infer.errors import CheckpointError
+from infer.tokenizer.growth import check_growth
 from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core
 
 # tokenizer_class -> how vocab.json + merges.txt of that class cut text
@@ -58,7 +60,11 @@ class _StoredToken(msgspec.Struct):
     special: bool = False
 
 
-class _StoredTokenizer(msgspec.Struct):
+class _StoredNormalizer(msgspec.Struct):
+    normalizer: Any = None
+
+
+class _StoredTokenizer(_StoredNormalizer):
     """What of a tokenizer.json decides whether it can be used as it is."""
 
     added_tokens: list[_StoredToken] = []
@@ -79,6 +85,7 @@ def read_plain_json(path: Path) -> str | None:
         stored = msgspec.json.decode(text, type=_StoredTokenizer)
     except msgspec.MsgspecError:
         return None
+    check_growth(stored.normalizer, file)
     marked = {token.content for token in stored.added_tokens if token.special}
     is_plain = marked.issuperset(_named_special(_read_config(file.parent)))
     return text if is_plain and stored.padding is None and stored.truncation is None else None
@@ -89,8 +96,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    text = _read_text(path)
+    with suppress(msgspec.MsgspecError):  # the library says what is wrong with it
+        check_growth(msgspec.json.decode(text, type=_StoredNormalizer).normalizer, path)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for whatever it cannot read
         raise CheckpointError(f"cannot read {path}: {error}; fetch the file again") from None
 

@@ -18,7 +18,8 @@ with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exa
 
 Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
 Python's lock while it encodes one text, and lets go of it for a batch: long texts are batches of one, so
-that a thread that encodes megabytes stops no other.
+that a thread that encodes megabytes stops no other. So is every text of a vocabulary whose patterns are not
+among those we know: a pattern may be slow.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from tokenizers import AddedToken
 from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
+from infer.tokenizer.growth import check_normalized, growth_of
 from infer.tokenizer.special_text import SpecialText
-from infer.tokenizer.vocabulary import Vocabulary
+from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-LONG_TEXT = 2048  # characters: a millisecond or two of work
+LONG_TEXT = 2048  # characters, normalized: a millisecond or two of work
+_KNOWN_PATTERNS = {pattern for rule in SPLIT_RULES.values() for pattern in rule.patterns}
 
 
 class Tokenizer:
@@ -55,6 +58,8 @@ class Tokenizer:
         vocab = core.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         self._most_chars = _most_chars(core, vocab)
+        self._growth = growth_of(_state(core.normalizer))
+        self._long_text = LONG_TEXT // self._growth if _has_known_patterns(core) else 0
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -108,6 +113,7 @@ class Tokenizer:
             least = (len(text) - text.count(guard) if guard else len(text)) // self._most_chars
             if least > context_len:
                 raise ContextOverflow(least, 1, context_len, is_least=True)
+        check_normalized(len(text), self._growth)
         ids = self._encode_markup(text, guard) if parse_special else self._encode_parts([text], [])
         return self.begin(ids) + self._suffix if add_special else ids
 
@@ -170,7 +176,7 @@ class Tokenizer:
     def _encode_raw(self, text: str) -> list[int]:
         try:
             with library_errors(RequestError):
-                if len(text) < LONG_TEXT:
+                if len(text) < self._long_text:
                     ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
                 else:
                     ids = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -249,9 +255,7 @@ def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
     composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
     unknown token, where there are no byte tokens, stands for any.
     """
-    normalizer: dict[str, Any] = {"type": None}
-    if core.normalizer is not None:
-        normalizer = json.loads(core.normalizer.__getstate__())
+    normalizer = _state(core.normalizer)
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     is_byte_level = core.pre_tokenizer is not None and b"ByteLevel" in core.pre_tokenizer.__getstate__()
     for step in steps:
@@ -267,11 +271,30 @@ def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
     return 2 * max(map(len, vocab), default=1)
 
 
+def _state(part: Any) -> dict[str, Any]:
+    """A part of the library's tokenizer as JSON."""
+    return {"type": None} if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _has_known_patterns(core: Any) -> bool:
+    """Whether text is cut and rewritten only by regular expressions of `SPLIT_RULES`, which are quick."""
+    found = list(_regexes([_state(core.normalizer), _state(core.pre_tokenizer)]))
+    return _KNOWN_PATTERNS.issuperset(found)
+
+
+def _regexes(state: Any) -> Iterator[str]:
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if key == "Regex" and isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            yield from _regexes(value)
+
+
 def _read_decoder(decoder: Any) -> tuple[bool, int]:
     """Whether tokens are byte-level, and how many leading spaces of a text are not the text's own."""
     if decoder is None:
         raise CheckpointError("the tokenizer has no decoder, so its tokens cannot be turned into text")
-    spec = json.loads(decoder.__getstate__())
+    spec = _state(decoder)
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:

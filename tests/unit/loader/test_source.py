@@ -45,6 +45,25 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> Non
     assert "is a pipe, a socket or a device" in refusal("/dev/zero")
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model-2.safetensors", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("is_device", [False, True])
+def test_a_pipe_or_a_device_inside_a_directory_is_refused_too(
+    tmp_path: Path, name: str, is_device: bool
+) -> None:
+    for each in ("config.json", "model.safetensors"):
+        (tmp_path / each).write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    if is_device:
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / name)
+    assert refusal(str(tmp_path)).startswith(
+        f"{tmp_path / name} is a pipe, a socket or a device; the files of"
+    )
+
+
 def test_a_directory_is_used_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_directory(tmp_path / "org" / "tiny-llama", "config.json", "model.safetensors")
     assert resolve_model(str(path)) == ModelSource(path=path, name="tiny-llama", is_gguf=False)

@@ -736,3 +736,29 @@ def test_a_pickle_of_tensors_is_converted(tmp_path: Path) -> None:
     torch.save({"path": Path("a")}, tmp_path / "code.pt")  # an object of a class, however harmless
     with pytest.raises(SystemExit):
         unpickle([str(tmp_path / "code.pt"), str(tmp_path / "other")])
+
+
+def integers(size: int, scales: tuple[int, ...], dtype: torch.dtype = torch.int8) -> Leaves:
+    return {"weight": torch.ones(size, size, dtype=dtype), "weight_scale": torch.ones(scales)}
+
+
+def words_of(qweight: tuple[int, int], size: int) -> Leaves:
+    zeros = torch.zeros(size // 32, size // 8, dtype=torch.int32)
+    scales = torch.ones(size // 32, size, dtype=torch.float16)
+    return {"qweight": torch.zeros(qweight, dtype=torch.int32), "qzeros": zeros, "scales": scales}
+
+
+@pytest.mark.parametrize(
+    ("method", "leaves", "stored_as"),
+    [
+        ("fp8", integers(64, (64, 1)), "compressed-tensors"),
+        ("awq", words_of((8, 64), 64), "gptq"),  # [64, 8], transposed
+        ("gptq", words_of((64, 8), 64), "awq"),
+    ],
+)
+def test_tensors_that_mean_other_numbers_than_the_config_are_refused(
+    method: str, leaves: Leaves, stored_as: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"the config says {method}, but .* those of {stored_as}"):
+        opened(tmp_path, leaves, {"quant_method": method})
+    assert opened(tmp_path, leaves, {"quant_method": stored_as}).format.name == stored_as

@@ -210,7 +210,7 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
         async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
             load = {"name": "b", "model": "x"}
             loading = asyncio.create_task(client.post("/admin/models/load", json=load))
-            while "b" not in fleet._is_loading:
+            while "b" not in fleet._loading:
                 await asyncio.sleep(0)
             alias = await client.post("/admin/models/alias", json={"alias": "b", "name": "fake"})
             again = await client.post("/admin/models/load", json=load)
@@ -220,7 +220,7 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
             going_on.set()
             assert (await loading).json()["max_model_len"] == 9
             assert site.state.models["b"].name == "b" and not site.state.aliases
-            assert not fleet._is_loading
+            assert not fleet._loading
         await fleet.close()
 
     asyncio.run(live())

@@ -11,6 +11,7 @@ renamed into place: two processes that start together both compile, and either r
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -109,9 +110,8 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 timeout=TIMEOUT,
             )
             if answer.returncode != 0:
-                first = next(
-                    (line for line in answer.stderr.splitlines() if "error" in line), "it said nothing"
-                )
+                lines, words = answer.stderr.splitlines(), (os.strerror(errno.ENOSPC), "error")
+                first = next((line for word in words for line in lines if word in line), "it said nothing")
                 raise CBuildError(f"{compiler} failed: {first.strip()}")
             os.replace(made, path)
     except OSError as error:

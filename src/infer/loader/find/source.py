@@ -28,6 +28,7 @@ GGUF_MAGIC = b"GGUF"
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 _FILES = (".gguf", ".json", ".safetensors")  # what ends so is the name of a file, not of a repository
+_READ = (*_FILES, ".jinja", ".txt")  # files of a model directory that are opened
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -135,9 +136,15 @@ def _local(path: Path) -> ModelSource:
 def _checked_directory(path: Path, shown: str) -> Path:
     """Refuse a directory that cannot be a checkpoint, saying what it seems to be instead."""
     try:
-        names = sorted(entry.name for entry in path.iterdir())
+        entries = sorted(path.iterdir())
     except OSError as error:
         raise ModelSourceError(f"cannot read the model directory {shown}: {error.strerror}") from None
+    names = [entry.name for entry in entries]
+    for entry in entries:  # a reader would wait for the writer of a pipe forever
+        if entry.suffix in _READ and not entry.is_dir() and entry.exists() and not entry.is_file():
+            raise ModelSourceError(
+                f"{entry} is a pipe, a socket or a device; the files of a model directory must be plain files"
+            )
     ggufs = [name for name in names if name.endswith(".gguf")]
     if "config.json" not in names:
         advice = f"; to run the GGUF file in it, give {path / ggufs[0]}" if ggufs else ""

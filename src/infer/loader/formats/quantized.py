@@ -8,7 +8,8 @@ integers, where the scheme that keeps it has a place for them (quant/packed.py).
 (stored_formats.py) and schemes in memory know nothing of each other.
 
 Which matrices are quantized is decided by the tensors that are there. Lists of exceptions in a config are not
-read; the rest of it only helps (`Settings`).
+read; the rest of it only helps (`Settings`). A method under which the same bytes would be other numbers is
+refused.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ CONFIG_FILES = (
     "quant_config.json",
     "hf_quant_config.json",
 )  # if config.json lacks it
+# Methods of a config, and formats whose tensors have the same types or shapes: integers that are no fp8
+# numbers, and words packed along the other axis.
+_OTHER_NUMBERS = {("fp8", "compressed-tensors"), ("awq", "gptq"), ("gptq", "awq")}
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
 _LEAVES = sorted({leaf for row in FORMATS for leaf in (*row.needs, *row.may_have)}, key=len, reverse=True)
@@ -131,8 +135,24 @@ def quantized_checkpoint(
         elif f"{module}.weight" not in found:
             leaves = {leaf: tensor for leaf, tensor in modules[module].items() if leaf != "bias"}
             found[f"{module}.weight"] = _quantized(module, leaves, weight_map, hints)
-    _warn_of_contradiction(hints, [each for each in found.values() if isinstance(each, QuantizedTensor)])
+    matrices = [each for each in found.values() if isinstance(each, QuantizedTensor)]
+    _refuse_other_numbers(hints, matrices)
+    _warn_of_contradiction(hints, matrices)
     return found
+
+
+def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -> None:
+    """Refuse tensors that fit another format than the config's, in which the same bytes are other numbers."""
+    for each in matrices:
+        if (settings.method, each.format.name) in _OTHER_NUMBERS:
+            held = ", ".join(
+                f"{leaf} {tensor.type_name} {list(tensor.shape)}"
+                for leaf, tensor in each.module.leaves.items()
+            )
+            each.module.fail(
+                f"the config says {settings.method}, but its tensors ({held}) are stored as those of "
+                f"{each.format.name}, so one of the two is wrong; fetch or convert the checkpoint again"
+            )
 
 
 def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) -> None:

@@ -4,6 +4,9 @@
     watch    every second: has an engine died, come back, or stopped making progress?
     unload   first the name goes, then requests that hold the model finish, then the engines stop
 
+A load ends early if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed, and
+the name is free again.
+
 An engine that died is started again by its own client. When all engines are down for good, the server is
 lost (`Workers.lost`) and ends: a service manager can do more.
 
@@ -29,7 +32,7 @@ from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, LoadConfig, name_fault
 from infer.engine.phases import spell_phases
-from infer.errors import ConfigError, EngineLost, NameTaken, RequestError, UnknownModel
+from infer.errors import ConfigError, EngineLost, EngineStopped, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.loader.text_headers import TextHeaders
@@ -58,7 +61,9 @@ class Fleet:
         self.metrics = metrics
         self._workers = workers or Workers(state.config, state.board)  # the server's other API processes
         self._watcher: asyncio.Task[None] | None = None
-        self._is_loading: set[str] = set()
+        self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # loads that have not ended, by name
+        self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
+        self._is_closing = False
         self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
@@ -79,11 +84,24 @@ class Fleet:
     async def load(self, name: str, config: EngineConfig) -> ServedModel:
         """Start the engines of a model and serve it under a name; an empty name means its own."""
         self._check_name(name)
-        self._is_loading.add(name)
+        if self._is_closing:
+            raise EngineStopped(SHUTTING_DOWN)
+        loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
+        self._loading[name] = loading
         try:
-            model = await self._load(name, with_server_defaults(config))
+            model = await loading  # which is cancelled with its caller
+            if loading in self._ended_by:
+                raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            if not loading.cancelled() and loading.exception() is None:  # it was ready at the same moment
+                await self._close(loading.result())
+            if (reason := self._ended_by.get(loading)) is not None:
+                raise EngineStopped(f"the load of {name!r} was ended: {reason}") from None
+            logger.info("load ended model=%s reason='its caller has left'", name)
+            raise
         finally:
-            self._is_loading.discard(name)
+            del self._loading[name]
+            self._ended_by.pop(loading, None)
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
         self._tell_names()
@@ -94,8 +112,12 @@ class Fleet:
     async def unload(self, name: str) -> None:
         """Serve a model no longer; requests that hold it have `drain_timeout` seconds to finish.
 
-        If it was the default, the model that has been served the longest is the default from now on.
+        A load under this name is ended. If the model was the default, the one that has been served the
+        longest is the default from now on.
         """
+        if name in self._loading:
+            await self._end_load(name, "the model was unloaded")
+            return
         model = self.state.models.pop(name, None)
         if model is None:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
@@ -122,7 +144,7 @@ class Fleet:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         if fault := name_fault(alias) if alias else "must not be empty":
             raise RequestError.about("alias", fault)
-        if alias in self.state.models or alias in self._is_loading:
+        if alias in self.state.models or alias in self._loading:
             what = "is served" if alias in self.state.models else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
         self.state.aliases[alias] = name
@@ -144,7 +166,8 @@ class Fleet:
         return num_forgotten
 
     async def close(self) -> None:
-        """Stop every engine; open requests get `EngineStopped`."""
+        """Stop every engine; open requests and loads get `EngineStopped`."""
+        await self.end_loads()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -153,14 +176,27 @@ class Fleet:
         closing = (*models.values(), *self._leaving)
         await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
 
+    async def end_loads(self) -> None:
+        """End all loads and begin no more: the server is about to stop."""
+        self._is_closing = True
+        await asyncio.gather(*(self._end_load(name, SHUTTING_DOWN) for name in list(self._loading)))
+
     # -- loading ----------------------------------------------------------------------------------
 
     def _check_name(self, name: str) -> None:
         if fault := name_fault(name):
             raise RequestError.about("name", fault)
-        if name in self.state.models or name in self.state.aliases or name in self._is_loading:
-            what = "being loaded" if name in self._is_loading else "already served"
+        if name in self.state.models or name in self.state.aliases or name in self._loading:
+            what = "being loaded" if name in self._loading else "already served"
             raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")
+
+    async def _end_load(self, name: str, reason: str) -> None:
+        """Cancel a load and wait until its engines are gone."""
+        loading = self._loading[name]
+        self._ended_by[loading] = reason
+        loading.cancel()
+        await asyncio.wait({loading})
+        logger.info("load ended model=%s reason=%r", name, reason)
 
     async def _load(self, name: str, config: EngineConfig) -> ServedModel:
         started = time.perf_counter()
@@ -228,7 +264,12 @@ class Fleet:
             encoder.context_len = min(engine.context_len for engine in engines)
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
 
-        return await asyncio.to_thread(build)
+        building = asyncio.ensure_future(asyncio.to_thread(build))
+        try:
+            return await asyncio.shield(building)
+        except asyncio.CancelledError:  # the thread goes on, and what it makes must be closed
+            building.add_done_callback(_close_unwanted)
+            raise
 
     async def _start_processes(
         self, config: EngineConfig, shared: Sequence[int]
@@ -290,10 +331,16 @@ class Fleet:
         """Say that the server is lost if every engine is down for good."""
         failures = [meter.failure for meter in self.metrics.meters]
         lost = self._workers.lost
-        if lost.done() or not failures or self._is_loading:
+        if lost.done() or not failures or self._loading:
             return
         if all(isinstance(failure, EngineLost) for failure in failures):
             lost.set_result(f"no engine is left: {failures[-1]}")
+
+
+def _close_unwanted(building: asyncio.Future[tuple[PromptEncoder, list[EngineClient]]]) -> None:
+    if not building.cancelled() and building.exception() is None:
+        for engine in building.result()[1]:
+            asyncio.ensure_future(engine.close())
 
 
 async def make_encoder(

@@ -8,6 +8,10 @@ Decided on the path the router matches too (`scope["path"]` below its root path)
 of a URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant
 time: how long a refusal takes says nothing about how close a guess was. A key comes as `authorization: Bearer
 KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
+
+With `cache_isolation=key` a keyed hash of the key goes into the record of the request, and from there into
+the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made of all API keys:
+every API process has the same, and nobody else can compute it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config.settings import ServerConfig
 from infer.server.protocol.errors import ApiError
+from infer.server.state import current_record
 
 HEALTH_PATH = "/health"
 PAGE_PATHS = ("/", "/ui")
@@ -75,6 +80,7 @@ class Auth:
         self._app = app
         self._config = config
         self._clients = KeyRing(config.api_key)
+        self._tenants = _tenant_secret(config.api_key) if config.cache_isolation == "key" else None
         self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,12 +103,20 @@ class Auth:
             return
         else:
             ring = self._clients
-        if ring.opens(key_of(scope)):
+        if ring.opens(key := key_of(scope)):
+            record = current_record()
+            if self._tenants is not None and record is not None:
+                record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
             await self._app(scope, receive, send)
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
         await error.send_unread(scope, receive, send)
+
+
+def _tenant_secret(keys: Iterable[str]) -> bytes:
+    digests = sorted(hashlib.sha256(key.encode()).digest() for key in keys)
+    return hashlib.sha256(b"cache isolation" + b"".join(digests)).digest()
 
 
 def key_of(scope: Scope) -> bytes:

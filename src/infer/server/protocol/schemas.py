@@ -527,4 +527,5 @@ class EmbeddingRequest(Body):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

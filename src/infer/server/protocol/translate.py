@@ -32,7 +32,7 @@ from infer.server.protocol.schemas import (
     TokenizeRequest,
 )
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
-from infer.server.state import ServedModel, ServerState, engine_id, mark
+from infer.server.state import ServedModel, ServerState, engine_id, mark, salt_of
 from infer.tokenizer.chat_template import Opening
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
@@ -189,7 +189,7 @@ def make_job(
             params=params,
             priority=body.priority or 0,
             deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt_of(body.cache_salt),
         )
         for i, prompt in enumerate(ids)
     )

@@ -19,6 +19,7 @@ from infer.config.settings import EngineConfig, knob_table
 from infer.errors import CheckpointError, ConfigError, RequestError
 from infer.server.fleet.fleet import Fleet
 from infer.server.protocol.schemas import Body
+from infer.server.protocol.stream import unless_disconnected
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
@@ -63,7 +64,7 @@ def _fleet(http: Request) -> Fleet:
 
 @router.post("/models/load")
 async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
-    """Start the engines of one more model; answers when it is ready."""
+    """Start the engines of one more model; answers when it is ready; a client that leaves ends it."""
     try:
         table = knob_table()
         knobs = {name: parse_knob(table[name], v) if name in table else v for name, v in body.knobs.items()}
@@ -71,7 +72,7 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
     except ConfigError as error:
         raise RequestError(str(error), param="knobs") from None
     try:
-        model = await _fleet(http).load(body.name, config)
+        model = await unless_disconnected(http.receive, _fleet(http).load(body.name, config))
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="model") from None
     return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.encoder.context_len}
@@ -79,7 +80,7 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
 
 @router.post("/models/unload")
 async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
-    """Serve a model no longer; answers when its engines have stopped."""
+    """Serve a model no longer, or end its load; answers when its engines have stopped."""
     fleet = _fleet(http)
     await fleet.unload(body.name)
     return {"name": body.name, "default_model": fleet.state.default_model}

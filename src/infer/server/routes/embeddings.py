@@ -27,7 +27,7 @@ from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import most_tokens, split_prompts
 from infer.server.routes.json_route import ignored_headers, make_router, server_state
-from infer.server.state import ServedModel, engine_id, mark
+from infer.server.state import ServedModel, engine_id, mark, salt_of
 
 router = make_router()
 
@@ -77,6 +77,7 @@ async def make_vectors(
     requests = job.requests(
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
+        cache_salt=salt_of(body.cache_salt),
     )
 
     def check_and_write(index: int, state: list[float]) -> bytes:

@@ -198,6 +198,7 @@ class MessagesRequest(CountTokensRequest, AskingBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
+    cache_salt: Name | None = None
 
 
 class OutputConfig(Body):
@@ -230,9 +231,8 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     if body.thinking is not None:  # says more than the effort
         fields |= _thinking(turns, body.thinking)
     if isinstance(body, MessagesRequest):
-        fields |= {
-            name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")
-        }
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt")
+        fields |= {name: getattr(body, name) for name in names}
         fields["stop"] = body.stop_sequences
     body.note_ignored(turns.ignored)
     kind = ChatRequest if is_answered else CountedChat
