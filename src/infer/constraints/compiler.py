@@ -86,12 +86,13 @@ class Lexer:
 class Grammar:
     """The compiled constraint of one request."""
 
-    __slots__ = ("__weakref__", "_structured", "lexer", "param", "probes", "tokenizer", "triggers")
+    __slots__ = ("__weakref__", "_structured", "digits", "lexer", "param", "probes", "tokenizer", "triggers")
 
     def __init__(self, lexer: Lexer, token_bytes: TokenBytes, structured: Structured) -> None:
         self.lexer, self._structured = lexer, structured
         self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
+        self.digits = token_bytes.digits if structured.has_json else None  # whose numbers must end
         self.param = structured.param
         lexer.users.add(self)
 

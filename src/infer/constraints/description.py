@@ -78,6 +78,11 @@ class Structured:
         self._check_text()
         self._check_options()
 
+    @property
+    def has_json(self) -> bool:
+        """Whether it allows JSON, of which a part of a grammar may consist (`%json`)."""
+        return self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
+
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:
         """JSON that a schema allows: a mapping, JSON text, or a class of pydantic (`BaseModel`).

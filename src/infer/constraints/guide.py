@@ -28,6 +28,7 @@ import numpy as np
 from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar, Lexer, MaskCost
 from infer.constraints.description import Reasoning
+from infer.constraints.numbers import MAX_DIGITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -42,14 +43,17 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_is_early_end", "_lexer", "_matched", "_num_reasoned", "_recent", "_tail", "_taken", "bans",
-        "error", "grammar", "is_wide", "matcher", "reasoning", "state",
+        "_due", "_enough", "_is_early_end", "_lexer", "_matched", "_num_digits", "_num_reasoned", "_recent",
+        "_tail", "_taken", "bans", "error", "grammar", "is_wide", "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(
         self, grammar: Grammar | None, reasoning: Reasoning | None = None, bans: Bans | None = None
     ) -> None:
         self.grammar, self.reasoning, self.bans = grammar, reasoning, bans
+        self._num_digits = 0  # digits of the number that the matched text ends with
+        digits = None if grammar is None else grammar.digits
+        self._enough = MAX_DIGITS if digits is None else digits.enough  # digits from which masks are narrowed
         self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans ask for
         self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
         self._lexer: Lexer | None = None  # the matcher's
@@ -115,11 +119,22 @@ class Guide:
             self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
             if self.matcher.is_error():
                 self.refill(mask_W)
-        self.apply_bans(mask_W)
+        if self.narrows:
+            self.narrow(mask_W)
 
-    def apply_bans(self, mask_W: np.ndarray) -> None:
-        """Clear the bits of banned ids in the mask of the next id; a mask that an error left open stays."""
-        if self.bans is not None and self.error is None:
+    @property
+    def narrows(self) -> bool:
+        """Whether the grammar's mask of the next id is not the last word."""
+        return self._num_digits >= self._enough or self.bans is not None
+
+    def narrow(self, mask_W: np.ndarray) -> None:
+        """End a long number, and clear the bits of banned ids; a mask that an error left open stays."""
+        if self.error is not None:
+            return
+        if self._num_digits >= self._enough:
+            assert self.grammar is not None and self.grammar.digits is not None
+            self.grammar.digits.end_number(self._num_digits, mask_W)
+        if self.bans is not None:
             self.bans.apply(self._recent, mask_W)
 
     def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
@@ -255,7 +270,7 @@ class Guide:
     def _start(self, matcher: LLMatcher) -> None:
         assert self.grammar is not None
         self.state, self.matcher, self._lexer = CONSTRAINED, matcher, self.grammar.lexer
-        self._due, self._matched, self._tail = None, [], b""
+        self._due, self._matched, self._tail, self._num_digits = None, [], b"", 0
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -296,11 +311,13 @@ class Guide:
         assert matcher is not None and self.grammar is not None and self._lexer is not None
         self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
+        if self.grammar.digits is not None:
+            self._num_digits = self.grammar.digits.count(token_id, self._num_digits)
         if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
         if LOOKED_TOO_FAR in matcher.get_error():
             self._replay(self._lexer)
         self._starts_over()
         if self.matcher is not None and self.matcher.is_stopped():
-            self.matcher, self._due, self._tail = None, (), b""
+            self.matcher, self._due, self._tail, self._num_digits = None, (), b"", 0
             self.state = FREE if self.grammar.triggers else ENDED

@@ -74,8 +74,8 @@ class MaskFiller:
                 masks_KW[row] = -1
                 broken.append(filled)
         for row in [row for group in groups.values() for _, row in group]:
-            if (limited := rows[row]) is not None and limited.bans is not None:
-                limited.apply_bans(masks_KW[row])
+            if (filled := rows[row]) is not None and filled.narrows:
+                filled.narrow(masks_KW[row])
         self._last = rows, masks_KW
         return broken
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.constraints.numbers import Digits
 from infer.errors import InferError, RequestError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class TokenBytes:
         self._is_started = False
         self._built: LLTokenizer | None = None
         self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, if these are tokens of their own
+        self.digits: Digits | None = None  # of its tokens
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
@@ -57,6 +59,7 @@ class TokenBytes:
             try:
                 self._built = self._build(read())
                 self.probes = _probes_of(self._built)
+                self.digits = Digits(self._built, self.probes)
             except Exception as error:  # another library's, of any kind: the model can still be served
                 is_known = isinstance(error, InferError | ValueError)
                 said = f": {error}" if is_known else ""
