@@ -6,6 +6,7 @@ request on, with all its headers, and the answer back; so it is the same everywh
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -56,9 +57,12 @@ async def answer_forwarded(app: ASGIApp, request: dict[str, Any]) -> dict[str, A
         FORWARDED: True,
     }
     sent: list[Message] = []
+    bodies: list[Message] = [{"type": "http.request", "body": request["body"], "more_body": False}]
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": request["body"], "more_body": False}
+        if not bodies:  # the other process has the connection, and does not say when its client leaves
+            await asyncio.get_running_loop().create_future()
+        return bodies.pop()
 
     async def send(message: Message) -> None:
         sent.append(message)
