@@ -90,6 +90,7 @@ class PromptEncoder:
         """Take what the engine says of its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
         self.family = family
+        self.revision = headers.source.revision  # which version of the model this is, where that is known
         self.context_len = context_len
         self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty

@@ -205,3 +205,15 @@ def test_a_model_is_checked_without_being_fetched(tmp_path: Path, monkeypatch: p
             resolve_model(model, revision=revision)
         assert str(checked.value) == str(resolved.value)
     assert refusal("nope").endswith("; check the spelling, or name no model to get the default one")
+
+
+def test_a_snapshot_of_a_hub_has_the_commit_as_its_revision(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    for path, revision in [
+        (tmp_path / "models--org--name" / "snapshots" / commit, commit),
+        (tmp_path / "models--org--name" / "snapshots" / commit / "model.gguf", commit),
+        (tmp_path / "snapshots" / "main", None),
+        (tmp_path / commit, None),
+    ]:
+        assert ModelSource(path=path, name="org/name", is_gguf=False).revision == revision
+    assert ModelSource(path=tmp_path, name="m", is_gguf=True, sha256="ab").revision == "sha256:ab"

@@ -27,6 +27,7 @@ from infer.loader.find import default_model
 GGUF_MAGIC = b"GGUF"
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
 _FILES = (".gguf", ".json", ".safetensors")  # what ends so is the name of a file, not of a repository
 _READ = (*_FILES, ".jinja", ".txt")  # files of a model directory that are opened
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -39,6 +40,16 @@ class ModelSource:
     path: Path
     name: str  # its name in the API and in messages
     is_gguf: bool
+    sha256: str = ""  # of its file, where that was checked
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of a hub's snapshot, or the hash of the default model; None: unknown."""
+        folder, _, inner = self.path.as_posix().rpartition("/snapshots/")
+        commit = inner.partition("/")[0]
+        if folder and _COMMIT.fullmatch(commit):
+            return commit
+        return f"sha256:{self.sha256}" if self.sha256 else None
 
     @property
     def weight_files(self) -> list[Path]:
@@ -53,7 +64,8 @@ def resolve_model(
     if _is_default(model):
         _refuse_revision(revision, "the default model has only one")
         file = default_model.default_model_file(show_progress=show_progress)
-        return ModelSource(path=file, name=default_model.NAME, is_gguf=True)
+        sha256 = default_model.FILE_SHA256
+        return ModelSource(path=file, name=default_model.NAME, is_gguf=True, sha256=sha256)
     assert model is not None
     found = _find(model, revision)
     if isinstance(found, ModelSource):

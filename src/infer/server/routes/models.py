@@ -49,6 +49,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "infer",
         "root": model.name,
         "parent": None if name == model.name else model.name,
+        "revision": model.encoder.revision,
         "max_model_len": model.encoder.context_len,
         "dtype": stats.dtype or None,
         "weights": stats.weights or None,
