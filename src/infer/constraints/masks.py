@@ -56,6 +56,7 @@ class MaskFiller:
         """
         rows, broken = list[Guide | None](), list[Guide]()  # None: a row of a guide with drafts
         groups: Groups = defaultdict(list)
+        narrowed = list[tuple[Guide, int]]()
         for guide, drafts in windows:
             row, matcher = len(rows), guide.matcher
             if drafts:
@@ -67,15 +68,16 @@ class MaskFiller:
                 guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
             else:
                 groups[guide.mask_cost].append((matcher, row))
+                if guide.narrows:
+                    narrowed.append((guide, row))
         self._fill_groups(groups, masks_KW)
         for row in [row for group in groups.values() for matcher, row in group if matcher.is_error()]:
             filled = rows[row]
             if filled is not None and not filled.refill(masks_KW[row]):
                 masks_KW[row] = -1
                 broken.append(filled)
-        for row in [row for group in groups.values() for _, row in group]:
-            if (filled := rows[row]) is not None and filled.narrows:
-                filled.narrow(masks_KW[row])
+        for guide, row in narrowed:
+            guide.narrow(masks_KW[row])
         self._last = rows, masks_KW
         return broken
 
