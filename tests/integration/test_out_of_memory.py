@@ -1,8 +1,7 @@
 """Memory that runs out in the middle of a step: for every allocation that can fail, no token differs.
 
-The allocator of a GPU is played by a dispatch mode: each operation that makes a tensor of its own counts, and
-so does a copy with gaps from one memory to another, which is gathered on the way. The device half of a GPU
-runs on the CPU over the kernels' references.
+The allocator of a GPU is played by a dispatch mode (tests/support/failing_allocator.py). The device half of a
+GPU runs on the CPU over the kernels' references; tests/gpu/test_faults_on_gpu.py has the same on a GPU.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer.engine import machine
-from infer.engine.engine import Engine
 from infer.execution import halves, torch_device
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu import device as gpu_device
@@ -32,6 +29,7 @@ from infer.execution.torch_device import TorchDevice
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from tests.support.books import check_books
+from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.masked import Allow, mask_steps
 from tests.support.tiny import drain, greedy, make_engine, random_prompts, run_engine
 
@@ -49,47 +47,6 @@ ON_HOST = [
     greedy(2, prompt_logprobs=1),
 ]
 NUM_TRIED = int(os.environ.get("ALLOCATIONS_TRIED", "9"))  # of the hundreds that a run makes, in each test
-
-
-class FailingAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises OutOfMemoryError at the allocations with these numbers, counted while it is on."""
-
-    def __init__(self, fails: Callable[[int], bool] = lambda number: False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fails = fails
-        self.count = self.num_failed = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        allocates = any(value.alias_info is None for value in func._schema.returns)
-        if func._schema.name == "aten::copy_":
-            is_within = args[0].untyped_storage().data_ptr() == args[1].untyped_storage().data_ptr()
-            allocates = not (is_within or args[0].is_contiguous() and args[1].is_contiguous())
-        if allocates:
-            self.count += 1
-            if self._fails(self.count):
-                self.num_failed += 1
-                raise torch.OutOfMemoryError(f"allocation {self.count}")
-        return func(*args, **(kwargs or {}))
-
-
-class FailingEngine:
-    """An engine whose steps, and nothing else, run under the allocator."""
-
-    def __init__(self, engine: Engine, allocator: FailingAllocator) -> None:
-        self.engine = engine
-        device: Any = engine._device
-        self._inner, self._allocator, self._is_on = device.run, allocator, False
-        device.run = self._run
-
-    def _run(self, order: StepOrder) -> Any:
-        if self._is_on:  # a half of a step
-            return self._inner(order)
-        self._is_on = True
-        try:
-            with self._allocator:
-                return self._inner(order)
-        finally:
-            self._is_on = False
 
 
 def serve(

@@ -25,7 +25,7 @@ import torch
 from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, format_bytes, free_host_bytes, host_memory
 from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_memory
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 
 PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
@@ -43,7 +43,13 @@ def look(device: torch.device, asked: str | None, *, free_host: int | None = Non
         limit = None if asked is None else device_limit(asked, total)
         free_host = free_host_bytes() if free_host is None else free_host
         return DeviceMemory(total=total, free=free_host, held=resident, limit=limit)
-    free, total = torch.cuda.mem_get_info(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except torch.AcceleratorError as error:  # not even the driver's own memory
+        raise NoRoom(
+            f"{device} cannot be used: {str(error).splitlines()[0]}; other processes have probably taken its "
+            "memory (nvidia-smi lists them); end them, or use another device"
+        ) from None
     return DeviceMemory(
         total=total,
         free=free,

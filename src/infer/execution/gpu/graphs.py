@@ -186,9 +186,8 @@ class StepGraphs:
             return False
         try:
             self._capture(size)
-        except torch.AcceleratorError:
-            raise
         except Exception:  # out of memory, or a kernel that does not compile: the step may still run
+            torch.cuda.synchronize()  # raises if the device is lost; one that refused a capture is not
             logger.exception("steps of %s are launched kernel by kernel: no graph of them can be made", size)
             self._uncaptured.add(size)
         return True

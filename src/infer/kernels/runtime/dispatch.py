@@ -44,6 +44,7 @@ from typing import Any
 import torch
 
 from infer.kernels.cpu.library import Library, library
+from infer.kernels.runtime import triton_cache
 from infer.kernels.runtime.cubin_cache import one_at_a_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -82,6 +83,8 @@ def _import_triton() -> tuple[Any, Any]:
 
 
 triton, tl = _import_triton()
+if triton is not None and not INTERPRETED:
+    triton_cache.install(triton)
 
 
 def _make_kernel_type() -> Any:
