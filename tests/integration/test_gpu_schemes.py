@@ -241,6 +241,8 @@ def in_blocks(root: Path, kind: str) -> Path:
             tensors[f"{weight}_zero_point"] = zeros.to(torch.int8)
     if kind == "fp8-64":
         config["quantization_config"]["weight_block_size"] = [128, 64]
+    elif kind == "int8-zeros":
+        config["quantization_config"] = {"quant_method": "compressed-tensors"}
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -53,6 +53,8 @@ def spell_shortage(error: BaseException) -> str | None:
         return "too many open files; raise the limit: ulimit -n 1024"
     if isinstance(error, OSError) and error.errno in _NO_DISK and error.filename is not None:
         return f"the disk is full: {error.filename} cannot be written; free some space, or set XDG_CACHE_HOME"
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return "no temporary file can be written; free some space, or set TMPDIR to a folder that has some"
     is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_memory or any(words in str(error) for words in _NO_MEMORY):
         return "memory or address space has run out; free some, raise ulimit -v, or take a smaller model"

@@ -41,6 +41,7 @@ def test_a_low_limit_is_named_in_one_line(tmp_path: Path, limit: str, says: str,
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "ulimit -v"),
         (OSError(errno.ENOSPC, "No space left on device", "/cache/kernel.so"), "/cache/kernel.so"),
         (OSError(errno.ENOSPC, "No space left on device"), None),  # standard output
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "TMPDIR"),
         (RuntimeError("something else"), None),
     ],
 )
