@@ -34,6 +34,8 @@ def post(server: ServerProcess, path: str, timeout: float = 60.0, **body: str) -
 def new_child(server: ServerProcess, before: list[int]) -> int:
     wait_until(lambda: set(server.children()) - set(before))
     (child,) = set(server.children()) - set(before)
+    # a child that is stopped before it runs its own program stops its parent, which waits for that
+    wait_until(lambda: b"infer.client.process" in Path(f"/proc/{child}/cmdline").read_bytes())
     return child
 
 
