@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow check lint format clean distclean
+.PHONY: help setup serve test test-slow test-clients check lint format clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,7 +35,11 @@ test: $(VENV)/.tools  ## run every test that this machine can run, without the s
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.tools  ## run the slow tests: long random runs, every combination, every compiler
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --ignore tests/clients
+
+test-clients: $(VENV)/.tools  ## run real clients of other projects against a server; needs package registries
+	@$(BIN)/infer fetch > /dev/null
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients $(ARGS)
 
 check: $(VENV)/.tools  ## formatting, lint, types, docs and unit tests: what a commit must pass
 	@scripts/check

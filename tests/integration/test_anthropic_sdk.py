@@ -171,3 +171,10 @@ def test_a_tool_that_fails_is_told_to_the_model(client: Anthropic, served: tuple
     client.messages.create(**ASK | {"messages": messages}, tools=[TOOL])
     assert "Error: no network" in served[1].prompts[-1]
     assert json.dumps({"city": "Rome"}) in served[1].prompts[-1]
+
+
+def test_models_have_the_fields_of_this_api(client: Anthropic) -> None:
+    (listed,) = client.models.list()
+    assert listed == client.models.retrieve("fake")
+    assert (listed.type, listed.id, listed.display_name) == ("model", "fake", "fake")
+    assert listed.created_at.timestamp() == 1_700_000_000

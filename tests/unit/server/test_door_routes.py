@@ -69,7 +69,7 @@ def test_a_message_is_the_chat_it_stands_for(oracle: LLM) -> None:
     assert answer.status_code == 200, answer.text
     made = Message.model_validate(answer.json(), strict=True)
     assert [block.to_dict() for block in made.content] == [
-        {"type": "text", "text": chat.json()["choices"][0]["message"]["content"], "citations": None}
+        {"type": "text", "text": chat.json()["choices"][0]["message"]["content"]}
     ]
     assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
     assert made.id.startswith("msg_")
@@ -233,7 +233,7 @@ def test_a_call_that_is_cut_is_no_block(oracle: LLM, text: str, finish_reason: s
     body = HELLO | {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
     body |= {"stop_sequences": ["ome"]} if expected == "stop_sequence" else {}
     answer = place.request("POST", MESSAGES, json=body).json()
-    assert answer["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert answer["content"] == [{"type": "text", "text": ""}]
     assert answer["stop_reason"] == expected
     events = read_events(place.request("POST", MESSAGES, json=body | {"stream": True}))
     assert events[-2][1]["delta"]["stop_reason"] == expected
@@ -300,7 +300,7 @@ def test_an_answer_that_says_nothing_has_an_empty_text(oracle: LLM) -> None:
         message = place.request("POST", MESSAGES, json=HELLO | {"stream": stream})
         response = place.request("POST", RESPONSES, json=ASK | {"stream": stream})
         if not stream:
-            assert message.json()["content"] == [{"type": "text", "text": "", "citations": None}]
+            assert message.json()["content"] == [{"type": "text", "text": ""}]
             assert Response.model_validate(response.json(), strict=True).output_text == ""
         else:
             assert "content_block_start" in [name for name, _ in read_events(message)]

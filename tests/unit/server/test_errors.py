@@ -305,7 +305,11 @@ def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
             "the body came as content-type application/x-www-form-urlencoded; "
             "send it as application/json (curl -H 'content-type: application/json')",
         ),
-        (b'{"prompt": "a"}', {}, "the body came without a content-type; send it as application/json"),
+        (
+            b'{"prompt": "a"}',
+            {"origin": "https://page.example"},  # a page of a browser can leave the type out
+            "the body came without a content-type; send it as application/json",
+        ),
     ],
 )
 def test_each_fault_of_a_whole_body_is_told_by_its_own_words(
@@ -314,6 +318,14 @@ def test_each_fault_of_a_whole_body_is_told_by_its_own_words(
     response = wire.request("POST", "/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+def test_a_body_without_a_content_type_is_json_unless_a_page_sent_it(wire: Wire) -> None:
+    content = b'{"messages": [{"role": "user", "content": "hi"}]}'  # LiteLLM sends so to /api/chat
+    for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+        assert wire.request("POST", path, content=content).status_code == 200
+        page = {"origin": "https://page.example"}
+        assert wire.request("POST", path, content=content, headers=page).status_code == 400
 
 
 def test_messages_of_the_wrong_type_are_malformed(wire: Wire) -> None:

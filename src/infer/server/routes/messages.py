@@ -478,7 +478,7 @@ def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
     text = "" if is_open else part.text
     match part.kind:
         case "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}  # no citations: some clients refuse a null there
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": "" if is_open else UNSIGNED}
         case "call":

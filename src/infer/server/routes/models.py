@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served here, with the fields that clients of vLLM read as well.
+"""`GET /v1/models`: what is served here, with the fields that clients of vLLM and of Anthropic's API read as well.
 
 `HEAD` has the same status and headers and no body: enough to learn whether a model is there.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request, Response
@@ -24,7 +25,8 @@ async def list_models(http: Request) -> Response:
     """Every model, and every other name it goes by."""
     state = server_state(http)
     names = [*state.models, *state.aliases]
-    return json_response({"object": "list", "data": [model_card(state, name) for name in names]})
+    cards = [model_card(state, name) for name in names]
+    return json_response({"object": "list", "data": cards, "has_more": False})
 
 
 @router.head("/v1/models/{name:path}", response_model=None, include_in_schema=False)
@@ -45,7 +47,10 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": model.created,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "owned_by": "infer",
         "root": model.name,
         "parent": None if name == model.name else model.name,
