@@ -23,7 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [f"tests/unit/{package}" for package in ("config", "client", "tokenizer", "constraints", "server")]
-TOOLS = ["pytest", "hypothesis", "httpx", "safetensors", "jsonschema", "gguf"]  # what these tests import
+TOOLS = [
+    "pytest",
+    "hypothesis",
+    "httpx",
+    "safetensors",
+    "jsonschema",
+    "gguf",
+    "openai",
+    "anthropic",
+    "ollama",
+]  # what these tests import
 
 
 def ranges() -> list[str]:
