@@ -10,6 +10,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 JOBS  ?= 2
+BOUNDS ?= lowest
 ARGS  ?=
 
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -19,7 +20,7 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow test-clients check lint format clean distclean
+.PHONY: help setup serve test test-slow test-clients check lint format bounds audit clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +52,14 @@ format: $(VENV)/.tools  ## format the code, apply safe lint fixes and regenerate
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/docs.py
+
+bounds: $(VENV)/.tools  ## try the lowest versions that pyproject.toml allows; BOUNDS=newest for the newest
+	$(BIN)/python scripts/bounds.py $(BOUNDS)
+
+audit: $(VENV)/.installed  ## look for known weaknesses of the pinned dependencies; needs the network
+	@audit=$$(mktemp -d) && trap 'rm -rf "$$audit"' EXIT && $(BIN)/python -m venv $$audit \
+		&& $$audit/bin/python -m pip install --quiet pip-audit \
+		&& $$audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 """Write the parts of the docs that the code knows better: the knobs, the help texts, the benchmarks' tables.
 
     python scripts/docs.py            write docs/knobs.md, docs/cli.md, the tables of docs/benchmarks.md,
-                                      docs/features/cpu.md and gpu.md, and the size of the core in README.md
+                                      docs/features/cpu.md, gpu.md and quantization.md and of README.md,
+                                      and the size of the core there
     python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
 The first two are whole outputs of this script, so there is nothing in them to edit by hand. In other pages
@@ -32,7 +33,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 REPORTS = DOCS.parent / "benchmarks" / "reports"
 sys.path.insert(0, str(DOCS.parent))  # run as a script, it finds its own folder alone
 
-from scripts import size  # noqa: E402
+from scripts import h200_tables, size  # noqa: E402
 
 KNOBS_INTRO = """\
 # Knobs
@@ -136,6 +137,25 @@ def ablation_table(page: str) -> str:
 NOT_RECORDED = "not recorded"
 
 
+def ages_table(page: str) -> str:
+    """Return the page with a row for each report: the commit, the day and the versions that it is of."""
+    lines = ["| report | commit | day | torch, Triton |", "|---|---|---|---|"]
+    for path in sorted(REPORTS.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        about = (found, *(part for part in found.values() if isinstance(part, dict)))
+        commit, day, torch, triton = (
+            next((str(part[name]) for part in about for name in names if part.get(name)), "")
+            for names in (("commit", "new"), ("created", "date"), ("torch",), ("triton",))
+        )
+        used = ", ".join(filter(None, (torch, triton)))
+        if found.get("engine") == "vllm":
+            used = f"vLLM {found['version']}"
+        if path.name != "counts.json":  # of no machine: what the scheduler decides
+            cells = (cell or NOT_RECORDED for cell in (commit[:12], day[:10], used))
+            lines.append(f"| `{path.name}` | {' | '.join(cells)} |")
+    return fill(page, "ages", [*lines, "", h200_tables.versions()])
+
+
 def fill(text: str, marker: str, lines: Sequence[str]) -> str:
     """Return the text with these lines between `<!-- marker -->` and `<!-- end -->`."""
     pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -169,7 +189,19 @@ def gpu_page(text: str) -> str:
             gaps, cached = found["mixed_load"]["ratio"], found["prefix_8k"]["gain"]
             loads.append(f"| {found['model']} | {gaps:.2f} x | {cached:.1f} x |")
     text = fill(fill(text, "gpu cpu", steps), "gpu load", loads)
-    return fill(text, "gpu reports", speeds + origins)
+    text = fill(text, "gpu reports", speeds + origins)
+    for marker, write in GPU_TABLES.items():
+        text = fill(text, marker, write())
+    return text
+
+
+GPU_TABLES = {
+    "gpu http": h200_tables.http,
+    "gpu traffic": h200_tables.traffic,
+    "gpu together": h200_tables.together,
+    "gpu starts": h200_tables.starts,
+    "gpu neighbours": h200_tables.neighbours,
+}
 
 
 def gpu_origin(found: dict[str, Any]) -> str:
@@ -288,7 +320,8 @@ SIZE = re.compile(r"<!-- size -->.*?<!-- /size -->", re.DOTALL)
 
 
 def readme(text: str) -> str:
-    """Return the README with the sentence about the size of the core as scripts/size.py counts it."""
+    """Return the README with its table of speeds, and the size of the core as scripts/size.py counts it."""
+    text = fill(text, "measured", h200_tables.measured())
     return SIZE.sub(f"<!-- size -->{size.claim(size.measure())}<!-- /size -->", text)
 
 
@@ -299,11 +332,13 @@ def main() -> int:
     args = parser.parse_args()
     pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
     benchmarks = DOCS / "benchmarks.md"
-    pages[benchmarks] = ablation_table(benchmarks_page(benchmarks.read_text(encoding="utf-8")))
+    pages[benchmarks] = ages_table(ablation_table(benchmarks_page(benchmarks.read_text(encoding="utf-8"))))
     gpu = DOCS / "features" / "gpu.md"
     pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
     cpu = DOCS / "features" / "cpu.md"
     pages[cpu] = cpu_page(cpu.read_text(encoding="utf-8"))
+    quantization = DOCS / "features" / "quantization.md"
+    pages[quantization] = fill(quantization.read_text(encoding="utf-8"), "gpu forms", h200_tables.forms())
     front = DOCS.parent / "README.md"
     pages[front] = readme(front.read_text(encoding="utf-8"))
     if not args.check:

@@ -49,7 +49,9 @@ class LiveServer:
 @contextmanager
 def serve(app: Any, port: int = 0) -> Iterator[str]:
     """Run an ASGI application on a port, by default a free one; yields its URL once it answers."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     sockets = [config.bind_socket()]
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, name="test-server")

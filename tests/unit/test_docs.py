@@ -111,3 +111,20 @@ def test_make_targets_in_the_docs_exist() -> None:
     for page in pages():
         named = set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE))
         assert {name for pair in named for name in pair if name} <= targets
+
+
+def test_every_page_of_a_feature_is_linked_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    features = sorted((ROOT / "docs" / "features").glob("*.md"))
+    assert [page.name for page in features if f"(docs/features/{page.name}" not in text] == []
+
+
+def test_status_422_is_named_only_where_the_completions_are() -> None:
+    """Every other route answers 400; Ollama's page says that it has no 422 of its own."""
+    for page in sorted((ROOT / "docs" / "features").glob("*.md")):
+        if page.name in ("gpu.md", "quantization.md", "ollama-api.md"):  # tokens per second; no 422
+            continue
+        for line in page.read_text(encoding="utf-8").splitlines():
+            in_column = page.name == "openai-api.md" and line.startswith("|")  # the completions' own
+            if re.search(r"\b422\b", line) and not in_column:
+                assert "/v1/completions" in line, f"{page.name}: {line[:120]}"

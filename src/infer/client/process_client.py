@@ -56,6 +56,7 @@ class ProcessClient:
     _num_sent: int  # commands, and those of them that the engine has taken
     _num_taken: int
     _on_way: deque[tuple[int, int]]  # the number of a command, and how many sequences it adds
+    _num_on_way: int  # sequences that they add together
 
     def __init__(
         self,
@@ -162,8 +163,7 @@ class ProcessClient:
         stats, max_queue = self._stats, self.ready.max_queue
         if max_queue is None or self._down is not None:
             return
-        num_added = sum(number for _, number in self._on_way)
-        num_queued = stats.num_running + stats.num_waiting + num_added - stats.max_batch_size
+        num_queued = stats.num_running + stats.num_waiting + self._num_on_way - stats.max_batch_size
         if num_queued >= max_queue:
             raise QueueFull.of(num_queued, max_queue)
 
@@ -176,6 +176,7 @@ class ProcessClient:
         self._num_sent += 1
         if num_added:
             self._on_way.append((self._num_sent, num_added))
+            self._num_on_way += num_added
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class ProcessClient:
         self._stats = message.stats
         self._num_taken = message.num_commands
         while self._on_way and self._on_way[0][0] <= self._num_taken:
-            self._on_way.popleft()
+            self._num_on_way -= self._on_way.popleft()[1]
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
             if ticket in readers:  # else its reader has left, and the engine will know soon
@@ -211,7 +212,7 @@ class ProcessClient:
         self.ready = ready  # what the engine says of its model, and of its start
         self._stats = ready.stats
         self._num_sent = self._num_taken = 0
-        self._on_way = deque()
+        self._on_way, self._num_on_way = deque(), 0
         self._progress_at = time.monotonic()
         self._down = None
         process.listen(self._take)

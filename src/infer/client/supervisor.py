@@ -233,7 +233,11 @@ def _private_directory(resources: contextlib.ExitStack) -> str:
 
 def remove_stale_directories() -> None:
     """Remove what killed processes of this user have left: directories that nobody has locked."""
-    for entry in os.scandir(_directory_base()):
+    try:
+        entries = list(os.scandir(_directory_base()))
+    except OSError:  # a folder that may be written and not listed
+        return
+    for entry in entries:
         with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
             if (
                 not entry.name.startswith(DIRECTORY_PREFIX)

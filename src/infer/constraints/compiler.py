@@ -92,7 +92,7 @@ class Grammar:
         self.lexer, self._structured = lexer, structured
         self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
-        self.digits = token_bytes.digits if structured.has_json else None  # whose numbers must end
+        self.digits = token_bytes.digits if structured.ends_numbers else None  # whose numbers must end
         self.param = structured.param
         lexer.users.add(self)
 

@@ -21,6 +21,7 @@ names the keyword and where it stands.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -49,6 +50,7 @@ MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
+_LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a number of JSON gets by itself (numbers.py)
 MAX_FORCED = 256  # tokens that end a reasoning early
 
 _MAX_BYTES = {
@@ -79,9 +81,10 @@ class Structured:
         self._check_options()
 
     @property
-    def has_json(self) -> bool:
-        """Whether it allows JSON, of which a part of a grammar may consist (`%json`)."""
-        return self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
+    def ends_numbers(self) -> bool:
+        """Whether it allows JSON, whose numbers must end: all of it, or a part of a grammar (`%json`)."""
+        is_json = self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
+        return is_json and not _LONG_NUMBER.search(self.text)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:

@@ -28,7 +28,7 @@ import numpy as np
 from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar, Lexer, MaskCost
 from infer.constraints.description import Reasoning
-from infer.constraints.numbers import MAX_DIGITS
+from infer.constraints.numbers import MAX_DIGITS, OUTSIDE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
 MAX_DUE = 1024  # ids asked for at once: a grammar without an end has no last one
 LOOKED_TOO_FAR = "; ff_tokens)"  # an error of the limit that a matcher reached by looking for such ids
+NOTHING_LEFT = "allowed_token_ids, bad_words and the constraint leave no token that may come next"
 AT_LIMIT = "the output reached a limit of its constraint, which is too complex there: "
 
 
@@ -43,8 +44,8 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due", "_enough", "_is_early_end", "_lexer", "_matched", "_num_digits", "_num_reasoned", "_recent",
-        "_tail", "_taken", "bans", "error", "grammar", "is_wide", "matcher", "reasoning", "state",
+        "_due", "_enough", "_is_early_end", "_lexer", "_matched", "_num_digits", "_num_reasoned", "_quotes",
+        "_recent", "_tail", "_taken", "bans", "error", "grammar", "is_wide", "matcher", "reasoning", "state",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,7 @@ class Guide:
     ) -> None:
         self.grammar, self.reasoning, self.bans = grammar, reasoning, bans
         self._num_digits = 0  # digits of the number that the matched text ends with
+        self._quotes = OUTSIDE  # whether it ends inside quotes
         digits = None if grammar is None else grammar.digits
         self._enough = MAX_DIGITS if digits is None else digits.enough  # digits from which masks are narrowed
         self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans ask for
@@ -98,7 +100,9 @@ class Guide:
 
     def forced(self) -> tuple[int, ...]:
         """Ids that must come next, whatever the model says; none: it has a choice."""
-        if self._due is None:
+        if self._due is None and self.bans is not None:
+            self._due = ()  # what the grammar wants may be banned: a mask says
+        elif self._due is None:
             assert self.matcher is not None
             self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
         return self._due
@@ -125,17 +129,19 @@ class Guide:
     @property
     def narrows(self) -> bool:
         """Whether the grammar's mask of the next id is not the last word."""
-        return self._num_digits >= self._enough or self.bans is not None
+        return (self._num_digits >= self._enough and self._quotes == OUTSIDE) or self.bans is not None
 
     def narrow(self, mask_W: np.ndarray) -> None:
         """End a long number, and clear the bits of banned ids; a mask that an error left open stays."""
         if self.error is not None:
             return
-        if self._num_digits >= self._enough:
+        if self._num_digits >= self._enough and self._quotes == OUTSIDE:
             assert self.grammar is not None and self.grammar.digits is not None
             self.grammar.digits.end_number(self._num_digits, mask_W)
         if self.bans is not None:
             self.bans.apply(self._recent, mask_W)
+            if not mask_W.any():
+                self.error, mask_W[:] = NOTHING_LEFT, -1
 
     def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
         """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
@@ -152,7 +158,8 @@ class Guide:
                 self.forced()
                 self.fill(mask_W)
             is_allowed = draft is not None and mask_W[draft // 32] >> draft % 32 & 1
-            if not is_allowed or self.state == ENDED or self.error is not None:
+            has_ended = self.state == ENDED and self.bans is None
+            if not is_allowed or has_ended or self.error is not None:
                 break
             assert draft is not None
             self._consume(draft)
@@ -270,7 +277,8 @@ class Guide:
     def _start(self, matcher: LLMatcher) -> None:
         assert self.grammar is not None
         self.state, self.matcher, self._lexer = CONSTRAINED, matcher, self.grammar.lexer
-        self._due, self._matched, self._tail, self._num_digits = None, [], b"", 0
+        self._due, self._matched, self._tail = None, [], b""
+        self._num_digits, self._quotes = 0, OUTSIDE
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -312,7 +320,8 @@ class Guide:
         self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
         if self.grammar.digits is not None:
-            self._num_digits = self.grammar.digits.count(token_id, self._num_digits)
+            counted = self.grammar.digits.count(token_id, self._num_digits, self._quotes)
+            self._num_digits, self._quotes = counted
         if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
         if LOOKED_TOO_FAR in matcher.get_error():

@@ -66,6 +66,7 @@ class MaskFiller:
             rows.append(guide)
             if matcher is None or (guide.known if guide.is_wide else guide.forced()):
                 guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
+                broken += [guide] if guide.error is not None else []
             else:
                 groups[guide.mask_cost].append((matcher, row))
                 if guide.narrows:
@@ -78,6 +79,7 @@ class MaskFiller:
                 broken.append(filled)
         for guide, row in narrowed:
             guide.narrow(masks_KW[row])
+            broken += [guide] if guide.error is not None and guide not in broken else []
         self._last = rows, masks_KW
         return broken
 

@@ -6,10 +6,11 @@ make more than `MAX_DIGITS` of them, if it allows anything else:
 
     {"a": 1234567890123456        , } . e and blanks may follow, no digit
     {"a": 123456789012345         a token of one digit may follow, none of two
-    "1234567890123456             a text: its mask allows letters, so nothing is taken away
+    {"a": "1234567890123456       inside quotes nothing is taken away
 
-So every output is one that the grammar allows, and a number is at most two digits longer than that: a point
-or an exponent is followed by one.
+A constraint that itself has a number of more digits, in an enum say, is left alone. So every output is one
+that the grammar allows, and a number is at most two digits longer than that: a point or an exponent is
+followed by one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _NUMBER = re.compile(rb"[0-9.eE+-]*\Z")
 _BEGIN_WITH_DIGIT = r"[0-9](.|\n)*"
 
 
+OUTSIDE, INSIDE, ESCAPED = range(3)  # of quotes; after a backslash inside them
+
+
 class Digits:
     """The digits in the tokens of one vocabulary."""
 
@@ -34,7 +38,8 @@ class Digits:
         from llguidance import LLMatcher
 
         self._tokenizer, self._probes = tokenizer, probes
-        self._known: dict[int, tuple[bool, int]] = {}  # tokens: is nothing but a number, digits at its end
+        # tokens: is one nothing but a number, the digits at its end, and where quotes stand behind it
+        self._known: dict[int, tuple[bool, int, tuple[int, ...]]] = {}
         matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(_BEGIN_WITH_DIGIT), log_level=0)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         sizes = np.zeros(len(bits), dtype=np.int64)  # digits that each token begins with
@@ -47,24 +52,41 @@ class Digits:
         self._longer = [each.view(np.int32) for each in packed]
         self.enough = MAX_DIGITS - len(self._longer) + 1  # digits after which some token has too many
 
-    def count(self, token_id: int, num_before: int) -> int:
-        """The digits of the number that the output ends with; `num_before` are those before this token."""
+    def count(self, token_id: int, num_before: int, quotes: int) -> tuple[int, int]:
+        """The digits of the number that the output ends with, and whether it ends inside quotes.
+
+        `num_before` and `quotes` are the same before this token.
+        """
         known = self._known.get(token_id)
         if known is None:
             text = self._tokenizer.decode_bytes([token_id])
             found = _NUMBER.search(text)
             end = found[0] if found is not None else b""
-            known = self._known[token_id] = len(end) == len(text), sum(48 <= byte <= 57 for byte in end)
-        is_number, num_digits = known
-        return num_before + num_digits if is_number else num_digits
+            num_digits = sum(48 <= byte <= 57 for byte in end)
+            after = tuple(_quotes_after(text, before) for before in (OUTSIDE, INSIDE, ESCAPED))
+            known = self._known[token_id] = len(end) == len(text), num_digits, after
+        is_number, num_digits, after = known
+        return num_before + num_digits if is_number else num_digits, after[quotes]
 
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
         """Take tokens of too many digits out of the mask behind a number, if others are left.
 
-        A mask that allows letters is that of a text.
+        A mask that allows letters is that of a text, whatever its quotes.
         """
         if self._probes and all(mask_W[each // 32] >> each % 32 & 1 for each in self._probes):
             return
         rest_W = mask_W & ~self._longer[max(0, MAX_DIGITS - num_digits)][: len(mask_W)]
         if rest_W.any():
             mask_W[:] = rest_W
+
+
+def _quotes_after(text: bytes, quotes: int) -> int:
+    """Whether a text of JSON ends inside quotes, given whether it begins there."""
+    for byte in text if b'"' in text or b"\\" in text or quotes == ESCAPED else b"":
+        if quotes == ESCAPED:
+            quotes = INSIDE
+        elif byte == ord('"'):
+            quotes = OUTSIDE if quotes == INSIDE else INSIDE
+        elif byte == ord("\\") and quotes == INSIDE:
+            quotes = ESCAPED
+    return quotes

@@ -153,7 +153,8 @@ class GuidedRequests:
     def _fail(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
         """End the request of a sequence whose constraint has reached a limit."""
         group, structured = seq.group, seq.group.request.params.structured
-        param = "structured" if structured is None else structured.param
+        own = "allowed_token_ids" if group.request.params.allowed_token_ids else "bad_words"
+        param = own if structured is None else structured.param
         ended = self._requests.end(group, group.unfinished, "error", error=f"{param}: {guide.error}")
         return [msgspec.structs.replace(output, param=param) for output in ended]
 

@@ -141,10 +141,12 @@ class PromptEncoder:
             "--chat-template FILE gives another, --chat-template family says that this one is right"
         )
 
-    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, most: int | None = None, keeps_end: bool = True
+    ) -> list[int]:
         """A plain prompt's ids, BOS included where the model wants it; special-token text stays text.
 
-        With `most`, the last ones of any number.
+        With `most`, BOS and the last ones, or the first ones, of any number.
         """
         if not isinstance(text, str):
             raise RequestError(
@@ -152,9 +154,20 @@ class PromptEncoder:
             )
         limit = self.context_len if most is None else None
         try:
-            return _last(self.tokenizer.encode(text, add_special=add_special, context_len=limit), most)
+            ids = self.tokenizer.encode(text, add_special=add_special, context_len=limit)
+            return self._cut(ids, most, keeps_end=keeps_end)
         except ContextOverflow as error:
             raise error.of(self.model_len) from None
+
+    def _cut(self, ids: list[int], most: int | None, *, keeps_end: bool = True) -> list[int]:
+        """At most `most` ids: those that all prompts begin with, and the last or the first of the others."""
+        if most is None or len(ids) <= most:
+            return ids
+        if not keeps_end:
+            return ids[:most]
+        begin = self.tokenizer.begin([])
+        num_kept = len(begin) if ids[: len(begin)] == begin and len(begin) < most else 0
+        return ids[:num_kept] + ids[len(ids) - most + num_kept :]
 
     def encode_gap(self, before: str, behind: str) -> list[int]:
         """The ids of a text with a gap, which the model fills; only some vocabularies have marks for it."""
@@ -172,10 +185,11 @@ class PromptEncoder:
         *,
         add_special: bool = True,
         most: int | None = None,
+        keeps_end: bool = True,
     ) -> list[list[int]]:
         """The ids of every prompt: those of texts from the tokenizer, those given if the tokenizer has them.
 
-        `param` is what the caller calls the prompts. Of each, the last `most` are kept.
+        `param` is what the caller calls the prompts. At most `most` are kept, the last or the first ones.
         """
         last = self.tokenizer.vocab_size - 1
         places = [param] if len(prompts) == 1 else [f"{param} {i}" for i in range(len(prompts))]
@@ -190,9 +204,9 @@ class PromptEncoder:
         try:
             for prompt in prompts:
                 if isinstance(prompt, str):
-                    ids.append(self.encode(prompt, add_special=add_special, most=most))
+                    ids.append(self.encode(prompt, add_special=add_special, most=most, keeps_end=keeps_end))
                 else:
-                    ids.append(_last(prompt, most))
+                    ids.append(self._cut(prompt, most, keeps_end=keeps_end))
         except RequestError as error:
             raise error.of_prompt(places[len(ids)], param) from None
         return ids
@@ -212,10 +226,11 @@ class PromptEncoder:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         options = template_options or {}
+        self._template.check_options(options)
         limit = self.context_len if most is None else None
         try:
             ids = self._template.encode_chat(messages, limit, opening=opening, tools=tools, **options)
-            return _last(ids, most)
+            return self._cut(ids, most)
         except ContextOverflow as error:
             raise error.of(self.model_len).of_prompt("prompt", "messages") from None
 
@@ -334,11 +349,6 @@ class PromptEncoder:
     def next_id(self) -> str:
         """An id for a request that was given none: the next number."""
         return f"request-{next(self._numbers)}"
-
-
-def _last(ids: list[int], most: int | None) -> list[int]:
-    """The last `most` ids; None: all."""
-    return ids if most is None else ids[-most:]
 
 
 def is_token_id(value: object) -> bool:
@@ -470,9 +480,10 @@ def open_embeddings(
     normalize: bool | None = None,
     add_special: bool = True,
     most: int | None = None,
+    keeps_end: bool = True,
 ) -> EmbeddingJob:
     """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
-    prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most)
+    prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most, keeps_end=keeps_end)
     for i, ids in enumerate(prompts):
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")

@@ -108,7 +108,8 @@ class ChatTemplate:
 
         A template writes what closes a message behind its text, so the text is marked, and cut at the mark.
         """
-        last = clean_messages(messages)[-1]
+        messages = map_strings([dict(each) for each in clean_messages(messages)], _without_mark)
+        last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise TemplateError(
                 "only an assistant's message without tool calls can be continued, and the last message is "
@@ -116,10 +117,14 @@ class ChatTemplate:
                 param="messages",
             )
         marked = [*messages[:-1], {**messages[-1], "content": last["content"] + OPEN_END}]
-        text, mark, _ = self.render(marked, add_generation_prompt=False, **options).rpartition(OPEN_END)
-        if not mark:
-            raise TemplateError(f"the {self.name} chat template does not show the last message's text")
-        return text
+        text = self.render(marked, add_generation_prompt=False, **options)
+        if text.count(OPEN_END) != 1:
+            raise TemplateError(
+                f"the {self.name} chat template does not show the last message's text once, so it cannot be "
+                "continued",
+                param="messages",
+            )
+        return text.partition(OPEN_END)[0]
 
     def render(
         self,
@@ -130,7 +135,7 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """Return the text, with a guard inside every special-token spelling that came from outside."""
-        self._check_kwargs(kwargs)
+        self.check_options(kwargs)
         given: dict[str, Any] = {"messages": clean_messages(messages), **kwargs}
         cleaned_tools = clean_tools(tools)
         if cleaned_tools and not self.reads_tools:
@@ -178,7 +183,8 @@ class ChatTemplate:
             current.reset(token)
         return "".join(parts)
 
-    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+    def check_options(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse keywords that this template does not read, and values of the wrong type."""
         for name, value in kwargs.items():
             if name not in KWARGS:
                 raise TemplateError(
@@ -193,6 +199,10 @@ class ChatTemplate:
             if not isinstance(value, KWARGS[name]):
                 wanted = "true or false" if KWARGS[name] is bool else "a string"
                 raise TemplateError(f"{name} must be {wanted}, got {show_value(value)}", param=name)
+
+
+def _without_mark(text: str) -> str:
+    return text.replace(OPEN_END, "")
 
 
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:

@@ -290,7 +290,7 @@ def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
 @pytest.mark.parametrize(
     ("content", "headers", "message"),
     [
-        (b"prompt=hi", JSON, "the body is not valid JSON: unexpected character, expected a JSON value"),
+        (b"prompt=hi", JSON, "the body is not valid JSON: unexpected character"),
         (b'{"prompt": "a",\n}', JSON, "trailing comma is not allowed (character 15)"),
         (b"null", JSON, "the body is empty or null; send a JSON object"),
         (b"[1]", JSON, "the body must be a JSON object, such as {...}, got a list"),

@@ -7,7 +7,7 @@ a commit does. What other programs have put there is listed as well; it is the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,13 @@ def remove_cached(models: Sequence[CachedModel]) -> int:
             except OSError as error:
                 raise ModelSourceError(f"cannot remove {model.path}: {error.strerror}") from None
             freed += model.num_bytes
-    commits = [model.revision for model in models if model.revision is not None]
-    cache = _scan() if commits else None
-    if cache is not None:
-        strategy = cache.delete_revisions(*commits)
-        strategy.execute()
-        freed += strategy.expected_freed_size
+    cache = _scan() if any(model.revision is not None for model in models) else None
+    for repo in () if cache is None else cache.repos:  # one by one: others may have the same commits
+        commits = [model.revision for model in models if model.name == repo.repo_id and model.revision]
+        if cache is not None and repo.repo_type == "model" and commits:
+            strategy = replace(cache, repos=frozenset({repo})).delete_revisions(*commits)
+            strategy.execute()
+            freed += strategy.expected_freed_size
     return freed
 
 

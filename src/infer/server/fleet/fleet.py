@@ -100,7 +100,7 @@ class Fleet:
             logger.info("load ended model=%s reason='its caller has left'", name)
             raise
         finally:
-            del self._loading[name]
+            self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
             self._ended_by.pop(loading, None)
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
@@ -222,6 +222,7 @@ class Fleet:
         try:
             if not name:
                 self._check_name(model.name)
+                self._loading[model.name] = self._loading[name]
             await self._serve(model, config, time.perf_counter() - started)
         except BaseException:
             await self._close(model)

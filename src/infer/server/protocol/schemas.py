@@ -23,7 +23,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -48,10 +48,11 @@ logger = logging.getLogger(__name__)
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
 MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
-MAX_SHOWN_NAMES = 20  # unknown fields of one body that a header names
+MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; to compare more with all names takes long
 MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
 _LOGGED: set[str] = set()
 _PLACE = re.compile(r"\[\d+\]")
+_PLAIN = re.compile(r"[a-z][a-z_]*(\.[a-z][a-z_]*)*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
@@ -273,14 +274,16 @@ def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
     The name goes into a header and a log line, so it is cut and cleaned.
     """
     record = current_record()
-    if record is None or not record.is_lenient or nearest(name[:MAX_NAME_LEN], known) is not None:
+    if record is None or not record.is_lenient or len(record.unknown) >= MAX_UNKNOWN:
+        return False
+    if nearest(name[:MAX_NAME_LEN], known) is not None:
         return False
     shown = _UNSAFE.sub("?", _PLACE.sub("", where) + name[:MAX_SHOWN_NAME])
-    if len(record.unknown) < MAX_SHOWN_NAMES:
-        record.unknown[shown] = None
-    if shown not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
-        _LOGGED.add(shown)
-        logger.warning("unknown field ignored field=%s path=%s (told once)", shown, record.path)
+    record.unknown[shown] = None
+    logged = shown if _PLAIN.fullmatch(shown) else "..."  # others may be a client's data
+    if logged not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
+        _LOGGED.add(logged)
+        logger.warning("unknown field ignored field=%s path=%s (told once)", logged, record.path)
     return True
 
 
@@ -527,5 +530,6 @@ class EmbeddingRequest(Body):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # what is cut off: the beginning, or the end
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -104,7 +104,8 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         ids = await encode_prompts(model.encoder, prompts, "prompt", add_special=special, most=most)
     if len(ids) > 1 and [] in ids:
         raise RequestError(f"prompt {ids.index([])} has no tokens; give at least one", param="prompt")
-    texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+    is_whole = most is None and not body.suffix
+    texts = tuple(prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts)
     return make_job(body, model, state.config, ids, params, texts=texts)
 
 
@@ -285,7 +286,8 @@ def most_tokens(
     if most != -1:
         check_int("truncate_prompt_tokens", most, 1)
         return most
-    return max(1, encoder.context_len - (1 if num_output is None else num_output))
+    num_output = 1 if num_output is None else num_output
+    return encoder.context_len - (num_output if num_output < encoder.context_len else 1)
 
 
 def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:

@@ -71,6 +71,7 @@ async def make_vectors(
         normalize=body.normalize,
         add_special=body.add_special_tokens is not False,
         most=most_tokens(body, model.encoder, 0),
+        keeps_end=body.truncation_side != "right",
     )
     mark("tokenize")
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)

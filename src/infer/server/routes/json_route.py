@@ -4,8 +4,9 @@
       └───► chat, of a body of another API (messages.py, responses.py) ──► job                    `open_agent`
 
 FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
-it from `make_router`. A body without a content-type is read as JSON, unless it comes from a page in a browser,
-which names its origin: a page of another site can send such a body without asking, but none of type JSON.
+it from `make_router`. A body without a content-type is read as JSON, unless it comes from a page in a
+browser, which names its origin: a page of another site can send such a body without asking, but none of type
+JSON.
 
 Parsing holds Python's lock, in a thread too, and 8 MiB of small objects take a second. So a large body is
 looked at before it is parsed, which makes no objects. First its values are counted, piece by piece, with the

@@ -28,6 +28,7 @@ from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
     AskingBody,
     CompletionRequest,
+    Int,
     Name,
     Neutral,
     PromptField,
@@ -94,21 +95,21 @@ class LlamaCompletion(AskingBody):
 
     prompt: PromptField
     model: Name | None = None
-    n_predict: int | None = None
+    n_predict: Int | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: StopField | None = None
     ignore_eos: bool | None = None
     logit_bias: list[list[int | float | bool | str]] | dict[str, float] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
-    n_probs: int | None = None
+    n_probs: Int | None = None
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
 

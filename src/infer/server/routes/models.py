@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served here, with the fields that clients of vLLM and of Anthropic's API read as well.
+"""`GET /v1/models`: what is served here, with the fields that clients of vLLM and of Anthropic's API read.
 
 `HEAD` has the same status and headers and no body: enough to learn whether a model is there.
 """

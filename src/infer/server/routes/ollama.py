@@ -94,12 +94,12 @@ class OllamaOptions(Body):
         }
     )  # fmt: skip
 
-    num_predict: int | None = None
+    num_predict: Int | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: StopField | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -107,6 +107,7 @@ class OllamaOptions(Body):
 
 
 SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
+CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # of an embedding
 NO_LIMIT = (-2, -1, 0)  # values of num_predict
 RANDOM_SEED = -1
 THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts of a chat
@@ -167,7 +168,7 @@ class OllamaBody(AskingBody):
     think: bool | str | None = None
     keep_alive: str | float | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
 
 
 class OllamaChat(OllamaBody):
@@ -206,7 +207,7 @@ class OllamaEmbed(Body):
     model: Name
     input: str | list[str]
     dimensions: Int | None = None
-    truncate: bool | None = None  # to the end of a text that fits, unless it is false
+    truncate: bool | None = None  # whether the end of a text that does not fit is cut off; false: refused
 
 
 class OllamaEmbeddings(Body):
@@ -626,9 +627,9 @@ async def generate(body: OllamaGenerate, http: Request) -> Response:
 async def embed(body: OllamaEmbed, http: Request) -> Response:
     """One vector per text."""
     started_at = perf_counter()
-    most = None if body.truncate is False else -1
-    wishes = {"input": body.input, "dimensions": body.dimensions, "truncate_prompt_tokens": most}
-    vectors, num_tokens = await _vectors(http, body.model, wishes)
+    most: dict[str, Any] = {"truncate_prompt_tokens": None} if body.truncate is False else {}
+    wishes: dict[str, Any] = {"input": body.input, "dimensions": body.dimensions}
+    vectors, num_tokens = await _vectors(http, body.model, wishes | CUT_AT_END | most)
     rest = {
         "model": body.model,
         "total_duration": nanoseconds(started_at, perf_counter()),
@@ -643,7 +644,7 @@ async def embed(body: OllamaEmbed, http: Request) -> Response:
 async def embed_one(body: OllamaEmbeddings, http: Request) -> Response:
     """The vector of one text."""
     with spelled({"input": "prompt"}):
-        vectors, _ = await _vectors(http, body.model, {"input": body.prompt, "truncate_prompt_tokens": -1})
+        vectors, _ = await _vectors(http, body.model, {"input": body.prompt} | CUT_AT_END)
     content = b'{"embedding":' + vectors[0] + b"}"
     return Response(content, headers=ignored_headers(body), media_type="application/json")
 
