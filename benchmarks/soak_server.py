@@ -109,7 +109,7 @@ def read_answer(path: str, raw: bytes, *, is_stream: bool) -> Answer:
     texts: dict[str, str] = defaultdict(str)
     for event in _events(path, raw) if is_stream else [orjson.loads(raw)]:
         if event.get("error") or event.get("type") in ("error", "response.failed"):
-            raise BrokenAnswer(f"error event: {error_message(event)}")
+            raise BrokenAnswer(f"error event: {error_message(event.get('response') or event)}")
         for place, text in _texts(event, ""):
             texts[place] += text
     return dict(texts)

@@ -5,8 +5,8 @@
     python -m tests.stress.nightly --seed 4711 --size 20 --without beams,drafts
 
 A *case* is a world and its traffic, made from a seed: a row of the toggle matrix (every policy, cache and
-kind of preemption), squeezed or not, with or without windows, drafts, steps under way and steps that raise. Every
-token is checked against the oracle, every book after every step.
+kind of preemption), squeezed or not, with or without windows, drafts, steps under way and steps that raise.
+Every token is checked against the oracle, every book after every step.
 
 A case that fails is made smaller as long as it still fails: fewer requests, then one feature less at a time.
 What is left is printed as a command that repeats it. Exit code 1: some case failed.
