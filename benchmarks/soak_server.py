@@ -9,7 +9,7 @@ logprobs and several answers, regular expressions, JSON schemas, tools, `/v1/mes
 cycles:
 
     | 64 streams ... load a second model, ask it, unload it ... memory is compared | SIGKILL to the engine
-    0                0.25                           0.65        0.75               1
+    0                0.25                           0.6         0.75               1
 
 A *session* (one or a few requests that belong together) is made by a kind and a number, and nothing else.
 Logits do not depend on the batch (`--deterministic`, float32), so the same session alone must get the same
@@ -42,7 +42,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ START_S, BACK_S, STOP_S, ASK_S = 300.0, 120.0, 60.0, 300.0
 GRACE_S = 2.0  # after an engine is back, a request may still learn of its end
 MAX_DRIFT = 0.02
 NUM_READINGS = 240
-SECOND_FROM, SECOND_TO, JUDGED_FROM = 0.25, 0.65, 0.75  # shares of a cycle
+SECOND_FROM, SECOND_TO, JUDGED_FROM = 0.25, 0.6, 0.75  # shares of a cycle
 
 WORDS = (
     "the",
@@ -294,6 +294,7 @@ class Reading:
     api_files: int
     engine_files: int
     num_engines: int
+    cycle: int = -1  # the cycle whose last part this is: no second model is there or on its way
 
 
 @dataclass(slots=True)
@@ -343,16 +344,15 @@ def _may_happen(why: str, kind: str, status: int | None, message: str) -> bool:
     return kind == SECOND and status == 404
 
 
-def drift_of_cycles(readings: Sequence[Reading], cycle_s: float) -> tuple[float, list[float]]:
+def drift_of_cycles(readings: Sequence[Reading]) -> tuple[float, list[float]]:
     """The growth from the second cycle to the last, and each cycle's median in bytes.
 
-    Only the last part of a cycle is looked at, where one engine runs: its age is the same in each cycle.
+    Only the last part of a cycle is looked at, where one engine runs: its age is about the same in each.
     """
     by_cycle: dict[int, list[int]] = defaultdict(list)
     for reading in readings:
-        number, share = divmod(reading.second / cycle_s, 1.0)
-        if share >= JUDGED_FROM and reading.num_engines == 1:
-            by_cycle[int(number)].append(reading.api_bytes + reading.engine_bytes)
+        if reading.cycle >= 0:
+            by_cycle[reading.cycle].append(reading.api_bytes + reading.engine_bytes)
     medians = [statistics.median(by_cycle[number]) for number in sorted(by_cycle)]
     if len(medians) < 3:
         return 0.0, medians
@@ -454,6 +454,7 @@ class Soak:
         self.metrics: dict[str, float] = {}
         self._second = {"name": SECOND, "model": model, "knobs": knobs}
         self._has_second = False
+        self._cycle = -1
         self._started = 0.0
 
     async def run(self, tell: Callable[[str], None]) -> None:
@@ -550,7 +551,11 @@ class Soak:
             await self._load_second()
             await self._sleep_until(cycle + SECOND_TO)
             await self._unload_second()
-            await self._sleep_until(cycle + 1)
+            await self._sleep_until(cycle + JUDGED_FROM)
+            self._cycle = cycle
+            late = self._now() / self.cycle_s - cycle - JUDGED_FROM  # where the machine has other work
+            await self._sleep_until(cycle + 1 + max(0.0, late))
+            self._cycle = -1
             if cycle < self.num_cycles - 1:
                 await self._kill_engine()
             seen = self.seen
@@ -600,7 +605,7 @@ class Soak:
 
     async def _read_memory(self) -> None:
         while (now := self._now()) < self.duration_s:
-            self.seen.readings.append(self.server.read(now))
+            self.seen.readings.append(replace(self.server.read(now), cycle=self._cycle))
             await asyncio.sleep(min(self.duration_s / NUM_READINGS, 15.0))
 
     async def _read_quiet(self) -> Reading:
@@ -643,7 +648,7 @@ def judge(soak: Soak, exit_code: int) -> dict[str, str]:
         faults["answers"] = f"{len(seen.wrong)} of {seen.num_repeated} repeated sessions differ"
     if seen.unexpected:
         faults["errors"] = f"{sum(seen.unexpected.values())} unexpected"
-    drift, _ = drift_of_cycles(seen.readings, soak.cycle_s)
+    drift, _ = drift_of_cycles(seen.readings)
     if drift > MAX_DRIFT:
         faults["memory"] = f"grew by {drift:.1%}, at most {MAX_DRIFT:.0%} is allowed"
     before, after = soak.quiet
@@ -674,7 +679,7 @@ BOOKS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 def make_report(soak: Soak, faults: Mapping[str, str], command: str) -> dict[str, Any]:
     """Every figure, as JSON."""
     seen = soak.seen
-    drift, medians = drift_of_cycles(seen.readings, soak.cycle_s)
+    drift, medians = drift_of_cycles(seen.readings)
     return {
         "command": command,
         "commit": commit(),
