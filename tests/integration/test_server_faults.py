@@ -329,16 +329,20 @@ def test_a_client_that_reads_nothing_is_cut_off(live: Live, monkeypatch: pytest.
     """Answers that nobody takes fill the buffers of the kernel and then ours: neither waits for ever."""
     monkeypatch.setattr(Impatient, "send_timeout_s", 0.5)
     monkeypatch.setattr(Impatient, "head_timeout_s", 60.0)
-    before = len(live.server.server_state.connections)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", live.port))
         connection.settimeout(1.0)
+
+        def is_there() -> bool:
+            clients = [getattr(each, "client", None) for each in list(live.server.server_state.connections)]
+            return connection.getsockname() in clients
+
+        wait_until(is_there)
         with contextlib.suppress(OSError):  # the server stops reading as well, or has had enough
             for _ in range(500):
                 connection.sendall(b"GET /ui HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 20)
-                wait_until(lambda: len(live.server.server_state.connections) > before)
-        wait_until(lambda: len(live.server.server_state.connections) <= before)
+        wait_until(lambda: not is_there())
 
 
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(
