@@ -20,7 +20,10 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow test-clients check lint format bounds audit clean distclean
+SOAK_MINUTES ?= 60
+NIGHTLY_REQUESTS ?= 1000000
+
+.PHONY: help setup serve test test-slow test-clients soak nightly check lint format bounds audit clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +44,12 @@ test-slow: $(VENV)/.tools  ## run the slow tests: long random runs, every combin
 test-clients: $(VENV)/.tools  ## run real clients of other projects against a server; needs package registries
 	@$(BIN)/infer fetch > /dev/null
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients $(ARGS)
+
+soak: $(VENV)/.tools  ## an hour of mixed load on a server whose engine is killed now and then; SOAK_MINUTES=5 for less
+	$(BIN)/python -m benchmarks.soak_server --minutes $(SOAK_MINUTES) $(ARGS)
+
+nightly: $(VENV)/.tools  ## a million random requests through the scheduler; NIGHTLY_REQUESTS=100000 for fewer
+	$(BIN)/python -m tests.stress.nightly --requests $(NIGHTLY_REQUESTS) --jobs $(JOBS) $(ARGS)
 
 check: $(VENV)/.tools  ## formatting, lint, types, docs and unit tests: what a commit must pass
 	@scripts/check

@@ -323,3 +323,45 @@ def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
 
     wait_until(all_are_closed, 60)  # the server waits for the request of such a client as long as set above
     assert live.state.models["tiny"].num_held == 0
+
+
+def test_a_client_that_reads_nothing_is_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that nobody takes fill the buffers of the kernel and then ours: neither waits for ever."""
+    monkeypatch.setattr(Impatient, "send_timeout_s", 0.5)
+    monkeypatch.setattr(Impatient, "head_timeout_s", 60.0)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", live.port))
+        connection.settimeout(1.0)
+
+        def is_there() -> bool:
+            clients = [getattr(each, "client", None) for each in list(live.server.server_state.connections)]
+            return connection.getsockname() in clients
+
+        wait_until(is_there)
+        with contextlib.suppress(OSError):  # the server stops reading as well, or has had enough
+            for _ in range(500):
+                connection.sendall(b"GET /ui HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 20)
+        wait_until(lambda: not is_there())
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a client that takes nothing at all in the time is cut off, however long the rest takes."""
+    monkeypatch.setattr(Impatient, "send_timeout_s", 1.0)
+    monkeypatch.setattr(Impatient, "head_timeout_s", 60.0)
+    number, received = 300, 0
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect(("127.0.0.1", live.port))
+        connection.sendall(b"GET /ui HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * number)
+        connection.settimeout(10)
+        started, answers = time.monotonic(), 0
+        while answers < number:
+            part = connection.recv(65536)
+            assert part, f"cut off after {received} bytes and {time.monotonic() - started:.1f} s"
+            received += len(part)
+            answers += part.count(b"HTTP/1.1 200")
+            time.sleep(max(0.0, 2.5 * answers / number - (time.monotonic() - started)))
+    assert time.monotonic() - started > 2

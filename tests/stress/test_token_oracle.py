@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -69,8 +70,10 @@ class Traffic:
         *,
         plain_share: float = 0.0,
         pace: float = 0.4,
+        without: Container[str] = (),
     ) -> None:
         self.world = world
+        self.without = without  # features that no request uses: see _send and run
         self.plain_share = plain_share  # of the requests: nothing that switches the overlap off
         self.pace = pace  # how likely another one comes before a step
         self.num_requests = num_requests
@@ -84,9 +87,10 @@ class Traffic:
         for _ in range(20_000):
             while self.num_sent < self.num_requests and rng.random() < self.pace:
                 self._send()
-            if rng.random() < 0.03 and (live := world.scheduler.sequences()):
+            is_abort = rng.random() < 0.03 and "aborts" not in self.without
+            if is_abort and (live := world.scheduler.sequences()):
                 self._abort(rng.choice(live).group.request.request_id)
-            if rng.random() < 0.01:
+            if rng.random() < 0.01 and "resets" not in self.without:
                 world.pool.reset_prefix_cache()
             world.step()
             if self.num_sent == self.num_requests and not world.engine.has_work:
@@ -109,14 +113,23 @@ class Traffic:
             params["n"] = 1
         elif rng.random() < 0.2:
             params["best_of"] = params["n"] + 1
-        if rng.random() < 0.2 and world.scheduler.keeps_cache and not is_plain:
+        if "forks" in self.without:
+            params["n"] = 1
+            params.pop("best_of", None)
+        can_search = world.scheduler.keeps_cache and "beams" not in self.without
+        if rng.random() < 0.2 and can_search and not is_plain:
             params |= {"use_beam_search": True, "temperature": 0.0}
         fields: dict[str, Any] = {
             "priority": rng.randrange(3),
             "deadline": rng.choice((None, rng.random())),
             "cache_salt": rng.choice(("", "", "a")),
         }
-        if params["n"] == 1 and len(params) == 4 and rng.random() < 0.1:
+        if "priorities" in self.without:
+            fields |= {"priority": 0, "deadline": None}
+        if "salts" in self.without:
+            fields["cache_salt"] = ""
+        can_embed = params["n"] == 1 and len(params) == 4 and "embeddings" not in self.without
+        if can_embed and rng.random() < 0.1:
             fields["pooling"] = rng.choice(("last", "mean"))
         self.num_sent += 1
         try:

@@ -19,6 +19,9 @@ A client may stop sending behind its request and still read (a half-closed conne
 One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
 Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
 
+A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: what waits for it fills our buffers,
+and closing the connection in order would wait for it as well.
+
 A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
 asked, body and all (RFC 9110, 7.8).
 
@@ -50,6 +53,7 @@ MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", th
 TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
 HTTP2_HELLO = b"PRI * HTTP/2"
 PROBE_S = 0.05  # between two looks at whether a half-closed connection was reset
+SEND_TIMEOUT_S = 60.0
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
 
@@ -84,6 +88,7 @@ class GuardedConnection(HttpToolsProtocol):
     """One connection, which counts and times everything but the bodies of its requests."""
 
     head_timeout_s = HEAD_TIMEOUT_S
+    send_timeout_s = SEND_TIMEOUT_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,6 +96,10 @@ class GuardedConnection(HttpToolsProtocol):
         self.parser = RequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: pipelining
         self._timer: asyncio.TimerHandle | None = None  # of a head, of the lingering, or of a probe
+        self._send_timer: asyncio.TimerHandle | None = (
+            None  # runs while the transport holds part of an answer
+        )
+        self._num_sent = 0  # bytes of answers that the transport was given
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
@@ -199,7 +208,16 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time: the connection is gone."""
         self._stop_timer()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
         super().connection_lost(exc)
+
+    def send_answer(self, data: bytes) -> None:
+        """Write a part of an answer, and watch whether the client takes it."""
+        self.transport.write(data)
+        self._num_sent += len(data)
+        if self._send_timer is None:
+            self._watch_sending()
 
     def close_behind_answer(self) -> None:
         """Close in a way that lets a client that is still sending read its answer."""
@@ -255,6 +273,19 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             self._timer = self.loop.call_later(PROBE_S, self._probe)
 
+    def _watch_sending(self, num_taken: int = -1) -> None:
+        """Look again later while bytes are left; cut off a client that has taken none since the last look."""
+        self._send_timer = None
+        num_left = self.transport.get_write_buffer_size()
+        if not num_left:
+            return
+        if num_taken == self._num_sent - num_left:
+            logger.info("connection cut off, nothing read for %g s", self.send_timeout_s)
+            self.transport.abort()
+            return
+        delay, num_taken = self.send_timeout_s, self._num_sent - num_left
+        self._send_timer = self.loop.call_later(delay, self._watch_sending, num_taken)
+
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -292,7 +323,7 @@ class _AnswerTransport:
         self._connection = connection
 
     def write(self, data: bytes) -> None:
-        self._connection.transport.write(data)
+        self._connection.send_answer(data)
 
     def is_closing(self) -> bool:
         return self._connection.transport.is_closing()

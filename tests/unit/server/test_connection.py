@@ -31,6 +31,13 @@ class MemoryTransport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.is_closed = self.is_ended = False
+        self.num_left = 0  # bytes that the client has not taken
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_left
+
+    def abort(self) -> None:
+        self.is_closed = True
 
     def write(self, data: Any) -> None:
         assert not self.is_ended and not self.is_closed
@@ -414,3 +421,19 @@ def test_a_client_that_hangs_up_is_told_from_one_that_stops_sending(
         runner.run(main())
     half = "nothing" if version == "1.1" else "http.disconnect"
     assert heard == [half, "http.disconnect"]
+
+
+def test_a_client_that_takes_nothing_is_cut_off_and_one_that_takes_a_byte_is_not() -> None:
+    async def run() -> None:
+        peer = Peer(tell_what_came)
+        peer.connection.send_timeout_s = 0.05
+        peer.transport.num_left = 100
+        await peer.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        for _ in range(6):
+            await asyncio.sleep(0.03)
+            peer.transport.num_left -= 1
+        assert not peer.transport.is_closed
+        await asyncio.sleep(0.3)
+        assert peer.transport.is_closed
+
+    asyncio.run(run())

@@ -50,6 +50,9 @@ def config_of(files: Path, cert: str, key: str) -> ServerConfig:
 def test_a_certificate_and_its_key_are_taken(files: Path) -> None:
     context = tls_context(config_of(files, "a.pem", "a.key"))
     assert context is not None and context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    assert context.options & ssl.OP_NO_RENEGOTIATION, (
+        "older versions of OpenSSL let a client ask for handshakes"
+    )
     assert tls_context(ServerConfig()) is None
 
 

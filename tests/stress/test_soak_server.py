@@ -1,0 +1,78 @@
+"""The soak of `make soak`: what it reads, how it judges, and a short run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak_server import Reading, Seen, Window, drift_of_cycles, main, read_answer
+from infer.bench.sse_client import BrokenAnswer
+
+
+def reading(second: float, num_bytes: int, cycle: int = -1) -> Reading:
+    return Reading(
+        second=second, api_bytes=num_bytes, engine_bytes=0, gpu_bytes=0, api_files=1, engine_files=1,
+        num_engines=1, cycle=cycle,
+    )  # fmt: skip
+
+
+def test_pieces_of_a_stream_are_the_texts_of_the_whole_answer() -> None:
+    frames = [
+        {"id": "1", "choices": [{"index": 1, "text": "b"}]},
+        {"id": "2", "choices": [{"index": 0, "text": "a"}]},
+        {"id": "3", "choices": [{"index": 0, "text": "c", "finish_reason": "stop"}]},
+    ]
+    raw = b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in frames)
+    whole = {"choices": [{"index": 0, "text": "ac", "finish_reason": "stop"}, {"index": 1, "text": "b"}]}
+    streamed = read_answer("/v1/completions", raw + b"data: [DONE]\n\n", is_stream=True)
+    assert streamed == read_answer("/v1/completions", json.dumps(whole).encode(), is_stream=False)
+    with pytest.raises(BrokenAnswer, match="ended early, after 3 events"):
+        read_answer("/v1/completions", raw, is_stream=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        ("/v1/chat/completions", b'data: {"error": {"message": "the engine died"}}\n\ndata: [DONE]\n\n'),
+        ("/v1/messages", b'data: {"type": "error", "error": {"message": "the engine died"}}\n\n'),
+        (
+            "/v1/responses",
+            b'data: {"type": "response.failed", "response": {"error": {"message": "the engine died"}}}\n\n',
+        ),
+        ("/api/chat", b'{"error": "the engine died"}\n'),
+    ],
+)
+def test_an_error_in_a_stream_is_named(path: str, raw: bytes) -> None:
+    with pytest.raises(BrokenAnswer, match="the engine died"):
+        read_answer(path, raw, is_stream=True)
+
+
+def test_errors_are_expected_only_while_an_engine_is_down_or_a_model_leaves() -> None:
+    seen = Seen(windows=[Window("kill", 10, 20), Window("unload", 30, 40)])
+    down, gone = BrokenAnswer("no engine", 503), BrokenAnswer("no model", 404)
+    seen.fail("schema", down, 5, 12)
+    seen.fail("schema", BrokenAnswer("error event: the engine process was ended"), 5, 12)
+    seen.fail("second", gone, 35, 36)
+    assert sum(seen.expected.values()) == 3 and not seen.unexpected
+    seen.fail("schema", down, 21, 22)
+    seen.fail("schema", BrokenAnswer("the stream ended early, after 3 events"), 5, 12)
+    seen.fail("schema", gone, 35, 36)
+    assert sum(seen.unexpected.values()) == 3
+
+
+def test_drift_is_from_the_second_cycle_to_the_last() -> None:
+    cycles = [reading(number, size, number) for number, size in enumerate((50, 100, 104, 103))]
+    drift, medians = drift_of_cycles([*cycles, reading(9, 1000)])
+    assert medians == [50, 100, 104, 103] and drift == pytest.approx(0.03)
+    assert drift_of_cycles(cycles[:2])[0] == 0.0
+
+
+@pytest.mark.slow
+def test_a_short_soak_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--minutes", "1.5", "--streams", "12", "--out", str(tmp_path / "soak")])
+    report = json.loads((tmp_path / "soak.json").read_text())
+    report["faults"].pop("memory", None)  # 18 s are too short for an engine to warm up
+    assert not report["faults"], capsys.readouterr().out
+    assert code in (0, 1) and report["kills"] == 4 and report["repeated_alone"] > 50
