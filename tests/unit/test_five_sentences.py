@@ -119,7 +119,7 @@ def test_state_is_found(tmp_path: Path) -> None:
 # -- no private names of others ----------------------------------------------------------------------
 
 PRIVATE = {
-    "kernels/cpu/program.py:torch.utils._python_dispatch": "torch documents it, and has no public name for it",
+    "kernels/cpu/program.py:torch.utils._python_dispatch": "torch documents it under no public name",
     "server/tls.py:_ssl": "the standard library has no other reader of a certificate's dates",
 }
 

@@ -119,3 +119,27 @@ def test_a_stop_string_is_shown_on_request(llm: LLM, is_shown: bool) -> None:
     assert answer.outputs[0].stop_reason == stop
     pieces = list(llm.stream("the river", params))
     assert "".join(piece.text for piece in pieces) == answer.text
+
+
+def test_a_ban_holds_where_a_grammar_has_one_way_on(llm: LLM) -> None:
+    """What both leave is nothing: the request's own mistake, told as such."""
+    first = llm.tokenizer.encode("a", add_special=False)[-1:]
+    for fields in ({"allowed_token_ids": (5,)}, {"banned_ids": (tuple(first),)}):
+        params = SamplingParams(
+            structured=Structured.choice(["abc", "axz"]), temperature=0.0, max_tokens=8, **fields
+        )
+        try:
+            (answer,) = llm.generate(["x"], params)
+        except RequestError as error:
+            assert "leave no token" in str(error)
+        else:
+            assert answer.token_ids[0] not in first and answer.text in ("abc", "axz")
+
+
+def test_a_window_of_drafts_is_banned_at_every_position() -> None:
+    guide = Guide(None, None, Bans((), [(3,), (1, 2)]))
+    masks = np.zeros((4, 3), dtype=np.int32)
+    assert guide.fill_window([1, 1, 5], masks) == 3
+    allowed = [{each for each in range(8) if mask[0] >> each & 1} for mask in masks]
+    assert [3 in each for each in allowed] == [False] * 4
+    assert [2 in each for each in allowed] == [True, False, False, True]

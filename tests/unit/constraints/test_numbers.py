@@ -76,6 +76,13 @@ def test_texts_and_bounds_of_the_schema_are_kept(llm: LLM) -> None:
     assert len(json.loads(write(llm, one(long)))["a"]) == 40
     pattern = {"type": "string", "pattern": "^[0-9]{20}$"}
     assert len(json.loads(write(llm, one(pattern)))["a"]) == 20
+    assert json.loads(write(llm, one({"type": "string", "format": "uuid"})))["a"].count("-") == 4
+    hexadecimal = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+    assert re.fullmatch("[0-9]{32}", json.loads(write(llm, one(hexadecimal)))["a"])
+    long_value = {"enum": [1234567890123456, 12345678901234568]}
+    assert json.loads(write(llm, one(long_value)))["a"] == 12345678901234568
+    quoted = {"type": "string", "pattern": '^"[0-9]{20}$'}
+    assert len(json.loads(write(llm, one(quoted)))["a"]) == 21
     large = {"type": "integer", "minimum": 2**53 - 9, "maximum": 2**53 - 1}
     assert json.loads(write(llm, one(large)))["a"] >= 2**53 - 9
 

@@ -203,7 +203,9 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
 
         async def start_slowly(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
             await going_on.wait()
-            return SimpleNamespace(name="fake", context_len=9, template_warning=None), [FakeClient()]
+            return SimpleNamespace(
+                name="fake", context_len=9, template_warning=None, has_chat_template=False
+            ), [FakeClient()]
 
         monkeypatch.setattr(Fleet, "_start_threads", start_slowly)
         transport = httpx.ASGITransport(site.app)

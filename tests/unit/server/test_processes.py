@@ -325,7 +325,7 @@ def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseEx
     fleet = Fleet(state, ServerMetrics("infer"), None, cast(Workers, workers))
 
     async def start(config: EngineConfig, shared: Any) -> Any:
-        return SimpleNamespace(name="m", template_warning=None), list(engines)
+        return SimpleNamespace(name="m", template_warning=None, has_chat_template=False), list(engines)
 
     fleet._start_processes = start  # type: ignore[method-assign]
     with pytest.raises(type(failure)):

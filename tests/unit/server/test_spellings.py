@@ -151,15 +151,35 @@ def test_a_prompt_is_cut_to_its_last_tokens_on_request(
     seven, most = (request.prompt for request in fake.requests)
     assert len(seven) == 7
     assert len(most) == oracle.encoder.context_len - 3
-    assert most[-7:] == seven
+    begin = tuple(oracle.tokenizer.begin([]))
+    assert begin and seven[: len(begin)] == most[: len(begin)] == begin
+    assert most[-6:] == seven[-6:]
     assert wire.refused(path, body | {"truncate_prompt_tokens": 0}, invalid(path))["param"] == (
         "truncate_prompt_tokens"
     )
 
 
-def test_an_embedding_is_cut_as_well(wire: Wire, fake: FakeClient) -> None:
-    wire.ok("/v1/embeddings", {"input": "river " * 2000, "truncate_prompt_tokens": 5})
-    assert len(fake.requests[0].prompt) == 5
+def test_an_echo_of_a_prompt_that_was_cut_is_what_is_left(wire: Wire, fake: FakeClient, oracle: LLM) -> None:
+    body = {"prompt": "the river is long", "max_tokens": 1, "echo": True, "truncate_prompt_tokens": 3}
+    text = wire.ok(COMPLETIONS, body)["choices"][0]["text"]
+    assert "the river is long" not in text
+    assert text.strip().startswith(oracle.tokenizer.decode(fake.requests[0].prompt).strip()[:2])
+
+
+def test_an_embedding_is_cut_as_well(wire: Wire, fake: FakeClient, oracle: LLM) -> None:
+    text = "a clock and " + "river " * 2000 + "a bridge"
+    wire.ok("/v1/embeddings", {"input": text, "truncate_prompt_tokens": 5})
+    wire.ok("/v1/embeddings", {"input": text, "truncate_prompt_tokens": 5, "truncation_side": "right"})
+    last, first = (request.prompt for request in fake.requests)
+    ids = oracle.tokenizer.encode(text)
+    assert list(first) == ids[:5]
+    assert list(last) == ids[:1] + ids[-4:]
+
+
+@pytest.mark.parametrize("name", ["opening", "add_generation_prompt", "tools", "messages", "self"])
+def test_no_keyword_of_ours_is_set_through_the_template(wire: Wire, name: str) -> None:
+    error = wire.refused(CHAT, {"messages": TALK, "chat_template_kwargs": {name: False}}, 400)
+    assert name in error["message"]
 
 
 def test_a_conversation_may_end_without_the_head_of_an_answer(wire: Wire, oracle: LLM) -> None:
