@@ -66,7 +66,8 @@ class Recorder:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         asked = Asked(scope["method"], scope["path"], headers)
         self.asked.append(asked)
@@ -84,7 +85,7 @@ class Recorder:
             asked.answer += message.get("body", b"").decode(errors="replace")
             await send(message)
 
-        return await self.app(scope, note_received, note_sent)
+        await self.app(scope, note_received, note_sent)
 
 
 @contextmanager

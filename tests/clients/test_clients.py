@@ -132,13 +132,17 @@ def test_a_client(client: Client, puppet: tuple[str, list[Asked]], plain_url: st
     script = SCRIPTS / client.script
     if script.suffix == ".mjs":  # Node looks for packages next to the script
         script = Path(shutil.copy(script, client.home))
-    runner = {".py": [client.home / "bin" / "python"], ".mjs": ["node"], ".sh": ["bash", "-euo", "pipefail"]}
+    runner: dict[str, list[str]] = {
+        ".py": [str(client.home / "bin" / "python")],
+        ".mjs": ["node"],
+        ".sh": ["bash", "-euo", "pipefail"],
+    }
     bins = f"{client.home / 'node_modules' / '.bin'}:{client.home / 'bin'}:{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NODE"))}
     own = {"INFER_URL": url, "INFER_PLAIN_URL": plain_url, "HOME": str(tmp_path), "PATH": bins}
     own["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched
     done = subprocess.run(
-        [*runner[script.suffix], script],
+        [*runner[script.suffix], str(script)],
         cwd=tmp_path,
         env=kept | own,
         stdin=subprocess.DEVNULL,

@@ -56,6 +56,7 @@ NOT_MEASURED = {
         "75 % with long prompts": "a workload",
         "by more than 5 % and 64 MiB": "a limit of the soak",
         "above 80 % of a core": "a limit of the client",
+        "within 2 % from the second cycle": "a limit of the soak of every route",
         "6 % of 16 layers, 3 % of 36": "one layer's share",
         "A share above 100 %": "what a roofline means",
         "never below 2 %; a single repeat gets 8 %": "bands of the comparison",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
 from infer.cli.interrupts import INTERRUPTED, importing
-from infer.cli.readers import above_zero, natural, numbers, positive, rate, zero_or_more
+from infer.cli.readers import above_zero, natural, numbers, one_of, positive, rate, zero_or_more
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ RANDOM_LOAD: Flags = {
     "--max-concurrency N": (positive, "requests at once, at most; default: no limit"),
     "--input-len/--random-input-len N": (positive, "tokens of each prompt; default: 1024"),
     "--output-len/--random-output-len N": (positive, "tokens of each answer; default: 128"),
+    "--dataset-name NAME": (one_of("random"), "random, which is the only one"),
+    "--backend NAME": (one_of("openai", "vllm"), "openai or vllm, which mean the same: completions"),
+    "--endpoint PATH": (one_of("/v1/completions"), "/v1/completions, which is the only one"),
 }
 SERVE_WHAT: Flags = {
     "--workload NAMES": (str, "names with commas; default: all, or random where its flags are given"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +134,8 @@ def _value(conversation: ChatSession, name: str) -> str:
         return "the server's"
     value = getattr(conversation.params, name)
     shown = "none" if value is None or value == () or value == {} else value
+    if isinstance(shown, tuple):
+        return " ".join(shlex.quote(str(each)) for each in shown)
     return {"True": "on", "False": "off"}.get(str(shown), str(shown))
 
 

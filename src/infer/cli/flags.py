@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import hashlib
 import secrets
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
@@ -256,6 +257,7 @@ def sampling_given(args: argparse.Namespace) -> list[str]:
 def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
     """Set a sampling parameter as if its flag had been given; `default` takes the flag away.
 
+    A flag that may be given several times takes several words; quotes keep one with spaces together.
     A `ValueError` says what the parameter can be.
     """
     if text == "default":
@@ -266,11 +268,14 @@ def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
     if options.get("action") is argparse.BooleanOptionalAction:
         reader = on_or_off
     try:
-        value = reader(text)
+        if options.get("action") == "append":
+            value: Any = [reader(word) for word in shlex.split(text)]
+        else:
+            value = reader(text)
     except ValueError:
         kind = KINDS.get(reader.__name__, reader.__name__)
         raise ValueError(f"{name} must be {kind}, or 'default', got {text!r}") from None
-    setattr(args, SAMPLING + name, [value] if options.get("action") == "append" else value)
+    setattr(args, SAMPLING + name, value)
 
 
 def fit_to_model(

@@ -52,6 +52,10 @@ class Completes(Protocol):
         """Return the words for the text before the cursor."""
 
 
+class Cleared(KeyboardInterrupt):
+    """Ctrl-C threw away what was typed, and did not ask to leave."""
+
+
 def read_said(read_line: ReadLine) -> Said:
     """Read one message, over several lines where it opens quotes."""
     text = read_line(PROMPT).strip()
@@ -59,18 +63,24 @@ def read_said(read_line: ReadLine) -> Said:
         return Said(text, is_command=text.startswith("/") and "\n" not in text)
     text = text.removeprefix(QUOTES)
     while not text.rstrip().endswith(QUOTES):
-        text += "\n" + read_line(MORE)
+        try:
+            text += "\n" + read_line(MORE)
+        except KeyboardInterrupt:
+            raise Cleared from None
     return Said(text.rstrip().removesuffix(QUOTES).strip("\n"))
 
 
 def typed_messages(read_line: ReadLine) -> Iterator[Said]:
-    """Yield what is typed, until Ctrl-D or the second Ctrl-C in a row."""
+    """Yield what is typed, until Ctrl-D or the second Ctrl-C in a row on an empty line."""
     was_interrupted = False
     while True:
         try:
             said = read_said(read_line)
         except EOFError:
             return
+        except Cleared:
+            was_interrupted = False
+            continue
         except KeyboardInterrupt:
             if was_interrupted:
                 return
@@ -110,7 +120,16 @@ def line_reader(completes: Completes, *, keeps_history: bool) -> ReadLine:
     if not (is_terminal(sys.stdin) and is_terminal(screen)):
         return _plain_line
     session = _open_editor(completes, keeps_history=keeps_history)
-    return lambda prompt: session.prompt(prompt)
+
+    def read_line(prompt: str) -> str:
+        try:
+            return session.prompt(prompt)
+        except KeyboardInterrupt:
+            if session.default_buffer.text:
+                raise Cleared from None
+            raise
+
+    return read_line
 
 
 def _plain_line(prompt: str) -> str:

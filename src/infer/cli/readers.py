@@ -26,6 +26,18 @@ def _number(kind: Callable[[str], Number], least: Number, name: str) -> Callable
     return read
 
 
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a reader of one of these words."""
+
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise ValueError
+        return text
+
+    read.__name__ = " or ".join(allowed)
+    return read
+
+
 positive = _number(int, 1, "a whole number of 1 or more")
 natural = _number(int, 0, "a whole number of 0 or more")
 zero_or_more = _number(float, 0.0, "a number of 0 or more")

@@ -321,12 +321,13 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
             "or serve it with --chat-template FILE",
             param=param,
         )
-    if status in (400, 422):
+    if status in (400, 422) or code == "model_not_found":
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message
         return (ContextOverflow.in_words if is_overflow else RequestError)(message, param=param)
     if status == 401:
-        return ConfigError(f"the server asks for a key: {message}; give it with --api-key")
+        said = "the server asks for a key, or does not accept the one that was given with --api-key"
+        return ConfigError(f"{said}: {message}")
     return _failure(answer, f"the server answered {status}: {message}")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,20 @@ def read_models(
         if name in models:
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))
+    _check_aliases(config.model_alias, list(models))
     return models, config
+
+
+def _check_aliases(given: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse aliases of models that are not served, and names that are given twice."""
+    taken = set(names)
+    for text in given:
+        alias, _, name = text.partition("=")
+        if name and name not in names and "" not in names:
+            raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {', '.join(names)}")
+        if alias in taken:
+            raise ConfigError(f"{alias!r} is given twice as a name; every alias must be another one")
+        taken.add(alias)
 
 
 def _read_names(args: argparse.Namespace, server: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,19 +294,25 @@ def test_a_retry_that_fails_keeps_the_first_answer(infer: Infer) -> None:
 
 
 def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
-    settings = ("temperature 0.25", "max-tokens none", "stop END NOW", "ignore_eos on", "logit_bias 5=-1")
+    settings = (
+        "temperature 0.25",
+        "max-tokens none",
+        "stop 'END NOW' HALT",
+        "ignore_eos on",
+        "logit_bias 5=-1",
+    )
     lines = "".join(f"/set {setting}\n" for setting in settings)
     outcome = infer("chat", "--seed", "7", stdin=f"{lines}one\n/set stop default\n/set seed 9\ntwo\n")
     first, second = outcome.llm.params
     assert (first.temperature, first.max_tokens, first.stop, first.ignore_eos) == (
         0.25,
         None,
-        ("END NOW",),
+        ("END NOW", "HALT"),
         True,
     )
     assert (first.seed, first.logit_bias) == (7, {5: -1.0})
     assert (second.stop, second.seed, second.temperature) == ((), 9, 0.25)
-    assert "[temperature is 0.25]\n[max_tokens is none]\n" in outcome.err
+    assert "[temperature is 0.25]\n[max_tokens is none]\n[stop is 'END NOW' HALT]\n" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def test_a_model_behind_the_names_is_not_taken_for_one(tmp_path: Path) -> None:
             read("--served-model-name", "a", model)
 
 
+@pytest.mark.parametrize(
+    "given", [["a", "a"], ["a", "--model-alias", "x=nope"], ["a", "b", "--model-alias", "b"]]
+)
+def test_aliases_that_cannot_be_are_refused_before_anything_is_loaded(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="served as 'nope'|given twice"):
+        read("one", "--served-model-name", *given)
+
+
 @pytest.mark.parametrize("alias", ["=a", "a=", "x\ny"])
 def test_an_alias_has_a_name_on_both_sides(alias: str) -> None:
     with pytest.raises(ConfigError, match="^model_alias must"):

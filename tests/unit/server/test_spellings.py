@@ -82,9 +82,11 @@ def test_token_ids_are_shown_on_request(wire: Wire, fake: FakeClient, path: str)
     place = whole if path == CHAT else choice
     prompt = list(fake.requests[0].prompt)
     assert place["prompt_token_ids"] == prompt
-    frames = [frame["choices"][0] for frame in read_frames(wire.post(path, body | {"stream": True}))]
+    chunks = read_frames(wire.post(path, body | {"stream": True}))
+    frames = [chunk["choices"][0] for chunk in chunks]
     assert [token_id for frame in frames for token_id in frame["token_ids"]] == [65, 66, 67]
-    assert [frame["prompt_token_ids"] for frame in frames if "prompt_token_ids" in frame] == [prompt]
+    places = chunks if path == CHAT else frames
+    assert [place["prompt_token_ids"] for place in places if "prompt_token_ids" in place] == [prompt]
     assert "token_ids" not in wire.ok(path, BODIES[path])["choices"][0]
 
 
@@ -127,7 +129,15 @@ def test_bans_reach_the_engine_as_ids(wire: Wire, fake: FakeClient, oracle: LLM,
 
 @BOTH
 @pytest.mark.parametrize(
-    "fields", [{"bad_words": [""]}, {"bad_words": ["x"] * 1000}, {"allowed_token_ids": [-1]}]
+    "fields",
+    [
+        {"bad_words": [""]},
+        {"bad_words": ["x"] * 1000},
+        {"allowed_token_ids": [-1]},
+        {"allowed_token_ids": []},
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
+    ],
 )
 def test_bans_that_cannot_be_are_refused(wire: Wire, path: str, fields: dict[str, Any]) -> None:
     assert wire.refused(path, BODIES[path] | fields, invalid(path))["param"].startswith(next(iter(fields)))

@@ -150,6 +150,12 @@ class Fleet:
         self.state.aliases[alias] = name
         self._tell_names()
 
+    def remove_alias(self, alias: str) -> None:
+        """Let a second name mean nothing any more."""
+        if self.state.aliases.pop(alias, None) is None:
+            raise UnknownModel(f"there is no alias {alias!r}", param="alias")
+        self._tell_names()
+
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
         return self.metrics.sum_with(await self._workers.scrape()).text()
@@ -187,6 +193,12 @@ class Fleet:
         if fault := name_fault(name):
             raise RequestError.about("name", fault)
         if name in self.state.models or name in self.state.aliases or name in self._loading:
+            if name in self.state.aliases:
+                raise NameTaken(
+                    f"{name!r} is an alias of {self.state.aliases[name]!r}; remove it (POST "
+                    '/admin/models/alias with "name": null), or use another name',
+                    param="name",
+                )
             what = "being loaded" if name in self._loading else "already served"
             raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")
 

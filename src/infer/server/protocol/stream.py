@@ -296,6 +296,7 @@ class ChunkWriter(FrameWriter):
     """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
 
     kind: str  # of a chunk
+    prompt_in_choice = True  # whether the prompt's ids are a field of the choice, or of the chunk
     opening: bytes  # before and behind the text of a piece, inside its choice
     closing: bytes
 
@@ -362,11 +363,13 @@ class ChunkWriter(FrameWriter):
             reasons["stop_reason"] = stop_reason
         if self.has_ids:
             reasons["token_ids"] = token_ids
-            if prompt_ids is not None:
+            if prompt_ids is not None and self.prompt_in_choice:
                 reasons["prompt_token_ids"] = prompt_ids
         usage = b""
         if self.has_usage:
             usage = b',"usage":' + orjson.dumps(self.generation.usage(num_output))
+        if self.has_ids and prompt_ids is not None and not self.prompt_in_choice:
+            usage += b',"prompt_token_ids":' + orjson.dumps(prompt_ids)
         return self._heads[index] + inner + b"," + orjson.dumps(reasons)[1:] + b"]" + usage + b"}\n\n"
 
 

@@ -21,7 +21,7 @@ from infer.dialects.answer import EFFORTS, AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
-from infer.sampling.params import SamplingParams, check_int, check_num_sequences
+from infer.sampling.params import SamplingParams, check_num_sequences
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import (
     ChatRequest,
@@ -228,6 +228,8 @@ async def make_params(
         fields["logit_bias"] = _read_bias(body.logit_bias)
     if any(getattr(body, name) is not None for name in CONSTRAINTS):  # a schema may take milliseconds
         fields["structured"] = await asyncio.to_thread(read_structured, body)
+    if body.allowed_token_ids == []:
+        raise RequestError.about("allowed_token_ids", "is empty, which would allow no token; leave it out")
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
     if prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs
@@ -284,7 +286,10 @@ def most_tokens(
     if (most := body.truncate_prompt_tokens) is None:
         return None
     if most != -1:
-        check_int("truncate_prompt_tokens", most, 1)
+        if most < 1:
+            raise RequestError.about(
+                "truncate_prompt_tokens", f"must be a number of tokens from 1 on, or -1, got {most}"
+            )
         return most
     num_output = 1 if num_output is None else num_output
     return encoder.context_len - (num_output if num_output < encoder.context_len else 1)

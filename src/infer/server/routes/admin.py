@@ -39,10 +39,10 @@ class UnloadBody(Body):
 
 
 class AliasBody(Body):
-    """A second name for a model."""
+    """A second name for a model; without a model it is removed."""
 
     alias: str = Field(min_length=1, max_length=200)
-    name: str
+    name: str | None
 
 
 class ResetBody(Body):
@@ -88,8 +88,11 @@ async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
 
 @router.post("/models/alias")
 async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
-    """Let a second name mean a model."""
-    _fleet(http).set_alias(body.alias, body.name)
+    """Let a second name mean a model, or nothing any more."""
+    if body.name is None:
+        _fleet(http).remove_alias(body.alias)
+    else:
+        _fleet(http).set_alias(body.alias, body.name)
     return {"alias": body.alias, "name": body.name}
 
 

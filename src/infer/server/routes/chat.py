@@ -42,6 +42,7 @@ class ChatWriter(ChunkWriter):
     """OpenAI's chat: in a stream, a role for each choice, a frame per token, usage if asked for, [DONE]."""
 
     kind, opening, closing = "chat.completion.chunk", b'"delta":{"content":', b"}"
+    prompt_in_choice = False
 
     def __init__(self, generation: Generation, body: ChatRequest) -> None:
         num_choices = generation.job.params.n
@@ -67,7 +68,8 @@ class ChatWriter(ChunkWriter):
         role = b'"delta":{"role":"assistant","content":' + content + b"}"
         prompt_ids = self.generation.job.requests[0].prompt
         roles = [
-            self.frame(index, role, num_output=0, prompt_ids=prompt_ids) for index in range(self._num_roles)
+            self.frame(index, role, num_output=0, prompt_ids=None if index else prompt_ids)
+            for index in range(self._num_roles)
         ]
         self._num_roles = 0
         return [*roles, *frames]

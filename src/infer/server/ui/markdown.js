@@ -22,6 +22,8 @@ const MAX_URL = 2000;
 
 /** The blocks of a text. Each knows the number of its first line, as `at`. */
 export function parse(text) {
+  // an answer that is JSON and nothing else keeps its indentation
+  if (/^\s*(\{\s*"|\[\s*[\[{"\d])/.test(text)) return [{ type: "code", language: "json", text, at: 0 }];
   return parseLines(text.split("\n").map((line) => (line.endsWith("\r") ? line.slice(0, -1) : line)), 0);
 }
 
