@@ -28,7 +28,7 @@ import numpy as np
 from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar, Lexer, MaskCost
 from infer.constraints.description import Reasoning
-from infer.constraints.numbers import MAX_DIGITS, OUTSIDE
+from infer.constraints.numbers import ESCAPED, MAX_DIGITS, OUTSIDE, PLAIN
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -319,9 +319,14 @@ class Guide:
         assert matcher is not None and self.grammar is not None and self._lexer is not None
         self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
         self._matched.append(token_id)
-        if self.grammar.digits is not None:
-            counted = self.grammar.digits.count(token_id, self._num_digits, self._quotes)
-            self._num_digits, self._quotes = counted
+        if (digits := self.grammar.digits) is not None:
+            known = digits.known.get(token_id) or digits.learn(token_id)
+            if known is PLAIN and self._quotes != ESCAPED:
+                self._num_digits = 0
+            else:
+                is_number, num_digits, after = known
+                self._num_digits = self._num_digits + num_digits if is_number else num_digits
+                self._quotes = after[self._quotes]
         if matcher.consume_token(token_id) and not matcher.is_stopped():
             return
         if LOOKED_TOO_FAR in matcher.get_error():

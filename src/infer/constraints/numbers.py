@@ -31,6 +31,10 @@ _BEGIN_WITH_DIGIT = r"[0-9](.|\n)*"
 OUTSIDE, INSIDE, ESCAPED = range(3)  # of quotes; after a backslash inside them
 
 
+TokenDigits = tuple[bool, int, tuple[int, ...]]  # nothing but a number? digits at its end; quotes after it
+PLAIN: TokenDigits = (False, 0, (OUTSIDE, INSIDE, INSIDE))  # most tokens, told from others by identity
+
+
 class Digits:
     """The digits in the tokens of one vocabulary."""
 
@@ -38,8 +42,7 @@ class Digits:
         from llguidance import LLMatcher
 
         self._tokenizer, self._probes = tokenizer, probes
-        # tokens: is one nothing but a number, the digits at its end, and where quotes stand behind it
-        self._known: dict[int, tuple[bool, int, tuple[int, ...]]] = {}
+        self.known: dict[int, TokenDigits] = {}
         matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(_BEGIN_WITH_DIGIT), log_level=0)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         sizes = np.zeros(len(bits), dtype=np.int64)  # digits that each token begins with
@@ -52,21 +55,17 @@ class Digits:
         self._longer = [each.view(np.int32) for each in packed]
         self.enough = MAX_DIGITS - len(self._longer) + 1  # digits after which some token has too many
 
-    def count(self, token_id: int, num_before: int, quotes: int) -> tuple[int, int]:
-        """The digits of the number that the output ends with, and whether it ends inside quotes.
-
-        `num_before` and `quotes` are the same before this token.
-        """
-        known = self._known.get(token_id)
-        if known is None:
-            text = self._tokenizer.decode_bytes([token_id])
-            found = _NUMBER.search(text)
-            end = found[0] if found is not None else b""
-            num_digits = sum(48 <= byte <= 57 for byte in end)
+    def learn(self, token_id: int) -> TokenDigits:
+        """What a token adds to a text of JSON; `known` has it from now on."""
+        text = self._tokenizer.decode_bytes([token_id])
+        found = _NUMBER.search(text)
+        end = found[0] if found is not None else b""
+        made: TokenDigits = PLAIN
+        if end or b'"' in text or b"\\" in text:
             after = tuple(_quotes_after(text, before) for before in (OUTSIDE, INSIDE, ESCAPED))
-            known = self._known[token_id] = len(end) == len(text), num_digits, after
-        is_number, num_digits, after = known
-        return num_before + num_digits if is_number else num_digits, after[quotes]
+            made = len(end) == len(text), sum(48 <= byte <= 57 for byte in end), after
+        self.known[token_id] = made
+        return made
 
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
         """Take tokens of too many digits out of the mask behind a number, if others are left.
