@@ -326,8 +326,8 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
         is_overflow = code == "context_length_exceeded" or "context length" in message
         return (ContextOverflow.in_words if is_overflow else RequestError)(message, param=param)
     if status == 401:
-        said = "the server asks for a key, or does not accept the one that was given with --api-key"
-        return ConfigError(f"{said}: {message}")
+        said = f"the server asks for a key, or does not accept the one that was given: {message}"
+        return ConfigError(f"{said}; give it with --api-key")
     return _failure(answer, f"the server answered {status}: {message}")
 
 

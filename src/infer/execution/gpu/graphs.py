@@ -186,8 +186,9 @@ class StepGraphs:
             return False
         try:
             self._capture(size)
-        except Exception:  # out of memory, or a kernel that does not compile: the step may still run
-            torch.cuda.synchronize()  # raises if the device is lost; one that refused a capture is not
+        except Exception as error:  # out of memory, or a kernel that does not compile: the step may still run
+            if isinstance(error, torch.AcceleratorError):
+                torch.cuda.synchronize()  # raises if the device is lost; one that refused a capture is not
             logger.exception("steps of %s are launched kernel by kernel: no graph of them can be made", size)
             self._uncaptured.add(size)
         return True
