@@ -70,8 +70,7 @@ class GuidedRequests:
     def add(self, leader: Sequence, grammar: Grammar | None) -> None:
         """Guide a sequence from its first id on."""
         params = leader.group.request.params
-        has_bans = params.allowed_token_ids or params.banned_ids
-        bans = Bans(params.allowed_token_ids, params.banned_ids) if has_bans else None
+        bans = Bans(params.allowed_token_ids, params.banned_ids) if params.has_bans else None
         self.guides[leader.seq_id] = Guide(grammar, params.reasoning, bans)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

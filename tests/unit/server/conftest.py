@@ -23,13 +23,18 @@ def oracle(checkpoint: str) -> LLM:
     return LLM(checkpoint, **KNOBS)
 
 
-@pytest.fixture(scope="session")
-def client(checkpoint: str) -> Iterator[InProcessClient]:
+def run_client(checkpoint: str) -> Iterator[InProcessClient]:
+    """An engine of its own in a thread, closed at the end."""
     config = EngineConfig.from_knobs(model=checkpoint, **KNOBS)
     _, loaded = open_model(config, show_progress=False)
     made = InProcessClient(build_engine(config, loaded))
     yield made
     asyncio.run(made.close())
+
+
+@pytest.fixture(scope="session")
+def client(checkpoint: str) -> Iterator[InProcessClient]:
+    yield from run_client(checkpoint)
 
 
 @pytest.fixture

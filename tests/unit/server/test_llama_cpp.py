@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -11,18 +10,15 @@ import httpx
 import pytest
 
 from infer.client.client import InProcessClient
-from infer.config.settings import EngineConfig
-from infer.engine.build import build_engine
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, outputs_of
-from tests.unit.server.conftest import KNOBS
+from tests.unit.server.conftest import run_client
 
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 8}
 COUNTS = ("tokens_predicted", "tokens_evaluated", "tokens_cached")
@@ -38,11 +34,7 @@ class BusyClient(FakeClient):
 @pytest.fixture(scope="module")
 def engine(checkpoint: str) -> Iterator[InProcessClient]:
     """An engine of its own: one that has waited for grammars counts turns that are no steps of the others."""
-    config = EngineConfig.from_knobs(model=checkpoint, **KNOBS)
-    _, loaded = open_model(config, show_progress=False)
-    made = InProcessClient(build_engine(config, loaded))
-    yield made
-    asyncio.run(made.close())
+    yield from run_client(checkpoint)
 
 
 @pytest.fixture
