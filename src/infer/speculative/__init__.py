@@ -1,0 +1,1 @@
+"""Proposals of several next tokens, which a step of the model then judges."""

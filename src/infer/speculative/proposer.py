@@ -1,0 +1,42 @@
+"""What proposes drafts: guesses of a sequence's next tokens, cheap to make and judged by the model.
+
+    tokens so far     the  cat  sat  on  the
+    drafts                                     cat  sat  down          made by a proposer
+    drawn                                      cat  sat  on   (..)     by one step of the model
+    kept                                       cat  sat  on            drafts up to the first that differs,
+                                                                       and what was drawn in its place
+
+A step computes its last token and the drafts behind it together, which costs little more than the last token
+alone: a small batch waits for the weights and not for the arithmetic. What is drawn at each position is what
+would have been drawn without drafts (execution/host_sampling.py), so a proposer decides how fast a text comes
+and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run can
+be repeated.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Wish(NamedTuple):
+    """A sequence that may get drafts."""
+
+    seq_id: int
+    tokens: array[int]  # prompt and output so far, to be read only
+    num_prompt: int
+    salt: str | None  # texts of different salts must not meet, as in the prefix cache
+    num_drafts: int  # the most that it can use
+
+
+class Proposer(Protocol):
+    """Proposes drafts for sequences, whose text it may keep between calls under their `seq_id`."""
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+        """The drafts of each wish, at most its `num_drafts`; an empty one where nothing comes to mind."""
+        ...
+
+    def finish(self, wish: Wish) -> None:
+        """Forget a sequence that has ended or was aborted; `tokens` are its last."""
+        ...
