@@ -34,9 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"kernels"},
     "scheduling": {"cache", "sampling"},
     "execution": {"cache", "kernels", "layers", "models", "sampling"},  # it is told orders, not plans
+    "speculative": {"execution", "models", "layers", "kernels"},  # it knows texts and orders, no requests
     "engine": {
         "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling",
-        "constraints",
+        "constraints", "speculative",
     },
     "tools": {
         "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",

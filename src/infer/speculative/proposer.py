@@ -26,7 +26,7 @@ class Wish(NamedTuple):
     seq_id: int
     tokens: array[int]  # prompt and output so far, to be read only
     num_prompt: int
-    salt: str | None  # texts of different salts must not meet, as in the prefix cache
+    salt: str  # texts of different salts must not meet, as in the prefix cache
     num_drafts: int  # the most that it can use
 
 
