@@ -92,10 +92,14 @@ class HostHalf:
         for number in begins.nonzero()[0].tolist():
             self._note(sequences[number])
         kinds = np.where((chunks.stops - chunks.starts == 1) & (chunks.num_samples == 1), DECODE, PROMPT)
+        is_verified = np.zeros(len(kinds), dtype=bool)
         if self._state.num_drafts:
-            kinds[[bool(seq.drafts) for seq in sequences]] = VERIFY
-        is_beam = self._is_beam[rows] & chunks.draws
-        is_drawn_on_host = (chunks.num_samples > 1) | (kinds == VERIFY) | is_beam
+            is_verified[:] = [bool(seq.drafts) for seq in sequences]
+            # ids are known where there are drafts, so rows without any are windows of one token
+            kinds[is_verified | (kinds == DECODE)] = VERIFY
+        is_drawn_on_host = (chunks.num_samples > 1) | (self._is_beam[rows] & chunks.draws)
+        if is_verified.any():  # uses and masks change from one draft to the next
+            is_drawn_on_host |= self._has_uses[rows] if not flags else True
         if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
             flags |= ON_HOST
             begins |= self._has_uses[rows]
@@ -103,7 +107,7 @@ class HostHalf:
         flags |= READS_PROMPTS if reading else 0
         arrived = [sequences[number] for number in begins.nonzero()[0].tolist()]
         known = self._unknown_tokens(chunks, kinds)
-        self._advance(chunks, is_on_host=bool(flags & ON_HOST))
+        self._advance(chunks, kinds, is_on_host=bool(flags & ON_HOST))
         tokens, slots = self._lay_out(chunks, kinds)
         lines, facts, extras = self._entries(arrived)
         draws = chunks.num_samples.astype(np.int16)
@@ -159,10 +163,10 @@ class HostHalf:
         tokens = [seq.tokens[start] for seq, start in zip(sequences, starts, strict=True)]
         return np.array([chunks.rows[unknown], tokens, starts], dtype=np.int64)
 
-    def _advance(self, chunks: Chunks, *, is_on_host: bool) -> None:
+    def _advance(self, chunks: Chunks, kinds: np.ndarray, *, is_on_host: bool) -> None:
         """Note which newest tokens a device knows after this order."""
         rows = chunks.rows
-        self._has_newest[rows] = False if is_on_host else chunks.draws
+        self._has_newest[rows] = False if is_on_host else chunks.draws & (kinds != VERIFY)
         if is_on_host:  # what came of it is the host's to say
             self._tenancy[rows[self._has_uses[rows]]] = NOBODY
 

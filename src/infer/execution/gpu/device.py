@@ -2,6 +2,7 @@
 
     run      transfers, differences of state, then one of
                sized     rows that decode and few given tokens, padded: a CUDA graph          (graphs.py)
+               windows   rows that verify drafts: each token is a row that decodes, in a graph as well
                ragged    anything else: the same kernels, launched one by one
              and a copy of the sampled ids to pinned memory, followed by an event;
              an order that awaits masks is sampled when these are there                       (masks.py)
@@ -9,8 +10,10 @@
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
-tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams,
-drafts) a step is sampled on the host; the engine does not overlap steps while there is such a request.
+tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams) a
+step is sampled on the host; the engine does not overlap steps while there is such a request. Drafts are drawn
+next to on the device and judged on the host. How many are kept decides what the next step computes, so a row
+that verifies does not go on from what the device knows.
 
 What has to be there before the first step is made by warm_up.py: compiled kernels, captured graphs.
 
@@ -34,13 +37,13 @@ from infer.errors import DeviceLost
 from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
-from infer.execution.gpu.readback import Asked, Readback
+from infer.execution.gpu.readback import Asked, Drawn, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import HostSampler, PromptTable
+from infer.execution.host_sampling import HostSampler, PromptTable, drafts_of
 from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
@@ -49,6 +52,7 @@ from infer.execution.order import (
     ON_HOST,
     READS_PROMPTS,
     REPEATS,
+    VERIFY,
     StepMasks,
     StepOrder,
 )
@@ -93,7 +97,9 @@ class GpuDevice:
         steps_ahead: int = 1,
         graph_bytes: int = 0,
         busy_tokens: int = 0,
+        window_tokens: int = 0,
     ) -> None:
+        """`window_tokens`: the most tokens of rows that verify drafts in a captured step."""
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -101,7 +107,8 @@ class GpuDevice:
         max_blocks = -(-max_seq_len // block_size)
         self.rows = DeviceRows(shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables)
         self._sampler = HostSampler(model, self.rows.book, send)
-        self._scratch = SampleScratch(max_batch_size + profile.max_chunks, config.vocab_size, device)
+        max_rows = max(max_batch_size, window_tokens)
+        self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
         backends = attention_backend, decode_attention_backend
         chosen = choose_backend(backends, config, store, block_size)
         # compilers begin here, and go on during what follows (`wait_for_compilers`)
@@ -111,7 +118,7 @@ class GpuDevice:
         self._wait_for_sampler = compile_sample_rows(self.rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self.work = DecodeWork(
-            max_rows=max_batch_size,
+            max_rows=max_rows,
             max_len=max_seq_len,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -122,7 +129,7 @@ class GpuDevice:
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         largest = captured_tokens(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0
         self.inputs = DeviceInputs(
-            max_batch_size,
+            max_rows,
             max_tokens,
             largest,
             tile_len,
@@ -130,7 +137,7 @@ class GpuDevice:
             num_tables=shape.num_tables,
             max_chunks=profile.max_chunks,
         )
-        self._readback = Readback(max_batch_size + profile.max_chunks, device, steps_ahead=steps_ahead)
+        self._readback = Readback(max_rows + profile.max_chunks, device, steps_ahead=steps_ahead)
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):
@@ -156,6 +163,7 @@ class GpuDevice:
             short_step=short_step(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0,
             pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
+            window_tokens=window_tokens,
             profile=profile,
         )
 
@@ -235,6 +243,13 @@ class GpuDevice:
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
                 return _nothing
             self._clear_masks(order)
+            if VERIFY in order.kinds and not order.flags & (ON_HOST | READS_PROMPTS):
+                window_size = self.graphs.window_size_for(order.num_tokens)
+                return (
+                    self._start_ragged(order)
+                    if window_size is None
+                    else self._start_window(order, window_size)
+                )
             size = self._size_of(order)
             if size is None or order.flags & (ON_HOST | READS_PROMPTS):
                 return self._start_ragged(order)
@@ -311,7 +326,29 @@ class GpuDevice:
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
             pending = self._readback.take(order.step, ids_S, order.num_rows, asked)
-            return pending.scatter([*zip(sampling.tolist(), where.tolist(), strict=True)])
+            return pending.scatter(
+                [Drawn(*pair) for pair in zip(sampling.tolist(), where.tolist(), strict=True)]
+            )
+
+        return sample
+
+    def _start_window(self, order: StepOrder, size: StepSize) -> Sampler:
+        """Launch rows that verify drafts, each of their tokens as a row of its own that decodes."""
+        counts, stops = order.counts.astype(np.int64), order.stops
+        ends = counts.cumsum()
+        positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
+        rows = order.rows.repeat(counts)
+        lines = [rows, positions + 1, rows, order.tokens, positions, *order.slots]
+        self.graphs.ensure(size)
+        self.inputs.send_window(np.stack(lines), size.num_rows)
+        self.graphs.forward(size)
+        windows = _windows_of(order, ends - 1)
+
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            logits_SV = self.graphs.sample(size)
+            asked = self._asked(logits_SV, rows, None)
+            pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
+            return pending.scatter(windows)
 
         return sample
 
@@ -319,6 +356,11 @@ class GpuDevice:
     def compute_logits(self, model: Model, size: StepSize) -> torch.Tensor:
         """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self.inputs, size.num_rows
+        if size.has_windows:
+            inputs.unpack_window(num_rows)
+            return model.logits(
+                self.forward(model, num_rows, inputs.rows_S[:num_rows], None, has_windows=True)
+            )
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         self.gather(rows_S)
         if not size.num_tokens:
@@ -332,6 +374,10 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
+        if size.has_windows:  # the host says how they go on
+            rows_S, positions_S = inputs.window(num_rows)[2].int(), inputs.table_XT[1, :num_rows] + 1
+            sample_rows(logits_SV, self.rows.sampling, rows_S, positions_S, self._scratch)
+            return
         if not size.num_tokens:  # the sampled token's place is the one after its input's
             rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
         else:
@@ -369,6 +415,8 @@ class GpuDevice:
         tiles: PrefillChunks | None,
         batches: Sequence[Batch] = (),
         places_C: torch.Tensor | None = None,
+        *,
+        has_windows: bool = False,
     ) -> torch.Tensor:
         """Hidden states of all tokens, or of those at `places_C`."""
         table_XT = self.inputs.table_XT
@@ -385,6 +433,7 @@ class GpuDevice:
             windows=self._windows,
             dense=(self.dense, batches) if self.dense and batches else None,
             backend=self.backend,
+            has_shared_rows=has_windows,
         )
         step.logit_indices = places_C
         hidden_CD: torch.Tensor = model(table_XT[0, :num_tokens], step)
@@ -408,21 +457,26 @@ class GpuDevice:
             each._replace(table=self._readback.fetch(each.table))
             for each in self._sampler.prompt_tables(order, last_rows, hidden_CD)
         ]
-        drawn = order.num_sampled.nonzero()[0]
-        if not len(drawn):
+        if not order.num_sampled.any():
             return lambda masks: self._sample_none(order, asked, pooled)
-        rows = order.rows[drawn]
-        packed = np.stack([np.array(last_rows, dtype=np.int64)[drawn], rows, order.stops[drawn]])
+        sampled = order.num_sampled.astype(np.int64)
+        ends = sampled.cumsum()
+        if ends[-1] > self._scratch.max_rows:  # drafts of many rows, more than are ever worth computing
+            return lambda masks: self._sample_on_host(order, last_rows, hidden_CD, pooled, masks)
+        back = (ends.repeat(sampled) - 1) - np.arange(ends[-1])  # places before each row's last
+        rows = order.rows.repeat(sampled)
+        lasts = np.array(last_rows, dtype=np.int64).repeat(sampled) - back
+        packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back])
         last_S, rows_S, positions_S = send(torch.from_numpy(packed), self.device).unbind()
         logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
+        windows = _windows_of(order, ends - 1)
 
         @torch.inference_mode()
         def sample(masks: StepMasks) -> Pending[StepResult]:
             ids_S = self.sample_rows(logits_SV, rows_S, positions_S)
             of_outputs = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
-            places = [(number, place) for place, number in enumerate(drawn.tolist())]
-            return pending.scatter(places, asked, pooled)
+            return pending.scatter(windows, asked, pooled)
 
         return sample
 
@@ -467,6 +521,18 @@ class GpuDevice:
             tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self.device), chunks)
         places_C = None if places is None else send(torch.tensor(places), self.device)
         return self.forward(self.model, prompts.end, rows_S, tiles, batches, places_C)
+
+
+def _windows_of(order: StepOrder, last_places: np.ndarray) -> list[Drawn]:
+    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them."""
+    drafts = drafts_of(order)
+    found = []
+    for number, (last, count) in enumerate(
+        zip(last_places.tolist(), order.num_sampled.tolist(), strict=True)
+    ):
+        if count:
+            found.append(Drawn(number, last + 1 - count, drafts.get(number, ())))
+    return found
 
 
 def _nothing(masks: StepMasks) -> Pending[StepResult]:

@@ -9,6 +9,7 @@ a step does not fill is padding, for which every kernel does nothing.
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
+    3 rows that verify 4 drafts   ──► size (16, 0, windows): each of their 15 tokens is a row of its own
     20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
@@ -57,8 +58,9 @@ logger = logging.getLogger(__name__)
 class StepSize(NamedTuple):
     """How much a captured step has room for."""
 
-    num_rows: int  # rows that decode
+    num_rows: int  # rows that decode; with `has_windows`, tokens of rows that verify drafts
     num_tokens: int  # tokens of prompts
+    has_windows: bool = False
 
 
 class CapturedStep(NamedTuple):
@@ -107,7 +109,8 @@ class StepGraphs:
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
-    begins. `short_step`: the tokens of a short step, rows included; 0: none. `profile` has the sizes.
+    begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
+    of rows that verify drafts; 0: none do. `profile` has the sizes.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class StepGraphs:
         captures: bool,
         pool_bytes: int = 0,
         short_step: int = 0,
+        window_tokens: int = 0,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
@@ -134,6 +138,7 @@ class StepGraphs:
         self._prompt_tokens = [tokens for tokens in profile.prompt_tokens if tokens <= max_tokens]
         self._many_tokens = [tokens for tokens in profile.many_tokens if tokens <= max_tokens]
         self._many_rows = [*(rows for rows in profile.many_rows if rows < max_rows), max_rows]
+        self._window_tokens = decode_sizes(window_tokens, profile) if window_tokens else []
         self._short_step = short_step
         row_step = profile.row_step
         short_rows = range(row_step, min(max_rows, short_step - row_step) + 1, row_step)
@@ -144,6 +149,7 @@ class StepGraphs:
             *(StepSize(0, tokens) for tokens in self._prompt_tokens),
             *(StepSize(rows, tokens) for tokens in self._many_tokens for rows in self._many_rows),
             *self._short_sizes,
+            *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
@@ -158,6 +164,12 @@ class StepGraphs:
         if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
             return self._large_size(num_rows, num_tokens)
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
+
+    def window_size_for(self, num_tokens: int) -> StepSize | None:
+        """The smallest size with room for the tokens of rows that verify drafts; None: they are too many."""
+        if not self._window_tokens or num_tokens > self._window_tokens[-1]:
+            return None
+        return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
 
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows that a step with `num_rows` decoding rows is padded to, captured or not.

@@ -16,6 +16,7 @@ Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from infer.errors import DeviceLost, EngineError
 from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
-from infer.execution.host_sampling import PromptTable, read_prompts
+from infer.execution.host_sampling import PromptTable, num_kept, read_prompts
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
@@ -52,28 +53,36 @@ class PendingTensor(NamedTuple):
         return self.tensor
 
 
+class Drawn(NamedTuple):
+    """The ids of a row among those of its step."""
+
+    number: int  # number of the row in the order
+    place: int  # place of the first
+    drafts: Sequence[int] = ()  # what they were drawn next to; there is one id more
+
+
 class PendingIds:
     """The result of a step whose ids are on their way."""
 
     def __init__(self, step: int, ids: PendingTensor, num_rows: int) -> None:
         self._step, self._ids = step, ids
         self._num_rows = num_rows  # rows of the order
-        self._places: list[tuple[int, int]] | None = None
+        self._drawn: list[Drawn] | None = None
         self._prompts: list[PromptTable] = []
         self._pooled: Pooled | None = None
         self._asked: tuple[list[int], list[int], PendingTensor] | None = None
 
     def scatter(
         self,
-        places: list[tuple[int, int]],
+        drawn: list[Drawn],
         prompts: list[PromptTable] | None = None,
         pooled: Pooled | None = None,
     ) -> PendingIds:
-        """Let only some rows have an id: pairs of a row's number and its id's place in the buffer.
+        """Let only some rows have ids, and those that verify drafts several.
 
         Logprobs of prompts and pooled states must arrive before the ids do.
         """
-        self._places, self._prompts, self._pooled = places, prompts or [], pooled
+        self._drawn, self._prompts, self._pooled = drawn, prompts or [], pooled
         return self
 
     def attach(self, asked: Asked, table: PendingTensor) -> None:
@@ -95,12 +104,16 @@ class PendingIds:
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {self._step}") from error
-        if self._places is None:  # one id for each row, in order
+        if self._drawn is None:  # one id for each row, in order
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self._num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self._num_rows
-        for number, place in self._places:
-            ids[number], logprobs[number] = (arrived[place],), rows[place]
+        for number, place, drafts in self._drawn:
+            end = place + 1
+            if drafts:
+                end = place + num_kept(arrived[place : end + len(drafts)], drafts)
+            ids[number] = tuple(arrived[place:end])
+            logprobs[number] = tuple(row[0] for row in rows[place:end])
         is_whole = all(NO_TOKEN not in row for row in ids)
         pooled = {} if self._pooled is None else self._pooled.by_number()
         return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole, pooled)

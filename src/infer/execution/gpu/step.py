@@ -74,14 +74,16 @@ class DeviceStep(StepContext):
         dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
         windows: Sequence[int | None] = (None,),
         backend: str = "triton",
+        has_shared_rows: bool = False,
     ) -> None:
+        """`has_shared_rows`: several tokens are of one row of the tables, and see each other."""
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
         self.positions, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
-        self._backend = backend
+        self._backend, self._has_shared_rows = backend, has_shared_rows
         self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
             self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
@@ -105,6 +107,8 @@ class DeviceStep(StepContext):
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
         if self._work.backend == REFERENCE or store.fixed[number] is not None:
+            return None
+        if self._has_shared_rows:  # it never reads what the step itself writes to the cache
             return None
         if not self._work.is_projected_faster(num_rows):
             return None
