@@ -1,0 +1,199 @@
+"""How many drafts each sequence of a step gets: as many as make text come fastest, often none.
+
+A draft costs a token of the step, and is kept only if it and all drafts before it are right. If a sequence's
+drafts are right at a rate r, the one at depth i survives with probability r^i:
+
+    rate    depth 1    2      3      4               step of 2 rows: 4.0 ms, 0.1 ms more for each draft
+    0.8     [0.80]  [0.64] [0.51] [0.41]             drafts taken, best first           tokens / ms
+    0.3     [0.30]   0.09   0.03   0.01                 none                            2.00 / 4.0 = 0.50
+                                                        .80 .64 .51 .41                 4.36 / 4.4 = 0.99
+    in brackets: the best choice                        .80 .64 .51 .41 .30             4.66 / 4.5 = 1.04
+                                                        .80 .64 .51 .41 .30 .09         4.75 / 4.6 = 1.03
+
+`choose` maximises expected tokens per second over all choices. Survival falls with depth, so the n drafts
+that survive best are the first of each sequence, and no other n drafts give more: one order serves every n.
+A draft model also pays for depth (`draft_s` for each position of the longest window), so there the search is
+made once for every longest window. Tokens that a step computes for other sequences count as gained too, so
+drafts must be worth slowing them down; where arithmetic bounds a step none is, and speculation is off.
+
+    windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
+    drafts     4433222                               1 refused                       1 right, then 4, 4, ..
+               wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
+
+A rate is a mean over about the last MEMORY drafts that were judged, and starts at PRIOR_RATE. Without drafts
+nothing would be learned, so every PROBE_STEPS steps all sequences that got none are tried with one each,
+provided that drafts at HOPED_RATE would pay in that step. What was known weighs little from then on, so a
+right probe soon leads to longer windows. Nothing here reads a clock: equal calls give equal lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import itemgetter
+
+MEMORY = 16  # judged drafts over which a rate is a mean
+PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
+PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
+PROBE_STEPS = 64  # steps from one that tries sequences without drafts again to the next
+HOPED_RATE = 0.95  # rate that a probe hopes to find
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step by the number of its tokens: linear between measured pairs and after the last."""
+
+    pairs: tuple[tuple[int, float], ...]  # tokens and seconds; more tokens never take less time
+    gap_s: float = 0.0  # seconds lost if any sequence has drafts: steps do not overlap, a proposer starts
+    draft_s: float = 0.0  # seconds of drafting one more position, for all sequences together
+
+    def __post_init__(self) -> None:
+        if not self.pairs or self.pairs[0][0] < 0 or not self.pairs[0][1] > 0:
+            raise ValueError(f"step costs need pairs of tokens >= 0 and seconds > 0, got {self.pairs}")
+        for (fewer, less), (more, later) in pairwise(self.pairs):
+            if not (fewer < more and less <= later):
+                raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
+        for name, value in (("seconds", self.pairs[-1][1]), ("gap_s", self.gap_s), ("draft_s", self.draft_s)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
+
+    @classmethod
+    def measured(cls, pairs: Iterable[tuple[int, float]], gap_s: float = 0, draft_s: float = 0) -> StepCosts:
+        """The costs that measurements in any order show.
+
+        Disturbances only make steps slower, so a number of tokens costs no more than any larger number does.
+        """
+        falling = sorted(pairs, reverse=True)
+        fastest = accumulate((seconds for _, seconds in falling), min)
+        repaired = [(tokens, least) for (tokens, _), least in zip(falling, fastest, strict=True)]
+        return cls(tuple(reversed(repaired)), gap_s, draft_s)
+
+    @classmethod
+    def roofline(cls, floor_s: float, per_token_s: float, gap_s: float = 0, draft_s: float = 0) -> StepCosts:
+        """The costs of a machine that was not measured: a step waits for the weights or for its arithmetic.
+
+        Not for the sum of both, in which drafts would seem to pay at any batch by sharing the weights.
+        """
+        critical = int(floor_s / max(per_token_s, 1e-12))  # tokens whose arithmetic takes as long
+        return cls(((critical, floor_s), (critical + 1, floor_s + per_token_s)), gap_s, draft_s)
+
+    def seconds(self, num_tokens: int) -> float:
+        """The seconds of a step without drafts."""
+        place = min(bisect_right(self.pairs, num_tokens, key=itemgetter(0)), len(self.pairs) - 1)
+        (fewer, less), (more, later) = self.pairs[max(place - 1, 0)], self.pairs[place]
+        slope = (later - less) / (more - fewer) if more > fewer else 0.0
+        return less + slope * max(num_tokens - fewer, 0)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What is known of a sequence's drafts: the rate at which they are right, and counts to report."""
+
+    num_drafts: int = 0
+    by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
+    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, of which the prior is the first
+    _judged: float = PRIOR_WEIGHT
+
+    def update(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a window. Drafts after the first that was refused were not judged and teach nothing."""
+        assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts accepted"
+        self.num_drafts += num_drafts
+        self.by_length += [0] * (num_accepted + 1 - len(self.by_length))
+        self.by_length[num_accepted] += 1
+        for place in range(min(num_accepted + 1, num_drafts)):
+            self._right += (place < num_accepted) - self._right / MEMORY
+            self._judged += 1 - self._judged / MEMORY
+
+    def fade(self) -> None:
+        """Let what is known weigh no more than a prior, so that the next windows decide."""
+        excess = max(self._judged / PRIOR_WEIGHT, 1.0)
+        self._right, self._judged = self._right / excess, self._judged / excess
+
+    @property
+    def rate(self) -> float:
+        """The estimated probability that a draft is right if all before it are."""
+        return self._right / self._judged
+
+    @property
+    def num_windows(self) -> int:
+        """The number of steps in which the sequence had drafts."""
+        return sum(self.by_length)
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of drafts that were kept."""
+        return sum(length * count for length, count in enumerate(self.by_length))
+
+    @property
+    def by_position(self) -> list[int]:
+        """The number of drafts kept at each position of a window, from the first."""
+        return list(accumulate(reversed(self.by_length[1:])))[::-1]
+
+
+class DraftLengths:
+    """Gives each sequence of a step its number of drafts, and learns from how they fared."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
+        self._known: dict[int, Acceptance] = defaultdict(Acceptance)
+        self._last_probe = 0
+
+    def lengths(
+        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, room: int | None = None
+    ) -> list[int]:
+        """The number of drafts of each wish, a sequence and the drafts that it could use, in a step."""
+        known = [self._known[seq_id] for seq_id, _ in wishes]
+        rows = [(each.rate, available) for each, (_, available) in zip(known, wishes, strict=True)]
+        chosen = self.choose(rows, num_others, room)
+        idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
+        if idle and step - self._last_probe >= PROBE_STEPS:
+            self._last_probe = step
+            for row in idle:
+                rows[row] = HOPED_RATE, 1
+            chosen = self.choose(rows, num_others, room)
+            for row in filter(chosen.__getitem__, idle):
+                known[row].fade()
+        return chosen
+
+    def choose(
+        self, rows: Sequence[tuple[float, int]], num_others: int = 0, room: int | None = None
+    ) -> list[int]:
+        """The number of drafts of each row, a rate and the drafts available, for most tokens per second.
+
+        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`.
+        """
+        counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
+        if not (longest := max(available, default=0)):
+            return counts
+        layer, survivals = [1.0] * len(rows), list[float]()  # all rows at depth 1, then all at depth 2, ..
+        for depth in range(longest):
+            layer = [layer[row] * rate if depth < most else -1.0 for row, (rate, most) in enumerate(rows)]
+            survivals += layer
+        order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)[: sum(available)]
+        end = base + len(order) + 1
+        self._seconds += map(self._costs.seconds, range(len(self._seconds), end))
+        best, seconds, taken = base / self._seconds[base], self._seconds[base:end], order[:0]
+        for cap in range(1 if self._costs.draft_s else longest, longest + 1):
+            places = order if cap == longest else [place for place in order if place < cap * len(rows)]
+            drafting = self._costs.gap_s + self._costs.draft_s * cap
+            gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
+            speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
+            if (fastest := max(speeds)) > best:
+                best, taken = fastest, places[: speeds.index(fastest)]
+        for place in taken:
+            counts[place % len(rows)] += 1
+        return counts
+
+    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
+        """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
+        if seq_id in self._known:
+            self._known[seq_id].update(num_drafts, num_accepted)
+
+    def forget(self, seq_id: int) -> Acceptance:
+        """What was known of a sequence that has ended."""
+        return self._known.pop(seq_id, None) or Acceptance()
