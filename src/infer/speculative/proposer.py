@@ -9,8 +9,8 @@
 A step computes its last token and the drafts behind it together, which costs little more than the last token
 alone: a small batch waits for the weights and not for the arithmetic. What is drawn at each position is what
 would have been drawn without drafts (execution/host_sampling.py), so a proposer decides how fast a text comes
-and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run can
-be repeated.
+and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run
+can be repeated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ class Proposer(Protocol):
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
         """The drafts of each wish, at most its `num_drafts`; an empty one where nothing comes to mind."""
+        ...
+
+    def has_match(self, wish: Wish) -> bool:
+        """Whether drafts are likely, so that it is worth waiting for ids of the sequence still on the device.
+
+        `tokens` lack those newest ids. The answer is cheap and may be wrong; a model that drafts says True.
+        """
         ...
 
     def finish(self, wish: Wish) -> None:
