@@ -37,6 +37,13 @@ class Proposer(Protocol):
         """The drafts of each wish, at most its `num_drafts`; an empty one where nothing comes to mind."""
         ...
 
+    def has_match(self, wish: Wish) -> bool:
+        """Whether drafts are likely, so that it is worth waiting for ids of the sequence still on the device.
+
+        `tokens` lack those newest ids. The answer is cheap and may be wrong; a model that drafts says True.
+        """
+        ...
+
     def finish(self, wish: Wish) -> None:
         """Forget a sequence that has ended or was aborted; `tokens` are its last."""
         ...

@@ -1,0 +1,85 @@
+"""Drafts from the sequence's own text: what followed when it last said the same.
+
+    the  cat  sat  on  the  mat  and  the  cat          the end `the cat` has occurred before
+         ╰──────╯                     ╰──────╯
+              sat  on  the  mat                         the drafts: what followed it there
+
+The longest match decides, up to `max_ngram` tokens; among equally long ones the newest, since a text that
+changes its mind (a renamed variable, the current item of a list) repeats its last version: 5 to 10 % more
+accepted tokens than with the oldest on answers of a small model, and 1 % less on edits of a file, where old
+and new are the same. A match that reaches the end of the text goes on into its own drafts, so text with a
+short period gets drafts of full length:
+
+    .. a b c a b      drafts:  c a b c a b c ..
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from infer.errors import ConfigError
+from infer.speculative.proposer import Wish
+from infer.speculative.text_index import TextIndex
+
+NOTHING: array[int] = array("I")
+
+
+class OwnTexts:
+    """An index of each sequence's text so far, brought up to date when it is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._indexes: dict[int, TextIndex] = {}
+
+    def index_of(self, wish: Wish) -> TextIndex:
+        """The index of all the wish's tokens."""
+        index = self._indexes.get(wish.seq_id)
+        if index is None or not index.continues_in(wish.tokens):
+            index = self._indexes[wish.seq_id] = TextIndex(self._size)
+        index.extend(wish.tokens)
+        return index
+
+    def forget(self, seq_id: int) -> None:
+        """Drop the index of a sequence, if there is one."""
+        self._indexes.pop(seq_id, None)
+
+
+def repeat_from(text: array[int], place: int, count: int) -> array[int]:
+    """The `count` tokens from `place` on, as if the text repeated itself from there for ever."""
+    found = text[place : place + count]
+    if len(found) == count:
+        return found
+    return (found * (count // len(found) + 1))[:count]
+
+
+class NgramProposer:
+    """Proposes what followed the newest of the longest earlier occurrences of the text's end."""
+
+    def __init__(self, min_ngram: int = 2, max_ngram: int = 16) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ConfigError(
+                f"n-grams of {min_ngram} to {max_ngram} tokens cannot be looked up; "
+                "the shortest must have at least 1 token and not be longer than the longest"
+            )
+        self._max_ngram = max_ngram
+        self._texts = OwnTexts(min_ngram)
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+        """The drafts of each wish; empty where no end of at least `min_ngram` tokens has occurred before."""
+        return [self._drafts_of(wish) for wish in wishes]
+
+    def _drafts_of(self, wish: Wish) -> array[int]:
+        if wish.num_drafts < 1:
+            return NOTHING
+        text = wish.tokens
+        _, places = self._texts.index_of(wish).match(text, text[-self._max_ngram :])
+        return repeat_from(text, places[0], wish.num_drafts) if places else NOTHING
+
+    def has_match(self, wish: Wish) -> bool:
+        """Whether the text's end has occurred before."""
+        return wish.num_drafts > 0 and self._texts.index_of(wish).has(wish.tokens)
+
+    def finish(self, wish: Wish) -> None:
+        """Forget the sequence's text."""
+        self._texts.forget(wish.seq_id)
