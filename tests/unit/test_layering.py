@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "tools": {
         "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",
-        "sampling", "constraints",
+        "sampling", "constraints", "speculative",
     },
     "client": {"engine", "scheduling", "loader", "tools"},
     "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools"},

@@ -24,13 +24,7 @@ _OVERRIDES = _unbuilt("overriding the config of a checkpoint")
 
 # setting: the value that asks for nothing, and what to do about any other
 FOREIGN: Mapping[str, tuple[object, str]] = {
-    "speculative_decoding": (False, _SPECULATION),
-    "draft_model": (None, _SPECULATION),
-    "model_draft": (None, _SPECULATION),
-    "spec_length": (0, _SPECULATION),
     "speculative_config": (None, _SPECULATION),
-    "speculative_model": (None, _SPECULATION),
-    "num_speculative_tokens": (0, _SPECULATION),
     "tensor_parallel_size": (1, _GPUS),
     "tp": (1, _GPUS),
     "tp_size": (1, _GPUS),

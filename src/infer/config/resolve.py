@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import Any
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, available
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.profile import DeviceProfile, SchedulingProfile, StepDefaults
 from infer.config.settings import EngineConfig
+from infer.config.speculation import MAX_DRAFTS
 from infer.config.unused import unused_knobs
 from infer.errors import ConfigError
-
-MAX_DRAFTS: Final = 8  # that one sequence computes in a step; tables with a window have room for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ no environment variables that change behaviour.
     ├── load      LoadConfig      which model, from where, in which number format
     ├── cache     CacheConfig     how keys and values are kept
     ├── scheduler SchedulerConfig which sequences run in a step
-    └── run       RunConfig       how steps are carried out
+    ├── run       RunConfig       how steps are carried out
+    └── speculation SpeculationConfig what proposes tokens that a step judges together (speculation.py)
     ServerConfig                  how the server listens, which clients it takes, and how much work
 
 Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
@@ -39,6 +40,7 @@ from infer.config.knobs import (
 )
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
+from infer.config.speculation import SpeculationConfig
 from infer.errors import ConfigError
 
 _CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # what the help texts quote
@@ -354,6 +356,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
         if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":

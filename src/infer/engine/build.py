@@ -38,6 +38,12 @@ from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
+from infer.engine.speculation_build import (
+    WINDOW_TOKENS,
+    draft_bytes_per_token,
+    load_draft,
+    make_speculation,
+)
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
 from infer.errors import ConfigError
@@ -57,6 +63,7 @@ from infer.models.config import ModelConfig
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
+from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +74,12 @@ def build_engine(
     *,
     observer: EngineObserver | None = None,
     cost: PreemptionCost | None = None,
+    step_costs: StepCosts | None = None,
     steps_ahead: int | None = None,
     phases: Phases | None = None,
     token_bytes: TokenBytes | None = None,
 ) -> Engine:
-    """Return an engine for this model; `cost` and `steps_ahead` replace this machine's, to repeat a run.
+    """Return an engine for this model; costs and `steps_ahead` replace this machine's, to repeat a run.
 
     `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` reads the vocabulary
     (`token_bytes_of`).
@@ -89,10 +97,13 @@ def build_engine(
             mlp_backend=config.backends.mlp,
             cpu_products=settings.run.cpu_products,
         )
+    with phases("load draft"):
+        draft = load_draft(config, loaded)
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
-        size = fit_to_device(config, loaded, step=step)
         layout = kv_layout(loaded.config, settings.cache, config.max_seq_len)
+        draft_bytes = draft_bytes_per_token(draft, layout)
+        size = fit_to_device(config, loaded, step=step, draft_bytes_per_token=draft_bytes)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
@@ -125,6 +136,18 @@ def build_engine(
                 device.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
+    with phases("measure steps"):
+        speculation = make_speculation(
+            config,
+            loaded,
+            scheduler,
+            device,
+            draft=draft,
+            size=size,
+            layout=layout,
+            shape=shape_of(scheduler.state),
+            costs=step_costs,
+        )
     on_gpu = is_gpu(loaded.device)
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
@@ -139,7 +162,8 @@ def build_engine(
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
         scheduler.config = config.scheduler
     if observer is not None:
-        observer.on_start(_facts(config, loaded, size, scheduler.cost))
+        step_costs = None if speculation is None else speculation.costs
+        observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs))
     token_bytes = token_bytes or token_bytes_of(
         loaded.source, settings.load.tokenizer, loaded.config, loaded.eos_ids
     )
@@ -170,6 +194,7 @@ def build_engine(
         prepare=freezing(prepare) if on_gpu else prepare,
         phases=phases,
         token_bytes=token_bytes,
+        speculation=speculation,
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
@@ -346,10 +371,17 @@ def make_device(
         steps_ahead=config.steps_ahead,
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
+        window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
     )
 
 
-def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
+def _facts(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    size: CacheSize,
+    cost: PreemptionCost,
+    step_costs: StepCosts | None,
+) -> RunFacts:
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
         knobs["quantization"] = config.weights
@@ -366,5 +398,6 @@ def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: P
         knobs=knobs,
         cache=size,
         cost=cost,
+        step_costs=step_costs,
         steps_ahead=config.steps_ahead,
     )

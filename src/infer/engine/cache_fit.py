@@ -50,23 +50,29 @@ def fit_to_device(
     weight_bytes: int = 0,
     step: StepBytes | None = None,
     scratch: Scratch = NO_SCRATCH,
+    draft_bytes_per_token: int = 0,
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
     `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
     steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
+    A token takes `draft_bytes_per_token` more where another model drafts.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
-    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft_bytes_per_token)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes
     check_host_blocks(config.settings.cache.swap_blocks, size, free_host)
     return size
 
 
 def fit_to_memory(
-    config: ResolvedConfig, loaded: LoadedModel | LoadChoice, memory: DeviceMemory, step: StepBytes
+    config: ResolvedConfig,
+    loaded: LoadedModel | LoadChoice,
+    memory: DeviceMemory,
+    step: StepBytes,
+    draft_bytes_per_token: int = 0,
 ) -> CacheSize:
     """Return the size of the cache in this memory, of which the weights are taken off already."""
     cache = config.settings.cache
@@ -76,7 +82,7 @@ def fit_to_memory(
         config.scheduler,
         step,
         max_seq_len=config.max_seq_len,
-        bytes_per_token=kept.bytes_per_token,
+        bytes_per_token=kept.bytes_per_token + draft_bytes_per_token,
         free_bytes=memory.room,
         share=cache.kv_cache_share or cache_share(loaded.device),
         workspace=kept.workspace,

@@ -6,6 +6,9 @@
     commit   full blocks enter the prefix tree                         (integers)
     report   stop conditions are checked, the finished let go          (integers; engine/requests.py)
 
+Where sequences get drafts (engine/speculation.py) the first move has two more around it: `propose` before the
+plan and `complete` after it.
+
 A device works by itself once a step is launched. With *overlap* the last two moves come late, so that the
 CPU plans step N + 1 while the device computes step N:
 
@@ -16,7 +19,8 @@ A sampled token then has its place (`num_tokens`) before its id is known; only t
 A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
 steps are launched ahead of the one that is read:
 
-    none          requests are there whose next step depends on ids, running or about to: forks, beams
+    none          requests are there whose next step depends on ids, running or about to: forks, beams; or
+                  the next step should have drafts, or the last one has
     1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps;
                   or what a sequence may say next depends on its text (2, of which one has been read)
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
@@ -60,6 +64,7 @@ from infer.engine.host_half import HostHalf
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable, unserved
+from infer.engine.speculation import Speculation
 from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
@@ -103,6 +108,7 @@ class Engine:
         prepare: Callable[[], bool] = lambda: False,
         phases: Phases | None = None,
         token_bytes: TokenBytes | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -123,7 +129,10 @@ class Engine:
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
+        self.speculation = speculation
+        self._requests.speculation = speculation
         self._has_drafts = False  # the last step launched: it is read before the next
+        self._wants_drafts = False  # the next step
         self._is_guided = False  # the last step launched: its masks need all ids before it
         self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
         self._compile_s = Histogram(GRAMMAR_SECONDS)
@@ -261,11 +270,15 @@ class Engine:
         return outputs
 
     def _step(self) -> list[StepOutput]:
-        num_flights = len(self._flights)
+        num_flights, speculation = len(self._flights), self.speculation
+        self._wants_drafts = speculation is not None and speculation.is_due()
         if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
             return self._retire(all_but=num_flights - 1)
         if not num_flights and self._guided.guides:
             self._unreported += self._guided.jump(None, set())
+        if speculation is not None and self._wants_drafts:
+            speculation.propose()
+            self._wants_drafts = False
         plan = self.scheduler.plan()
         sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
@@ -277,6 +290,8 @@ class Engine:
                     self._requests.begin(seq)
         self._is_guided = self._guided.are_in(plan)
         try:
+            if speculation is not None:
+                speculation.complete(plan)
             order = self._host.order(plan, awaits_masks=self._is_guided)
             step = self._device.run(order)
             self._observer.on_order(order)
@@ -339,7 +354,7 @@ class Engine:
     def _num_ahead(self) -> int:
         """How many steps may be under way when the next one is planned."""
         requests = self._requests
-        if requests.waiting_for_ids or self._has_drafts:
+        if requests.waiting_for_ids or self._has_drafts or self._wants_drafts:
             return 0
         if requests.queued_joint and self.scheduler.num_free_places > 0:  # the next plan may let one in
             return 0
@@ -388,6 +403,8 @@ class Engine:
         plan, _, _, result = flight
         assert result is not None
         if plan.chunks.num_drafts:
+            if self.speculation is not None:
+                self.speculation.judge(plan, result.ids)
             self.scheduler.retract(plan, result.ids)
         self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)

@@ -11,7 +11,11 @@ for that is little, a line for each row of the batch state:
 
 Here it is decided, once, what each row of a step is. A chunk with drafts verifies them. A chunk of one token
 that is followed by one draw decodes, be it the last token of a prompt: it is computed in the same way.
-Everything else is a prompt, or part of one.
+Everything else is a prompt, or part of one. In a step with drafts no row decodes: where one row waits for its
+last ids to be known, all do, and a chunk of one token is a window without drafts.
+
+A model that *drafts* has a host half of its own over the same batch state. Its rows draw as the sequences
+will, with the same noise, but without what depends on all tokens so far (penalties, masks) and logprobs.
 
 An order that decodes with the rows of the order before it differs from that one by a position each.
 It says so (`REPEATS`), and a device need not look at its rows.
@@ -27,6 +31,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from infer.config.speculation import MAX_DRAFTS
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
@@ -56,8 +61,10 @@ NOBODY = -1  # tenancy of a row that has to begin anew
 class HostHalf:
     """Makes the orders of one engine, each from the plan that follows the last."""
 
-    def __init__(self, state: BatchState) -> None:
+    def __init__(self, state: BatchState, *, is_draft: bool = False) -> None:
+        """`is_draft`: for a model that drafts."""
         self._state, num_rows = state, len(state.tenancy)
+        self._is_draft = is_draft
         self._tenancy = np.full(num_rows, NOBODY, dtype=np.int64)
         self._has_newest = np.zeros(num_rows, dtype=bool)
         self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
@@ -92,14 +99,20 @@ class HostHalf:
         for number in begins.nonzero()[0].tolist():
             self._note(sequences[number])
         kinds = np.where((chunks.stops - chunks.starts == 1) & (chunks.num_samples == 1), DECODE, PROMPT)
-        is_verified = np.zeros(len(kinds), dtype=bool)
-        if self._state.num_drafts:
-            is_verified[:] = [bool(seq.drafts) for seq in sequences]
-            # ids are known where there are drafts, so rows without any are windows of one token
-            kinds[is_verified | (kinds == DECODE)] = VERIFY
         is_drawn_on_host = (chunks.num_samples > 1) | (self._is_beam[rows] & chunks.draws)
-        if is_verified.any():  # uses and masks change from one draft to the next
-            is_drawn_on_host |= self._has_uses[rows] if not flags else True
+        has_drafts = np.zeros(len(kinds), dtype=bool)
+        table_changes = plan.table_changes
+        if self._is_draft:  # what it has missed of a text is a window, of which the last token draws
+            self._has_newest[rows[chunks.stops <= [len(seq.tokens) for seq in sequences]]] = False
+            table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
+            is_short = (chunks.stops - chunks.starts <= MAX_DRAFTS) & chunks.draws
+            if (is_short & (kinds == PROMPT)).any():
+                kinds[is_short] = VERIFY
+        elif self._state.num_drafts:
+            has_drafts[:] = [bool(seq.drafts) for seq in sequences]
+            kinds[has_drafts | (kinds == DECODE)] = VERIFY
+            # uses and masks change from one draft to the next
+            is_drawn_on_host |= has_drafts & (self._has_uses[rows] | bool(flags & AWAITS_MASKS))
         if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
             flags |= ON_HOST
             begins |= self._has_uses[rows]
@@ -107,7 +120,7 @@ class HostHalf:
         flags |= READS_PROMPTS if reading else 0
         arrived = [sequences[number] for number in begins.nonzero()[0].tolist()]
         known = self._unknown_tokens(chunks, kinds)
-        self._advance(chunks, kinds, is_on_host=bool(flags & ON_HOST))
+        self._advance(chunks, has_drafts, is_on_host=bool(flags & ON_HOST))
         tokens, slots = self._lay_out(chunks, kinds)
         lines, facts, extras = self._entries(arrived)
         draws = chunks.num_samples.astype(np.int16)
@@ -117,7 +130,7 @@ class HostHalf:
             rows=rows.astype(np.int32),
             starts=chunks.starts.astype(np.int32),
             counts=(chunks.stops - chunks.starts).astype(np.int32),
-            num_sampled=np.where(kinds == VERIFY, chunks.stops - chunks.starts, draws > 0).astype(np.int16),
+            num_sampled=np.where(has_drafts, chunks.stops - chunks.starts, draws > 0).astype(np.int16),
             num_draws=draws,
             adapters=np.zeros(len(rows), dtype=np.int16),
             kinds=kinds.astype(np.int8),
@@ -125,7 +138,7 @@ class HostHalf:
             slots=slots,
             next_tokens=_followers(chunks, reading),
             known=known,
-            table_changes=_diffs(plan.table_changes, [self._table(seq) for seq in arrived]),
+            table_changes=_diffs(table_changes, [self._table(seq) for seq in arrived]),
             transfers=_moves(plan),
             lines=lines,
             facts=facts,
@@ -137,6 +150,8 @@ class HostHalf:
         row, params = seq.row, seq.group.request.params
         self._tenancy[row] = self._state.tenancy[row]
         self._has_newest[row] = False
+        if self._is_draft:
+            return
         self._is_beam[row] = seq.is_beam
         self._reads_prompt[row] = params.prompt_logprobs is not None or seq.group.request.pooling is not None
         self._has_uses[row] = _has_uses(seq)
@@ -163,10 +178,10 @@ class HostHalf:
         tokens = [seq.tokens[start] for seq, start in zip(sequences, starts, strict=True)]
         return np.array([chunks.rows[unknown], tokens, starts], dtype=np.int64)
 
-    def _advance(self, chunks: Chunks, kinds: np.ndarray, *, is_on_host: bool) -> None:
+    def _advance(self, chunks: Chunks, has_drafts: np.ndarray, *, is_on_host: bool) -> None:
         """Note which newest tokens a device knows after this order."""
         rows = chunks.rows
-        self._has_newest[rows] = False if is_on_host else chunks.draws & (kinds != VERIFY)
+        self._has_newest[rows] = False if is_on_host else chunks.draws & ~has_drafts
         if is_on_host:  # what came of it is the host's to say
             self._tenancy[rows[self._has_uses[rows]]] = NOBODY
 
@@ -181,7 +196,7 @@ class HostHalf:
         for number, start, stop in zip(given.tolist(), starts.tolist(), stops.tolist(), strict=True):
             seq = chunks.sequences[number]
             ids += seq.tokens[start:stop]
-            if seq.drafts:
+            if seq.drafts and not self._is_draft:
                 ids.extend(seq.drafts)
         counts = stops - starts
         positions = np.arange(len(ids)) + (stops - counts.cumsum()).repeat(counts)
@@ -206,11 +221,14 @@ class HostHalf:
         lines, facts, extras = bytearray(), list[RowFacts](), array("I")
         for seq in arrived:
             line, fact = _line(seq), _facts(seq)
+            if self._is_draft:
+                line, fact = line._replace(has_uses=0), RowFacts(seq.num_prompt)
             lines += line.pack()
             facts.append(fact)
             if fact.num_tokens:
                 extras += seq.tokens
-            extras.extend(_banned(seq))
+            if fact.num_banned:
+                extras.extend(_banned(seq))
             biases = seq.group.request.params.logit_bias
             extras.extend(biases)
             extras.frombytes(np.array(list(biases.values()), dtype=np.float32).tobytes())
@@ -288,6 +306,13 @@ def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
     padding = [PADDING] * 3 * ((1 << (num_lines - 1).bit_length()) - num_lines)
     diffs_D3 = np.array(changes + padding, dtype=np.int32).reshape(-1, 3)
     return np.concatenate([diffs_D3, *tables]) if tables else diffs_D3
+
+
+def _but_those_of(rows: np.ndarray, changes: list[int], num_rows: int) -> list[int]:
+    """The changes of tables but those of some rows, whose whole tables are sent."""
+    kept = np.array(changes, dtype=np.int64).reshape(-1, 3)
+    found: list[int] = kept[~np.isin(kept[:, 0] % num_rows, rows)].reshape(-1).tolist()
+    return found
 
 
 def _moves(plan: StepPlan) -> np.ndarray:

@@ -27,6 +27,7 @@ import numpy as np
 
 from infer.constraints.compiler import Grammar
 from infer.engine.guided import GuidedRequests, Sampled
+from infer.engine.speculation import Speculation
 from infer.errors import RequestError
 from infer.execution.device import StepResult
 from infer.sampling.params import RowLogprobs
@@ -48,6 +49,7 @@ class RequestTable:
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
         self.queued_joint: set[str] = set()  # requests that will be among them when they begin
         self.guided = GuidedRequests(self, scheduler)
+        self.speculation: Speculation | None = None
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -264,6 +266,8 @@ class RequestTable:
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
         self.guided.drop(seq)
+        if self.speculation is not None:
+            seq.draft_counts = self.speculation.finish(seq)
         self._scheduler.remove(seq)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
@@ -297,6 +301,7 @@ def _output(
         num_cached=seq.num_cached,
         prompt_logprobs=prompt_logprobs,
         error=error,
+        drafts=seq.draft_counts,
     )
 
 

@@ -19,8 +19,15 @@ from infer.cache.memory import CacheSize
 from infer.config.settings import EngineConfig
 from infer.models.config import ModelConfig
 from infer.scheduling.preemption import PreemptionCost
+from infer.speculative.adaptive import StepCosts
 
-PLACES = ("model", "revision", "tokenizer", "chat_template")  # knobs that say where something lies
+PLACES = (
+    "model",
+    "revision",
+    "tokenizer",
+    "chat_template",
+    "draft_model",
+)  # knobs that say where something lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,7 @@ class RunFacts:
     knobs: Mapping[str, Any]
     cache: CacheSize
     cost: PreemptionCost
+    step_costs: StepCosts | None = None  # where sequences get drafts: seconds of steps
     steps_ahead: int  # launched before one is read: a sequence that stops at an id is in so many plans more
 
 

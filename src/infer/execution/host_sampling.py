@@ -14,6 +14,7 @@ the draft of its position, and that one is kept in the draft's place. Greedy or 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
+
+
+Judge = Callable[[Sequence[int], Sequence[int]], int]  # ids drawn, drafts next to them: how many ids are kept
 
 
 class PromptTable(NamedTuple):
@@ -56,6 +60,7 @@ class HostSampler:
         logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._model, self._book, self._send, self._logits = model, book, send, logits
+        self.judge: Judge = num_kept
 
     def sample(
         self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor, masks: StepMasks
@@ -78,7 +83,7 @@ class HostSampler:
         for number, count in enumerate(counts):
             drawn = samples.ids[first : first + count]
             if number in drafts:
-                drawn = drawn[: num_kept(drawn, drafts[number])]
+                drawn = drawn[: self.judge(drawn, drafts[number])]
             ids[number] = tuple(drawn)
             logprobs[number] = tuple(samples.logprobs[first : first + len(drawn)])
             first += count
@@ -140,16 +145,29 @@ def given_tokens(order: StepOrder) -> dict[int, np.ndarray]:
 
 def drafts_of(order: StepOrder) -> dict[int, list[int]]:
     """The drafts of the rows that verify any, by number: their tokens after the first."""
-    if not (order.kinds == VERIFY).any():
+    (numbers,) = ((order.kinds == VERIFY) & (order.num_sampled > 1)).nonzero()
+    if not len(numbers):
         return {}
     given = given_tokens(order)
-    return {number: given[number][1:].tolist() for number in (order.kinds == VERIFY).nonzero()[0].tolist()}
+    return {number: given[number][1:].tolist() for number in numbers.tolist()}
 
 
 def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
     """How many of the ids drawn next to drafts are kept: those that equal them, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
+
+
+class SyntheticJudge:
+    """Keeps each draft with a fixed probability, whatever was drawn: for benchmarks of random weights."""
+
+    def __init__(self, acceptance: float) -> None:
+        self._acceptance, self._rng = acceptance, random.Random(0)
+
+    def __call__(self, drawn: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many ids are kept: those next to drafts that were accepted, and one more."""
+        refused = (place for place in range(len(drafts)) if self._rng.random() >= self._acceptance)
+        return next(refused, len(drafts)) + 1
 
 
 def read_prompts(tables: list[PromptTable]) -> dict[int, list[RowLogprobs]]:

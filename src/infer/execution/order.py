@@ -15,7 +15,8 @@ The host half (engine/host_half.py) turns a plan and its sequences into one `Ste
 A row that *decodes* computes its last token, which the device knows: it drew it itself, or `known` says it.
 The tokens of all other rows are in the order, and so are the slots that their keys and values go to.
 A row that *verifies* draws an id at each of its positions, and keeps them up to the first that differs from
-the draft it was drawn next to: 1 to `count` ids come back.
+the draft it was drawn next to: 1 to `count` ids come back. One that samples a single position has no drafts:
+it is a short stretch of text that is computed with others that have.
 
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 

@@ -23,7 +23,7 @@ from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.device import StateShape, StepResult, SyncDevice
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import HostSampler
+from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
 from infer.execution.order import READS_PROMPTS, StepMasks, StepOrder
 from infer.execution.row_book import RowBook
@@ -62,6 +62,10 @@ class TorchDevice(SyncDevice):
             self._cpu = CpuSteps(c, model, store, rows, max_batch_size, record=records)
         logits = None if self._cpu is None else self._cpu.logits
         self._sampler = HostSampler(model, self._book, logits=logits)
+
+    def use_judge(self, judge: Judge) -> None:
+        """Let drafts be judged in another way: for benchmarks."""
+        self._sampler.judge = judge
 
     @property
     def attention(self) -> tuple[str, str]:

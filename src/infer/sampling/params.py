@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from infer.config.settings import MAX_SEQUENCES
+from infer.config.speculation import MAX_DRAFTS
 from infer.constraints.description import Reasoning, Structured
 from infer.errors import RequestError, closest
 
@@ -86,6 +87,7 @@ class SamplingParams(metaclass=_CheckedNames):
     n: int = 1  # how many outputs
     best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
+    num_speculative_tokens: int | None = None  # drafts of a step, at most; 0: none; None: the engine's
     structured: Structured | None = None  # what the text must match; a mapping will do: {"regex": "[0-9]+"}
     reasoning: Reasoning | None = None  # how the reasoning that the output begins with ends
 
@@ -111,6 +113,8 @@ class SamplingParams(metaclass=_CheckedNames):
                 )
         if self.seed is not None:
             check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
+        if self.num_speculative_tokens is not None:
+            check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         _check_bool("use_beam_search", self.use_beam_search)

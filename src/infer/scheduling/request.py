@@ -8,6 +8,7 @@ request with a `pooling`: its one output comes with the last chunk of its prompt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,13 @@ class Request:
     deadline: float | None = None  # engine-clock seconds by which it should end; read by `deadline`
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     pooling: str | None = None  # one of POOLINGS: answer with an embedding of the prompt, and no token
+
+
+class DraftCounts(NamedTuple):
+    """What became of the drafts of one sequence."""
+
+    num_drafts: int
+    by_length: tuple[int, ...]  # windows by the number of drafts kept, from 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -49,4 +57,5 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
     param: str | None = None  # the field of the request that is to blame for it; None: the engine is
+    drafts: DraftCounts | None = None  # with the last output of a sequence that had any
     embedding: tuple[float, ...] = ()  # pooled hidden states of a prompt, where the request asked for them

@@ -30,7 +30,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
-from infer.config.resolve import MAX_DRAFTS, ResolvedScheduler
+from infer.config.resolve import ResolvedScheduler
+from infer.config.speculation import MAX_DRAFTS
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
 from infer.scheduling.policies import POLICIES

@@ -27,7 +27,7 @@ from typing import Final, overload
 import numpy as np
 
 from infer.sampling.params import RowLogprobs
-from infer.scheduling.request import Request
+from infer.scheduling.request import DraftCounts, Request
 
 LINES: Final = (
     "num_tokens",  # tokens that have a place, those included whose ids are still on the device
@@ -74,7 +74,7 @@ class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
     __slots__ = (
-        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "drafts",
+        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "draft_counts", "drafts",
         "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
         "num_cached", "num_prompt", "num_slots", "num_tokens_then", "place", "request_id",
         "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens", "waiting_since",
@@ -92,6 +92,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
+        self.draft_counts: DraftCounts | None = None  # when it has ended, if it ever had drafts
         self.drafts: tuple[int, ...] = ()  # proposed ids that follow `tokens`, until a step has judged them
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total

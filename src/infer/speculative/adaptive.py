@@ -138,7 +138,7 @@ class DraftLengths:
     """Gives each sequence of a step its number of drafts, and learns from how they fared."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+        self.costs = costs
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
         self._known: dict[int, Acceptance] = defaultdict(Acceptance)
         self._last_probe = 0
@@ -147,18 +147,35 @@ class DraftLengths:
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, room: int | None = None
     ) -> list[int]:
         """The number of drafts of each wish, a sequence and the drafts that it could use, in a step."""
-        known = [self._known[seq_id] for seq_id, _ in wishes]
-        rows = [(each.rate, available) for each, (_, available) in zip(known, wishes, strict=True)]
-        chosen = self.choose(rows, num_others, room)
-        idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
-        if idle and step - self._last_probe >= PROBE_STEPS:
+        chosen, idle = self._chosen(step, wishes, num_others, room)
+        if idle:
             self._last_probe = step
-            for row in idle:
-                rows[row] = HOPED_RATE, 1
-            chosen = self.choose(rows, num_others, room)
-            for row in filter(chosen.__getitem__, idle):
-                known[row].fade()
+        for row in filter(chosen.__getitem__, idle):
+            self._known[wishes[row][0]].fade()
         return chosen
+
+    def is_worth_it(self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0) -> bool:
+        """Whether any wish would get drafts in a step."""
+        return any(self._chosen(step, wishes, num_others, None)[0])
+
+    def most_rows(self, limit: int) -> int:
+        """The largest batch up to `limit` in which a draft that is hardly ever wrong pays."""
+        return max(
+            (num for num in range(1, limit + 1) if any(self.choose([(HOPED_RATE, 1)] * num))), default=0
+        )
+
+    def _chosen(
+        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None
+    ) -> tuple[list[int], list[int]]:
+        """The number of drafts of each wish, and which of the wishes are probes."""
+        rows = [(self._known[seq_id].rate, available) for seq_id, available in wishes]
+        chosen = self.choose(rows, num_others, room)
+        if step - self._last_probe < PROBE_STEPS:
+            return chosen, []
+        idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
+        for row in idle:
+            rows[row] = HOPED_RATE, 1
+        return (self.choose(rows, num_others, room) if idle else chosen), idle
 
     def choose(
         self, rows: Sequence[tuple[float, int]], num_others: int = 0, room: int | None = None
@@ -176,11 +193,11 @@ class DraftLengths:
             survivals += layer
         order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)[: sum(available)]
         end = base + len(order) + 1
-        self._seconds += map(self._costs.seconds, range(len(self._seconds), end))
+        self._seconds += map(self.costs.seconds, range(len(self._seconds), end))
         best, seconds, taken = base / self._seconds[base], self._seconds[base:end], order[:0]
-        for cap in range(1 if self._costs.draft_s else longest, longest + 1):
+        for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = self._costs.gap_s + self._costs.draft_s * cap
+            drafting = self.costs.gap_s + self.costs.draft_s * cap
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
             if (fastest := max(speeds)) > best:

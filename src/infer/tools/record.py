@@ -61,6 +61,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
+from infer.speculative.adaptive import StepCosts
 from infer.tools.typed_json import read_json
 
 VERSION = 2  # since there are orders; a record of version 1 has none
@@ -215,6 +216,7 @@ class _Header(msgspec.Struct, kw_only=True):
     knobs: dict[str, Any]
     cache: CacheSize
     cost: PreemptionCost
+    step_costs: StepCosts | None = None
     steps_ahead: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
 
     def to_facts(self) -> RunFacts:

@@ -205,7 +205,12 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
     return Replay(
         record,
         lambda witness: build_engine(
-            config, loaded, observer=witness, cost=facts.cost, steps_ahead=facts.steps_ahead
+            config,
+            loaded,
+            observer=witness,
+            cost=facts.cost,
+            step_costs=facts.step_costs,
+            steps_ahead=facts.steps_ahead,
         ),
     )
 

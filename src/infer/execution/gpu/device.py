@@ -43,7 +43,7 @@ from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import HostSampler, PromptTable, drafts_of
+from infer.execution.host_sampling import HostSampler, Judge, PromptTable, drafts_of
 from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
@@ -171,6 +171,10 @@ class GpuDevice:
         """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
+
+    def use_judge(self, judge: Judge) -> None:
+        """Let drafts be judged in another way: for benchmarks."""
+        self._sampler.judge = self._readback.judge = judge
 
     @property
     def attention(self) -> tuple[str, str]:
@@ -338,7 +342,10 @@ class GpuDevice:
         ends = counts.cumsum()
         positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
         rows = order.rows.repeat(counts)
-        lines = [rows, positions + 1, rows, order.tokens, positions, *order.slots]
+        advanced = np.full(len(rows), -1)
+        is_advanced = order.num_sampled == 1
+        advanced[(ends - 1)[is_advanced]] = order.rows[is_advanced]
+        lines = [rows, positions + 1, advanced, order.tokens, positions, *order.slots]
         self.graphs.ensure(size)
         self.inputs.send_window(np.stack(lines), size.num_rows)
         self.graphs.forward(size)
@@ -374,9 +381,9 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
-        if size.has_windows:  # the host says how they go on
-            rows_S, positions_S = inputs.window(num_rows)[2].int(), inputs.table_XT[1, :num_rows] + 1
-            sample_rows(logits_SV, self.rows.sampling, rows_S, positions_S, self._scratch)
+        if size.has_windows:  # how those with drafts go on is the host's to say
+            rows_S, positions_S = inputs.rows_S[:num_rows], inputs.table_XT[1, :num_rows] + 1
+            self.sample_rows(logits_SV, rows_S, positions_S, inputs.window(num_rows)[2].int())
             return
         if not size.num_tokens:  # the sampled token's place is the one after its input's
             rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
@@ -399,12 +406,20 @@ class GpuDevice:
                 )
 
     def sample_rows(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        advanced_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sample a token for each row at its position; the rows' state goes on from there."""
+        """Sample a token for each row at its position; the state of the rows, or of some, goes on from there.
+
+        `advanced_S`: these rows instead, -1: none.
+        """
         state, rows_S, positions_S = self.rows, rows_S.int(), positions_S.contiguous()
         ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
-        advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
+        advanced_S = rows_S if advanced_S is None else advanced_S
+        advance_rows(advanced_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
         return ids_S
 
     def forward(
@@ -466,14 +481,15 @@ class GpuDevice:
         back = (ends.repeat(sampled) - 1) - np.arange(ends[-1])  # places before each row's last
         rows = order.rows.repeat(sampled)
         lasts = np.array(last_rows, dtype=np.int64).repeat(sampled) - back
-        packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back])
-        last_S, rows_S, positions_S = send(torch.from_numpy(packed), self.device).unbind()
+        advanced = np.where(sampled.repeat(sampled) == 1, rows, -1)
+        packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back, advanced])
+        last_S, rows_S, positions_S, advanced_S = send(torch.from_numpy(packed), self.device).unbind()
         logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
         windows = _windows_of(order, ends - 1)
 
         @torch.inference_mode()
         def sample(masks: StepMasks) -> Pending[StepResult]:
-            ids_S = self.sample_rows(logits_SV, rows_S, positions_S)
+            ids_S = self.sample_rows(logits_SV, rows_S, positions_S, advanced_S.int())
             of_outputs = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
             return pending.scatter(windows, asked, pooled)

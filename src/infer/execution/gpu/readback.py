@@ -25,7 +25,7 @@ from infer.errors import DeviceLost, EngineError
 from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
-from infer.execution.host_sampling import PromptTable, num_kept, read_prompts
+from infer.execution.host_sampling import Judge, PromptTable, num_kept, read_prompts
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
@@ -64,8 +64,8 @@ class Drawn(NamedTuple):
 class PendingIds:
     """The result of a step whose ids are on their way."""
 
-    def __init__(self, step: int, ids: PendingTensor, num_rows: int) -> None:
-        self._step, self._ids = step, ids
+    def __init__(self, step: int, ids: PendingTensor, num_rows: int, judge: Judge) -> None:
+        self._step, self._ids, self._judge = step, ids, judge
         self._num_rows = num_rows  # rows of the order
         self._drawn: list[Drawn] | None = None
         self._prompts: list[PromptTable] = []
@@ -111,7 +111,7 @@ class PendingIds:
         for number, place, drafts in self._drawn:
             end = place + 1
             if drafts:
-                end = place + num_kept(arrived[place : end + len(drafts)], drafts)
+                end = place + self._judge(arrived[place : end + len(drafts)], drafts)
             ids[number] = tuple(arrived[place:end])
             logprobs[number] = tuple(row[0] for row in rows[place:end])
         is_whole = all(NO_TOKEN not in row for row in ids)
@@ -134,6 +134,7 @@ class Readback:
 
     def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
         self._device, self._is_cuda = device, is_gpu(device)
+        self.judge: Judge = num_kept
         num_buffers = steps_ahead + 2  # the steps ahead, the one that is read, and a spare
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)
@@ -156,7 +157,7 @@ class Readback:
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()
-        pending = PendingIds(step, PendingTensor(buffer, event), num_rows)
+        pending = PendingIds(step, PendingTensor(buffer, event), num_rows, self.judge)
         self._last.append(pending)
         if asked is not None:
             with torch.inference_mode():

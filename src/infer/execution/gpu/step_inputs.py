@@ -5,8 +5,8 @@
     tiles                       the work of prefill attention; no tokens: padding
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
-                                row of its table, length it attends to, row it is sampled as, and its column
-                                of tokens, positions, slots
+                                row of its table, length it attends to, row that goes on from its id, and
+                                its column of tokens, positions, slots
 
 The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
 copy for tokens and one for samples, and pads it up to the size that the step was captured for.

@@ -1,0 +1,161 @@
+"""A small model that drafts: the same orders, rows and block tables, on a device half of its own.
+
+    turn    text known so far    computes                     draws
+    0       t0 .. t9             what it has missed: t8 t9    d10        it lacks what was drawn in its place
+    1                            d10                          d11        it goes on from its own id
+    2                            d11                          d12        drafts d10 d11 d12 are judged
+
+Its keys and values lie in a store of their own with as many blocks as the model's, so a block table serves
+both and a sequence's blocks are reserved once. It draws with the noise of the sequence (host_half.py): where
+the two models agree, they draw the same id, at any temperature.
+
+What it has computed may be of another text by now: a draft was refused, or the sequence found its prompt in
+the prefix cache, came back from host memory, or is a fork. So each full block remembers the text up to its
+end as a number (a hash of the block before and its ids). When a sequence begins to run, its blocks are
+compared with its text, and the first that does not match is where the model catches up from. Blocks that it
+never computed, because drafts did not pay then, do not match either. Nothing is copied or swapped here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from infer.config.speculation import MAX_DRAFTS
+from infer.engine.host_half import HostHalf
+from infer.execution.device import DeviceHalf, PendingStep
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import Chunk, Chunks, StepPlan
+from infer.scheduling.sequence import Sequence
+
+NO_TEXT = 0  # number of a block that was never computed; no text has it
+
+
+class _DraftedText(NamedTuple):
+    """How far the model has come with the text of a row."""
+
+    tenancy: int  # stay of the sequence that the row was given out for
+    num_known: int  # tokens of its text that were known then, all of them computed
+    drafts: Seq[int]  # computed behind them
+    num_full: int  # blocks that are full of known tokens, and
+    last_text: int  # the number of the last one
+
+
+NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT)
+
+
+class DraftModel:
+    """Drafts with a model that runs beside the sequences' own. One engine thread owns it."""
+
+    def __init__(self, device: DeviceHalf, state: BatchState, num_blocks: int, *, max_tokens: int) -> None:
+        """`max_tokens`: of one order, which bounds how much of a text it catches up with at once."""
+        self._device, self._state, self._max_tokens = device, state, max_tokens
+        self._host = HostHalf(state, is_draft=True)
+        self._texts = [NO_TEXT] * num_blocks  # text up to the end of each block, as a number
+        self._rows = [NOTHING] * len(state.tenancy)
+        self._changes: list[int] = []  # blocks that tables have got since the last order
+        self._step = 0
+
+    def note(self, plan: StepPlan) -> None:
+        """Remember the blocks that tables get with a plan."""
+        self._changes += plan.table_changes
+
+    def complete(self, sequences: Seq[Sequence]) -> list[list[int]]:
+        """Return drafts for these sequences, as many as each has places for."""
+        starts = self._catch_up(sequences)
+        counts = [len(seq.drafts) for seq in sequences]
+        steps = list[tuple[list[int], PendingStep]]()
+        for turn in range(max(counts)):
+            numbers = [number for number, count in enumerate(counts) if count > turn]
+            chunks = list[Chunk]()
+            for number in numbers:
+                seq = sequences[number]
+                stop = len(seq.tokens) + turn
+                chunks.append(Chunk(seq.seq_id, stop - 1 if turn else starts[number], stop, 1))
+            steps.append((numbers, self._run(chunks, [sequences[number] for number in numbers])))
+        drafts: list[list[int]] = [[] for _ in sequences]
+        for numbers, step in steps:  # all are under way before the first is read
+            for number, ids in zip(numbers, step.wait().ids, strict=True):
+                drafts[number] += ids
+        for seq, found in zip(sequences, drafts, strict=True):
+            self._note_text(seq, found)
+        return drafts
+
+    def _run(self, chunks: list[Chunk], sequences: list[Sequence]) -> PendingStep:
+        self._step += 1
+        changes, self._changes = self._changes, []
+        plan = StepPlan(self._step, Chunks.of(chunks, sequences), table_changes=changes)
+        try:
+            return self._device.run(self._host.order(plan))
+        except BaseException:
+            self._host.forget(plan)
+            for seq in sequences:
+                self._rows[seq.row] = NOTHING
+            raise
+
+    # -- how far it has come ----------------------------------------------------------------------
+
+    def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:
+        """Compute what was missed of long texts; returns where the last stretch of each begins."""
+        starts = [self._num_computed(seq) for seq in sequences]
+        while True:
+            budget, chunks, chosen = self._max_tokens, list[Chunk](), list[Sequence]()
+            for number, seq in enumerate(sequences):
+                start, stop = starts[number], min(len(seq.tokens) - 1, starts[number] + budget)
+                if len(seq.tokens) - start > MAX_DRAFTS and stop > start:
+                    chunks.append(Chunk(seq.seq_id, start, stop, 0))
+                    chosen.append(seq)
+                    budget -= stop - start
+                    starts[number] = stop
+            if not chunks:
+                return starts
+            self._run(chunks, chosen).wait()
+
+    def _num_computed(self, seq: Sequence) -> int:
+        """How many tokens of a text are in its cache, the last one never."""
+        row = self._rows[seq.row]
+        if row.tenancy != self._state.tenancy[seq.row]:
+            row = self._rows[seq.row] = self._recognise(seq)
+        num_right = 0
+        for draft, token_id in zip(row.drafts, seq.tokens[row.num_known :], strict=False):
+            if draft != token_id:
+                break
+            num_right += 1
+        return min(row.num_known + num_right, len(seq.tokens) - 1)
+
+    def _recognise(self, seq: Sequence) -> _DraftedText:
+        """What is known of the text of a sequence that begins to run: the blocks that match it."""
+        num_full, last_text = 0, NO_TEXT
+        for block, text in zip(self._blocks(seq), self._texts_of(seq.tokens, 0, NO_TEXT), strict=False):
+            if self._texts[block] != text:
+                break
+            num_full, last_text = num_full + 1, text
+        tenancy = int(self._state.tenancy[seq.row])
+        return _DraftedText(tenancy, num_full * self._state.block_size, (), num_full, last_text)
+
+    def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
+        """Remember that all known tokens of a text are computed, and all drafts but the last."""
+        row, blocks, num_full = self._rows[seq.row], self._blocks(seq), self._rows[seq.row].num_full
+        last_text = row.last_text
+        for text in self._texts_of(seq.tokens, num_full, last_text):
+            self._texts[blocks[num_full]] = last_text = text
+            num_full += 1
+        for block in blocks[num_full:]:  # they hold part of a text, or drafts
+            self._texts[block] = NO_TEXT
+        self._rows[seq.row] = _DraftedText(row.tenancy, len(seq.tokens), drafts[:-1], num_full, last_text)
+
+    def _texts_of(self, tokens: array[int], num_full: int, text: int) -> Iterator[int]:
+        """The numbers of a text's full blocks after the first `num_full`, the last of which has `text`."""
+        size = self._state.block_size
+        for start in range(num_full * size, len(tokens) - size + 1, size):
+            text = hash((text, tokens[start : start + size].tobytes()))
+            yield text
+
+    def _blocks(self, seq: Sequence) -> list[int]:
+        """The blocks of a sequence in the table that drafts are kept by."""
+        blocks: list[int] = self._state.tables[
+            0, seq.row, : seq.num_reserved // self._state.block_size
+        ].tolist()
+        return blocks

@@ -1,0 +1,191 @@
+"""Drafts for the sequences of an engine: who gets any, how many, and what became of them.
+
+    propose    before a plan: sequences whose ids are all known get drafts, or places for some
+    complete   after it, when their blocks are reserved: a model that drafts fills the places
+    judge      after the step: how many were right says how many are worth trying next time
+
+Drafts are for the quiet moments of an engine. A step with drafts is read before the next is planned, since
+what it kept decides what comes next; and it pays only while the model waits for its weights. So sequences get
+none while prompts are computed or could be admitted, nor where the batch is too large for a draft to pay.
+Steps overlap then as if there were no speculation. While they do, the newest ids are still on the device:
+`is_due` looks at those that are known and says if it is worth waiting for the rest.
+
+What depends on all tokens before it, a penalty or a mask, differs from one draft to the next. A device that
+samples on the host can do that; on a GPU such sequences get no drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import DraftCounts
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
+from infer.speculative.adaptive import Acceptance, DraftLengths, StepCosts
+from infer.speculative.proposer import Proposer, Wish
+
+
+class Drafter(Protocol):
+    """A model that drafts: it fills places whose blocks are reserved."""
+
+    def complete(self, sequences: Seq[Sequence]) -> Seq[Seq[int]]:
+        """The drafts of these sequences, as many as each has places for."""
+        ...
+
+    def note(self, plan: StepPlan) -> None:
+        """See a plan that is about to run, with or without drafts."""
+        ...
+
+
+class Speculation:
+    """Gives sequences drafts before each step that can use some. One engine thread owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lengths: DraftLengths,
+        proposer: Proposer | None = None,
+        drafter: Drafter | None = None,
+        *,
+        max_drafts: int,
+        max_rows: int,
+        vocab_size: int,
+        is_adaptive: bool = True,
+        is_synthetic: bool = False,
+        samples_on_host: bool = True,
+    ) -> None:
+        """`samples_on_host`: sequences may have drafts whose penalties and masks differ from one to the next.
+
+        `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
+        """
+        assert (proposer is None) != (drafter is None), "either looks drafts up, or a model makes them"
+        self._scheduler, self._lengths = scheduler, lengths
+        self._proposer, self._drafter = proposer, drafter
+        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
+        self._samples_on_host = samples_on_host
+        self._pool = scheduler.pool
+        max_rows = min(max_rows, scheduler.config.max_batch_size)
+        self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
+        self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
+        self.totals = Acceptance()
+
+    @property
+    def costs(self) -> StepCosts:
+        """The seconds of steps by which lengths are chosen."""
+        return self._lengths.costs
+
+    # -- before a step ----------------------------------------------------------------------------
+
+    def is_due(self) -> bool:
+        """Whether the next step should have drafts, as far as the ids that are known can tell."""
+        if not self._is_quiet():
+            return False
+        wishes = [wish for _, wish in self._wishes()]
+        if self._proposer is not None and not self._is_synthetic:
+            wishes = [wish for wish in wishes if self._proposer.has_match(wish)]
+        if not wishes or not self._is_adaptive:
+            return bool(wishes)
+        asked = [(wish.seq_id, wish.num_drafts) for wish in wishes]
+        return self._lengths.is_worth_it(
+            self._scheduler.step, asked, len(self._scheduler.running) - len(asked)
+        )
+
+    def propose(self) -> None:
+        """Give sequences drafts for the next step, or places for them; the ids of all are known."""
+        if not self._is_quiet():
+            return
+        pairs = list(self._wishes())
+        wishes = [wish for _, wish in pairs]
+        found: Seq[Seq[int]] = [(0,) * wish.num_drafts for wish in wishes]  # places
+        if self._proposer is not None:
+            proposed = self._proposer.propose(wishes)
+            if not self._is_synthetic:
+                found = [self._usable(seq, drafts) for (seq, _), drafts in zip(pairs, proposed, strict=True)]
+        counts = self._counts(pairs, found)
+        for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):
+            if count:
+                self._scheduler.propose(seq, drafts[:count])
+
+    def complete(self, plan: StepPlan) -> None:
+        """Fill the places of a plan whose blocks are reserved, where a model drafts."""
+        if self._drafter is None:
+            return
+        self._drafter.note(plan)
+        waiting = [seq for seq in plan.chunks.sequences if seq.drafts]
+        if waiting:
+            for seq, drafts in zip(waiting, self._drafter.complete(waiting), strict=True):
+                assert len(drafts) == len(seq.drafts), "each place gets one draft"
+                seq.drafts = tuple(drafts)
+
+    # -- after it ---------------------------------------------------------------------------------
+
+    def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
+        """Learn what became of a step's drafts, before they are taken back."""
+        for seq, kept in zip(plan.chunks.sequences, ids, strict=True):
+            if seq.drafts and kept:
+                self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
+                self.totals.update(len(seq.drafts), len(kept) - 1)
+
+    def finish(self, seq: Sequence) -> DraftCounts | None:
+        """Forget a sequence that has ended; what became of its drafts, where it had any."""
+        if self._limits.pop(seq.seq_id, None) is None:
+            return None
+        if self._proposer is not None:
+            self._proposer.finish(self._wish(seq, 0))
+        found = self._lengths.forget(seq.seq_id)
+        return DraftCounts(found.num_drafts, tuple(found.by_length)) if found.num_drafts else None
+
+    # -- who and how many -------------------------------------------------------------------------
+
+    def _is_quiet(self) -> bool:
+        """Whether no prompt is computed or about to be, and the batch is small enough for drafts to pay."""
+        scheduler = self._scheduler
+        if not 0 < len(scheduler.running) <= self._max_rows:
+            return False
+        if scheduler.num_waiting and scheduler.num_free_places > 0:
+            return False
+        return all(seq.num_pending == 1 for seq in scheduler.running)
+
+    def _wishes(self) -> Iterator[tuple[Sequence, Wish]]:
+        """The sequences that could use drafts."""
+        for seq in self._scheduler.running:
+            limit = self._limits.get(seq.seq_id)
+            if limit is None:
+                limit = self._limits[seq.seq_id] = self._limit(seq)
+            limit = min(limit, seq.max_total - 1 - seq.num_tokens)
+            if limit > 0 and seq.num_samples == 1 and seq.num_output > 0:
+                yield seq, self._wish(seq, limit)
+
+    def _limit(self, seq: Sequence) -> int:
+        """The most drafts of a sequence; 0: it never gets any."""
+        request = seq.group.request
+        params, asked = request.params, request.params.num_speculative_tokens
+        depends = params.has_penalties or params.is_guided or params.min_tokens > 0
+        if seq.is_beam or request.pooling is not None or (depends and not self._samples_on_host):
+            return 0
+        return self._max_drafts if asked is None else min(asked, self._max_drafts)
+
+    def _wish(self, seq: Sequence, num_drafts: int) -> Wish:
+        return Wish(seq.seq_id, seq.tokens, seq.num_prompt, seq.group.request.cache_salt, num_drafts)
+
+    def _usable(self, seq: Sequence, drafts: Seq[int]) -> Seq[int]:
+        """The drafts up to the first that is no token, or that would end the text: nothing follows it."""
+        for place, token_id in enumerate(drafts):
+            if not 0 <= token_id < self._vocab_size or token_id in seq.stop_ids:
+                return drafts[:place]
+        return drafts
+
+    def _counts(self, pairs: Seq[tuple[Sequence, Wish]], found: Seq[Seq[int]]) -> list[int]:
+        """How many of the drafts that were found each sequence computes."""
+        available = [len(drafts) for drafts in found]
+        if sum(self._pool.blocks_of(count) for count in available) > self._pool.num_free_blocks:
+            return [0] * len(available)  # no sequence is preempted for a draft
+        if not self._is_adaptive:
+            return available
+        asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
+        num_others = len(self._scheduler.running) - len(asked)
+        return self._lengths.lengths(self._scheduler.step, asked, num_others)

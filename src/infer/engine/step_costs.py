@@ -1,0 +1,71 @@
+"""How long a step takes by its number of tokens, measured with the device itself before the first request.
+
+A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens, in blocks that hold nothing
+yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are measured
+once and written down with a recorded run: equal queues must give equal plans.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from infer.execution.device import DeviceHalf, StateShape
+from infer.execution.order import EMPTY, VERIFY, RowFacts, StepOrder
+from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
+from infer.speculative.adaptive import StepCosts
+
+MOST_TOKENS = 128  # of a window that is measured
+NUM_PROBES = 3  # the best counts
+MOST_SECONDS = 2.0  # for all of it: what is not measured by then follows the last two
+
+
+def measure_step_costs(
+    device: DeviceHalf, shape: StateShape, *, vocab_size: int, gap_s: float, drafter: DeviceHalf | None = None
+) -> StepCosts:
+    """Return what steps of a device take; `gap_s` is lost where they do not overlap."""
+    pairs, began = [], time.perf_counter()
+    size, room = 1, min(MOST_TOKENS, shape.max_blocks * shape.block_size)
+    while size <= room:
+        pairs.append((size, _seconds(device, shape, vocab_size, size)))
+        if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
+            break
+        size *= 2
+    draft_s = 0.0 if drafter is None else _seconds(drafter, shape, vocab_size, 1)
+    return StepCosts.measured(pairs, gap_s, draft_s)
+
+
+def _seconds(device: DeviceHalf, shape: StateShape, vocab_size: int, num_tokens: int) -> float:
+    """Return the shortest time of a step with one window of so many tokens."""
+    order, best = _window(shape, vocab_size, num_tokens), float("inf")
+    device.run(order).wait()  # the first one compiles, captures and allocates
+    for _ in range(NUM_PROBES):
+        start = time.perf_counter()
+        device.run(order).wait()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
+    """Return an order that computes `num_tokens` tokens of row 0 and draws next to each."""
+    num_blocks = -(-num_tokens // shape.block_size)
+    tables = np.arange(shape.num_tables)[:, None] * np.array([[shape.num_rows]])
+    changes_KB3 = np.zeros((shape.num_tables, num_blocks, 3), dtype=np.int32)
+    changes_KB3[..., 0] = tables
+    changes_KB3[..., 1] = changes_KB3[..., 2] = np.arange(num_blocks)
+    tokens = (np.arange(num_tokens) * 7919 + 1) % vocab_size
+    return EMPTY._replace(
+        rows=np.zeros(1, dtype=np.int32),
+        starts=np.zeros(1, dtype=np.int32),
+        counts=np.array([num_tokens], dtype=np.int32),
+        num_sampled=np.array([num_tokens], dtype=np.int16),
+        num_draws=np.ones(1, dtype=np.int16),
+        adapters=np.zeros(1, dtype=np.int16),
+        kinds=np.array([VERIFY], dtype=np.int8),
+        tokens=tokens.astype(np.uint32),
+        slots=np.tile(np.arange(num_tokens, dtype=np.int32), (shape.num_tables, 1)),
+        table_changes=changes_KB3.reshape(-1, 3),
+        lines=np.frombuffer(SampleLine(0).pack(), dtype=np.int64).reshape(1, NUM_FIELDS),
+        facts=np.array([RowFacts(num_prompt=1)], dtype=np.int32),
+    )
