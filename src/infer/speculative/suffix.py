@@ -6,13 +6,13 @@ The end of the text is looked up in both. All places after the longest match (at
     past answers  .. ( x ) - 1 | .. ( x ) - 2 | .. ( x ) + 3
 
                               ┌─ - (2 of 3)  ┬─ 1 (1 of 2)
-    past: after ( x ) ────────┤              └─ 2 (1 of 2)        `- 1` has probability 2/3 · 1/2
+    past: after ( x ) ────────┤              └─ 2 (1 of 2)        drafts `- 2`, probability 2/3 · 1/2
                               └─ + (1 of 3)  ── 3
 
 The most frequent token is taken at each fork, the newest of equally frequent ones, until the estimated
 probability falls below LEAST_PROBABILITY. A short match may be chance, so there are at most
 DRAFTS_PER_MATCHED drafts per matched token. The source with more expected accepted drafts (the sum of their
-probabilities) wins.
+probabilities) wins, and the own text where they are equal.
 
 A tree with counts in its nodes gives the same votes, but needs up to DEPTH nodes per token. Here the answers
 are kept as they are, one after the other, and text_index.py finds the newest places that vote. An answer that
@@ -22,8 +22,8 @@ is evicted takes its votes with it.
                                     oldest: evicted first     newest
 
 Every salt has a text of its own, so that none can draft for another. The bounds hold for all salts together.
-Only answers are kept. Prompts are ten times as long, and the part that is repeated is in the sequence's own
-text already: with them, measured acceptance grew by less than 1 %.
+Only answers are kept. Prompts are usually longer, and the prompt that an answer repeats is in the sequence's
+own text already: with past prompts, sequences took at most 1 % fewer steps.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ RUN: Final = 2  # tokens of the shortest match
 DEPTH: Final = 24  # tokens of the longest one
 DRAFTS_PER_MATCHED: Final = 1.5
 LEAST_PROBABILITY: Final = 0.1
+ROUNDING: Final = 1e-9  # in sums of probabilities; equal sources must be seen as equal
 SEPARATOR: Final = 0xFFFFFFFF
 
 
@@ -96,7 +97,7 @@ class SuffixProposer:
             length, places = past.index.match(past.text, tail)
             count = min(wish.num_drafts, int(DRAFTS_PER_MATCHED * length))
             others, expected_of_others = most_frequent([past.after(place, count) for place in places])
-            if expected_of_others > expected:
+            if expected_of_others > expected + ROUNDING:
                 return others
         return drafts
 
