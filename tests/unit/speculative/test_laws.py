@@ -424,7 +424,7 @@ NUM_CLASSES, LENGTH, NUM_DRAFTS = 3, 3, 2
 PARAMS = [
     pytest.param(SamplingParams(temperature=0.8), id="temperature"),
     pytest.param(SamplingParams(temperature=1.3, top_k=40), id="top-k"),
-    pytest.param(SamplingParams(top_p=0.9), id="top-p"),
+    pytest.param(SamplingParams(top_p=0.8), id="top-p"),
 ]
 
 
@@ -466,7 +466,8 @@ def texts_in_windows(
     texts: dict[int, list[int]] = {seed: [] for seed in seeds}
     waiting, num_drafts, num_accepted = list(seeds), 0, 0
     while waiting:
-        batch, waiting = waiting[:256], waiting[256:]
+        size = max(1, 2**18 // table.shape[1])  # sequences whose logits fit into a cache together
+        batch, waiting = waiting[:size], waiting[size:]
         windows, places, contexts = [], [], []
         for seed in batch:
             text = texts[seed]
@@ -590,7 +591,7 @@ def test_a_law_that_favours_drafts_would_be_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("params", PARAMS)
 def test_a_large_vocabulary_has_the_law_of_the_target(params: SamplingParams) -> None:
-    table, seeds = logits_table(32_000), range(34_000)  # 102,000 tokens
+    table, seeds = logits_table(32_000), range(20_000)  # about 100,000 draws
     texts, accepted = texts_in_windows(table, host_sampler(params), likely_drafts(table), seeds)
     assert 0.05 < accepted < 0.5
     assert chi_square_p_value(counts_of(texts), expected_law(table, params)) > 1e-4
