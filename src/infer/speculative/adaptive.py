@@ -63,10 +63,7 @@ class StepCosts:
 
     @classmethod
     def measured(cls, pairs: Iterable[tuple[int, float]], gap_s: float = 0, draft_s: float = 0) -> StepCosts:
-        """The costs that measurements in any order show.
-
-        Disturbances only make steps slower, so a number of tokens costs no more than any larger number does.
-        """
+        """The costs that measurements show. Disturbances only slow steps, so more tokens bound fewer."""
         falling = sorted(pairs, reverse=True)
         fastest = accumulate((seconds for _, seconds in falling), min)
         repaired = [(tokens, least) for (tokens, _), least in zip(falling, fastest, strict=True)]
@@ -101,6 +98,8 @@ class Acceptance:
     def update(self, num_drafts: int, num_accepted: int) -> None:
         """Count a window. Drafts after the first that was refused were not judged and teach nothing."""
         assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts accepted"
+        if not num_drafts:
+            return
         self.num_drafts += num_drafts
         self.by_length += [0] * (num_accepted + 1 - len(self.by_length))
         self.by_length[num_accepted] += 1
@@ -184,6 +183,7 @@ class DraftLengths:
 
         Each row computes one token in any case, the step `num_others` more, and drafts at most `room`.
         """
+        assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
         if not (longest := max(available, default=0)):
             return counts

@@ -202,8 +202,8 @@ def test_counts_of_windows() -> None:
     known = Acceptance()
     for num_drafts, num_accepted in [(3, 3), (3, 1), (2, 0), (4, 1), (0, 0)]:
         known.update(num_drafts, num_accepted)
-    assert (known.num_windows, known.num_drafts, known.num_accepted) == (5, 12, 5)
-    assert known.by_length == [2, 2, 0, 1]
+    assert (known.num_windows, known.num_drafts, known.num_accepted) == (4, 12, 5)
+    assert known.by_length == [1, 2, 0, 1]
     assert known.by_position == [3, 1, 1]
 
 
