@@ -65,7 +65,7 @@ def measure(engines: dict[str, Engine], batches: list[int], rounds: int) -> list
         for turn in range(rounds + 1):  # the first is not counted
             for name, engine in engines.items():
                 engine.reset_prefix_cache()
-                requests = requests_of(f"b{batch}_256_256", f"{name}-{batch}-{turn}")
+                requests = requests_of("b128_256_256", f"{name}-{batch}-{turn}")[:batch]
                 totals = engine.speculation.totals if engine.speculation else None
                 before = (totals.num_windows, totals.num_drafts, totals.num_accepted) if totals else (0, 0, 0)
                 seconds = run(engine, requests)

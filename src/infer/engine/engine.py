@@ -271,14 +271,13 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         num_flights, speculation = len(self._flights), self.speculation
-        self._wants_drafts = speculation is not None and speculation.is_due()
+        self._wants_drafts = num_flights > 0 and speculation is not None and speculation.is_due()
         if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
             return self._retire(all_but=num_flights - 1)
         if not num_flights and self._guided.guides:
             self._unreported += self._guided.jump(None, set())
-        if speculation is not None and self._wants_drafts:
+        if not num_flights and speculation is not None:
             speculation.propose()
-            self._wants_drafts = False
         plan = self.scheduler.plan()
         sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
