@@ -172,7 +172,7 @@ def build_engine(
         is_more = warm_up is not None and warm_up.prepare()
         if is_more:
             token_bytes.start()  # beside what is captured
-        return is_more
+        return is_more or (speculation is not None and speculation.prepare())
 
     engine = Engine(
         scheduler,

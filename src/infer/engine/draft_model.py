@@ -23,9 +23,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import numpy as np
+
 from infer.config.speculation import MAX_DRAFTS
 from infer.engine.host_half import HostHalf
 from infer.execution.device import DeviceHalf, PendingStep
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.late_drafts import LateDrafts
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
@@ -49,49 +53,85 @@ NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT)
 class DraftModel:
     """Drafts with a model that runs beside the sequences' own. One engine thread owns it."""
 
-    def __init__(self, device: DeviceHalf, state: BatchState, num_blocks: int, *, max_tokens: int) -> None:
-        """`max_tokens`: of one order, which bounds how much of a text it catches up with at once."""
-        self._device, self._state, self._max_tokens = device, state, max_tokens
+    def __init__(
+        self,
+        device: DeviceHalf,
+        state: BatchState,
+        num_blocks: int,
+        *,
+        max_tokens: int,
+        target: GpuDevice | None = None,
+    ) -> None:
+        """`max_tokens`: of one order, which bounds how much of a text it catches up with at once.
+
+        `target` takes the drafts on the device: its step is launched before the host has read them.
+        """
+        self._device, self._state, self._max_tokens, self._target = device, state, max_tokens, target
         self._host = HostHalf(state, is_draft=True)
         self._texts = [NO_TEXT] * num_blocks  # text up to the end of each block, as a number
         self._rows = [NOTHING] * len(state.tenancy)
         self._changes: list[int] = []  # blocks that tables have got since the last order
         self._step = 0
+        self._sequences: Seq[Sequence] = ()  # it drafts for these, turn by turn:
+        self._turns: list[tuple[np.ndarray, PendingStep]] = []  # numbers of the sequences, and their step
+
+    @property
+    def is_late(self) -> bool:
+        """Whether drafts may be read after the step that verifies them is launched."""
+        return self._target is not None
 
     def note(self, plan: StepPlan) -> None:
         """Remember the blocks that tables get with a plan."""
         self._changes += plan.table_changes
 
-    def complete(self, sequences: Seq[Sequence]) -> list[list[int]]:
-        """Return drafts for these sequences, as many as each has places for."""
-        starts = self._catch_up(sequences)
-        counts = [len(seq.drafts) for seq in sequences]
-        steps = list[tuple[list[int], PendingStep]]()
-        for turn in range(max(counts)):
-            numbers = [number for number, count in enumerate(counts) if count > turn]
-            chunks = list[Chunk]()
-            for number in numbers:
-                seq = sequences[number]
-                stop = len(seq.tokens) + turn
-                chunks.append(Chunk(seq.seq_id, stop - 1 if turn else starts[number], stop, 1))
-            steps.append((numbers, self._run(chunks, [sequences[number] for number in numbers])))
-        drafts: list[list[int]] = [[] for _ in sequences]
-        for numbers, step in steps:  # all are under way before the first is read
-            for number, ids in zip(numbers, step.wait().ids, strict=True):
+    def begin(self, sequences: Seq[Sequence]) -> None:
+        """Launch what drafts for these sequences, as many as each has places for; `finish` brings them."""
+        starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
+        known = np.array([len(seq.tokens) for seq in sequences])
+        chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
+        self._sequences, self._turns, late = sequences, [], LateDrafts()
+        for turn in range(int(counts.max())):
+            is_same = int(counts[numbers].min()) > turn  # all rows of the last turn take part
+            if not is_same:
+                numbers = numbers[counts[numbers] > turn]
+                chunks = self._chunks([sequences[number] for number in numbers.tolist()])
+            stops = known[numbers] + turn
+            begins = stops - 1 if turn else starts
+            self._turns.append(
+                (numbers, self._run(chunks.at(begins, stops, is_repeated=is_same and turn > 0)))
+            )
+            if self._target is not None:
+                assert isinstance(self._device, GpuDevice)
+                late.add(numbers, self._device.newest(chunks.rows, is_same=is_same and turn > 0))
+        if self._target is not None:
+            self._target.expect(late)
+
+    def finish(self) -> list[list[int]]:
+        """The drafts that were begun, sequence by sequence."""
+        drafts: list[list[int]] = [[] for _ in self._sequences]
+        for numbers, step in self._turns:
+            for number, ids in zip(numbers.tolist(), step.wait().ids, strict=True):
                 drafts[number] += ids
-        for seq, found in zip(sequences, drafts, strict=True):
+        for seq, found in zip(self._sequences, drafts, strict=True):
             self._note_text(seq, found)
+        self._sequences, self._turns = (), []
         return drafts
 
-    def _run(self, chunks: list[Chunk], sequences: list[Sequence]) -> PendingStep:
+    def _chunks(self, sequences: Seq[Sequence]) -> Chunks:
+        """Chunks of these sequences, at positions that are still to be said, each followed by one draw."""
+        seq_ids, rows = np.array([(seq.seq_id, seq.row) for seq in sequences]).T
+        ones = np.ones(len(rows), dtype=np.int64)
+        return Chunks(seq_ids, ones, ones, ones, rows, sequences=list(sequences))
+
+    def _run(self, chunks: Chunks) -> PendingStep:
         self._step += 1
         changes, self._changes = self._changes, []
-        plan = StepPlan(self._step, Chunks.of(chunks, sequences), table_changes=changes)
+        plan = StepPlan(self._step, chunks, table_changes=changes)
         try:
             return self._device.run(self._host.order(plan))
         except BaseException:
             self._host.forget(plan)
-            for seq in sequences:
+            for seq in chunks.sequences:
                 self._rows[seq.row] = NOTHING
             raise
 
@@ -111,7 +151,7 @@ class DraftModel:
                     starts[number] = stop
             if not chunks:
                 return starts
-            self._run(chunks, chosen).wait()
+            self._run(Chunks.of(chunks, chosen)).wait()
 
     def _num_computed(self, seq: Sequence) -> int:
         """How many tokens of a text are in its cache, the last one never."""

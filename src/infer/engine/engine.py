@@ -293,6 +293,8 @@ class Engine:
                 speculation.complete(plan)
             order = self._host.order(plan, awaits_masks=self._is_guided)
             step = self._device.run(order)
+            if speculation is not None:
+                speculation.settle(order)
             self._observer.on_order(order)
             self.scheduler.advance(plan)
         except DeviceLost:  # every further step would fail as well: the supervisor must start anew

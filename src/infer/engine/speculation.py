@@ -16,10 +16,11 @@ samples on the host can do that; on a GPU such sequences get no drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from infer.execution.order import StepOrder
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
@@ -31,8 +32,17 @@ from infer.speculative.proposer import Proposer, Wish
 class Drafter(Protocol):
     """A model that drafts: it fills places whose blocks are reserved."""
 
-    def complete(self, sequences: Seq[Sequence]) -> Seq[Seq[int]]:
-        """The drafts of these sequences, as many as each has places for."""
+    @property
+    def is_late(self) -> bool:
+        """Whether `finish` may come after the step that verifies the drafts is launched."""
+        ...
+
+    def begin(self, sequences: Seq[Sequence]) -> None:
+        """Begin to draft for these sequences, as many ids as each has places for."""
+        ...
+
+    def finish(self) -> Seq[Seq[int]]:
+        """The drafts that were begun, sequence by sequence."""
         ...
 
     def note(self, plan: StepPlan) -> None:
@@ -56,6 +66,7 @@ class Speculation:
         is_adaptive: bool = True,
         is_synthetic: bool = False,
         samples_on_host: bool = True,
+        prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         """`samples_on_host`: sequences may have drafts whose penalties and masks differ from one to the next.
 
@@ -67,9 +78,11 @@ class Speculation:
         self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
         self._samples_on_host = samples_on_host
+        self.prepare = prepare  # one piece of what drafting needs; False: all is there
         self._pool = scheduler.pool
         max_rows = min(max_rows, scheduler.config.max_batch_size)
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
+        self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
 
@@ -115,11 +128,29 @@ class Speculation:
         if self._drafter is None:
             return
         self._drafter.note(plan)
-        waiting = [seq for seq in plan.chunks.sequences if seq.drafts]
-        if waiting:
-            for seq, drafts in zip(waiting, self._drafter.complete(waiting), strict=True):
-                assert len(drafts) == len(seq.drafts), "each place gets one draft"
-                seq.drafts = tuple(drafts)
+        self._drafted = [seq for seq in plan.chunks.sequences if seq.drafts]
+        if self._drafted:
+            self._drafter.begin(self._drafted)
+            if not self._drafter.is_late:
+                self._fill()
+
+    def settle(self, order: StepOrder) -> None:
+        """Write drafts into an order that was launched before they were known."""
+        drafted = self._drafted
+        if not drafted:
+            return
+        self._fill()
+        places = (order.counts.cumsum() - order.counts)[order.num_sampled > 1].tolist()
+        for seq, place in zip(drafted, places, strict=True):
+            order.tokens[place + 1 : place + 1 + len(seq.drafts)] = seq.drafts
+
+    def _fill(self) -> None:
+        """Wait for drafts, and let sequences have them in place of what they have."""
+        assert self._drafter is not None
+        for seq, drafts in zip(self._drafted, self._drafter.finish(), strict=True):
+            assert len(drafts) == len(seq.drafts), "each place gets one draft"
+            seq.drafts = tuple(drafts)
+        self._drafted = []
 
     # -- after it ---------------------------------------------------------------------------------
 

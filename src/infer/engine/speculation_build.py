@@ -7,6 +7,7 @@ draft_model       a second model on the same device, with as many blocks as the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from infer.engine.step_costs import measure_step_costs
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.host_sampling import SyntheticJudge
 from infer.execution.torch_device import TorchDevice
 from infer.layers.bind import bind
@@ -88,9 +90,19 @@ def make_speculation(
     if not settings.is_on:
         return None
     vocab_size, proposer, drafter, draft_device = loaded.config.vocab_size, None, None, None
+    prepare: Callable[[], bool] = lambda: False
     if draft is not None:
         draft_device = _make_device(config, draft, size, layout, shape)
-        drafter = DraftModel(draft_device, scheduler.state, size.num_blocks, max_tokens=DRAFT_TOKENS)
+        if isinstance(draft_device, GpuDevice):
+            prepare = WarmUp(draft_device).prepare
+            draft_device.wait_for_compilers()
+        drafter = DraftModel(
+            draft_device,
+            scheduler.state,
+            size.num_blocks,
+            max_tokens=DRAFT_TOKENS,
+            target=device if isinstance(device, GpuDevice) else None,
+        )
     else:
         proposer = LOOKUPS[
             "ngram" if settings.speculative_method == "auto" else settings.speculative_method
@@ -119,6 +131,7 @@ def make_speculation(
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
         samples_on_host=not isinstance(device, GpuDevice),
+        prepare=prepare,
     )
 
 
@@ -153,7 +166,7 @@ def _make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
         )
-    device = GpuDevice(
+    return GpuDevice(
         draft.model,
         store,
         shape,
@@ -166,5 +179,3 @@ def _make_device(
         steps_ahead=MAX_DRAFTS,
         window_tokens=WINDOW_TOKENS,
     )
-    device.wait_for_compilers()
-    return device

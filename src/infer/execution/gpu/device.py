@@ -37,6 +37,7 @@ from infer.errors import DeviceLost
 from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
+from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import Asked, Drawn, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
@@ -138,6 +139,8 @@ class GpuDevice:
             max_chunks=profile.max_chunks,
         )
         self._readback = Readback(max_rows + profile.max_chunks, device, steps_ahead=steps_ahead)
+        self._late: LateDrafts | None = None  # drafts of the next order
+        self._asked_rows = torch.empty(0, dtype=torch.int64, device=device)
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):
@@ -171,6 +174,16 @@ class GpuDevice:
         """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
+
+    def expect(self, late: LateDrafts) -> None:
+        """Let the drafts of the next order be these, whatever it says."""
+        self._late = late
+
+    def newest(self, rows: np.ndarray, *, is_same: bool) -> torch.Tensor:
+        """The ids that rows have drawn last, on the device; `is_same`: of the rows asked for last."""
+        if not is_same:
+            self._asked_rows = send(torch.from_numpy(rows), self.device)
+        return self.rows.last_token_R[self._asked_rows]
 
     def use_judge(self, judge: Judge) -> None:
         """Let drafts be judged in another way: for benchmarks."""
@@ -247,15 +260,15 @@ class GpuDevice:
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
                 return _nothing
             self._clear_masks(order)
-            if VERIFY in order.kinds and not order.flags & (ON_HOST | READS_PROMPTS):
-                window_size = self.graphs.window_size_for(order.num_tokens)
-                return (
-                    self._start_ragged(order)
-                    if window_size is None
-                    else self._start_window(order, window_size)
-                )
-            size = self._size_of(order)
-            if size is None or order.flags & (ON_HOST | READS_PROMPTS):
+            late, self._late = self._late, None
+            is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
+            window = self.graphs.window_size_for(order.num_tokens) if is_verified and runs_plain else None
+            if window is not None:
+                return self._start_window(order, window, late)
+            if late is not None:
+                late.read(order)
+            size = None if is_verified or not runs_plain else self._size_of(order)
+            if size is None:
                 return self._start_ragged(order)
             if size.num_tokens:
                 return self._start_mixed(order, size)
@@ -330,13 +343,11 @@ class GpuDevice:
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
             pending = self._readback.take(order.step, ids_S, order.num_rows, asked)
-            return pending.scatter(
-                [Drawn(*pair) for pair in zip(sampling.tolist(), where.tolist(), strict=True)]
-            )
+            return pending.scatter(lambda: [*map(Drawn, sampling.tolist(), where.tolist())])
 
         return sample
 
-    def _start_window(self, order: StepOrder, size: StepSize) -> Sampler:
+    def _start_window(self, order: StepOrder, size: StepSize, late: LateDrafts | None) -> Sampler:
         """Launch rows that verify drafts, each of their tokens as a row of its own that decodes."""
         counts, stops = order.counts.astype(np.int64), order.stops
         ends = counts.cumsum()
@@ -348,8 +359,10 @@ class GpuDevice:
         lines = [rows, positions + 1, advanced, order.tokens, positions, *order.slots]
         self.graphs.ensure(size)
         self.inputs.send_window(np.stack(lines), size.num_rows)
+        if late is not None:
+            late.write(order, self.inputs.window(size.num_rows)[3])
         self.graphs.forward(size)
-        windows = _windows_of(order, ends - 1)
+        windows = partial(_windows_of, order, ends - 1)  # when the ids are there, for drafts may be late
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
             logits_SV = self.graphs.sample(size)
@@ -485,7 +498,7 @@ class GpuDevice:
         packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back, advanced])
         last_S, rows_S, positions_S, advanced_S = send(torch.from_numpy(packed), self.device).unbind()
         logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
-        windows = _windows_of(order, ends - 1)
+        windows = partial(_windows_of, order, ends - 1)
 
         @torch.inference_mode()
         def sample(masks: StepMasks) -> Pending[StepResult]:
@@ -503,7 +516,7 @@ class GpuDevice:
         if not (asked or pooled):  # the middle of a prompt
             return ReadyResult(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
         pending = self._readback.take(order.step, self._scratch.ids_S[:0], order.num_rows)
-        return pending.scatter([], asked, pooled)
+        return pending.scatter(list, asked, pooled)
 
     @torch.inference_mode()
     def _sample_on_host(
@@ -516,7 +529,7 @@ class GpuDevice:
     ) -> Pending[StepResult]:
         result = self._sampler.sample(order, last_rows, hidden_CD, masks)
         if pooled is not None:
-            arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter([], pooled=pooled)
+            arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter(list, pooled=pooled)
             result = result._replace(pooled=arrival.wait().pooled)
         return ReadyResult(result)
 

@@ -16,7 +16,7 @@ Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,18 +67,18 @@ class PendingIds:
     def __init__(self, step: int, ids: PendingTensor, num_rows: int, judge: Judge) -> None:
         self._step, self._ids, self._judge = step, ids, judge
         self._num_rows = num_rows  # rows of the order
-        self._drawn: list[Drawn] | None = None
+        self._drawn: Callable[[], list[Drawn]] | None = None
         self._prompts: list[PromptTable] = []
         self._pooled: Pooled | None = None
         self._asked: tuple[list[int], list[int], PendingTensor] | None = None
 
     def scatter(
         self,
-        drawn: list[Drawn],
+        drawn: Callable[[], list[Drawn]],
         prompts: list[PromptTable] | None = None,
         pooled: Pooled | None = None,
     ) -> PendingIds:
-        """Let only some rows have ids, and those that verify drafts several.
+        """Let only some rows have ids, and those that verify drafts several; asked when the ids are there.
 
         Logprobs of prompts and pooled states must arrive before the ids do.
         """
@@ -108,7 +108,7 @@ class PendingIds:
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self._num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self._num_rows
-        for number, place, drafts in self._drawn:
+        for number, place, drafts in self._drawn():
             end = place + 1
             if drafts:
                 end = place + self._judge(arrived[place : end + len(drafts)], drafts)
