@@ -6,9 +6,9 @@ decodes. Where a token would be drawn, the final hidden states are pooled instea
     last   the state of the prompt's last token, from its last chunk
     mean   the sum over the tokens of each chunk; the engine adds the sums of all chunks up
 
-What a chunk gives depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are made
-in float64 and rounded to float32 once, by the engine: the order of additions, which follows from how a prompt
-is cut into chunks, then moves a digit that the rounding drops.
+What a chunk gives depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are
+made in float64 and rounded to float32 once, by the engine: the order of additions, which follows from how a
+prompt is cut into chunks, then moves a digit that the rounding drops.
 
 Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 """
