@@ -16,7 +16,8 @@ Logits do not depend on the batch (`--deterministic`, float32), so the same sess
 answers: at the end some sessions of each kind are repeated one at a time on an emptied prefix cache.
 The verdict:
 
-    answers     every repeated session gets the same answer
+    answers     every repeated session gets the same texts; numbers of embeddings and logprobs may differ by
+                TOLERANCE, since sums of floats are made in the order that the step's size asks for
     errors      none, except for requests that meet a killed engine or a model that is being unloaded
     memory      the last quarter of the last cycle against that of the second: at most 2 % more
     files       as many open files at the end as before the load, an empty temporary directory
@@ -53,7 +54,7 @@ from infer.bench.sse_client import BrokenAnswer, Client, Connection, Endpoint, e
 from infer.cache.memory import resident_bytes
 from infer.tools.nvml import held_by
 
-Answer = Mapping[str, str]  # every text of an answer, by its place
+Answer = Mapping[str, str | list[float]]  # every text and every list of numbers of an answer, by its place
 
 NAME, SECOND = "main", "second"
 KEY, ADMIN_KEY = "soak", "soak-admin"
@@ -63,6 +64,7 @@ NUM_KEPT = 25  # sessions of each kind that are repeated at the end
 START_S, BACK_S, STOP_S, ASK_S = 300.0, 120.0, 60.0, 300.0
 GRACE_S = 2.0  # after an engine is back, a request may still learn of its end
 MAX_DRIFT = 0.02
+TOLERANCE = 1e-5  # of a number, as a share of the largest in its embedding, or of a logprob (at least of 1)
 NUM_READINGS = 240
 SECOND_FROM, SECOND_TO, JUDGED_FROM = 0.25, 0.6, 0.75  # shares of a cycle
 
@@ -105,14 +107,18 @@ UNSTABLE = {  # fields whose texts differ from answer to answer
 
 
 def read_answer(path: str, raw: bytes, *, is_stream: bool) -> Answer:
-    """The texts of an answer, pieces of a stream joined; raises BrokenAnswer for an error or no end."""
+    """The texts and numbers of an answer, pieces of a stream joined; BrokenAnswer for an error or no end."""
     texts: dict[str, str] = defaultdict(str)
+    numbers: dict[str, list[float]] = defaultdict(list)
     for event in _events(path, raw) if is_stream else [orjson.loads(raw)]:
         if event.get("error") or event.get("type") in ("error", "response.failed"):
             raise BrokenAnswer(f"error event: {error_message(event.get('response') or event)}")
-        for place, text in _texts(event, ""):
-            texts[place] += text
-    return dict(texts)
+        for place, value in _values(event, ""):
+            if isinstance(value, str):
+                texts[place] += value
+            else:
+                numbers[place].append(value)
+    return {**texts, **numbers}
 
 
 def _events(path: str, raw: bytes) -> list[Any]:
@@ -133,20 +139,21 @@ def _events(path: str, raw: bytes) -> list[Any]:
     return events
 
 
-def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every text in a JSON value and every number of an embedding, with its place."""
+def _values(value: Any, place: str) -> Iterator[tuple[str, str | float]]:
+    """Every text in a JSON value and every number of an embedding or a logprob, with its place."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in UNSTABLE:
-                yield from _texts(inner, f"{place}.{name}")
+                yield from _values(inner, f"{place}.{name}")
     elif isinstance(value, list):
+        is_vector = place.endswith(".embedding")  # its numbers have one place
         for number, inner in enumerate(value):
             number = inner.get("index", number) if isinstance(inner, dict) else number
-            yield from _texts(inner, f"{place}[{number}]")
-    elif isinstance(value, str):
+            yield from _values(inner, place if is_vector else f"{place}[{number}]")
+    elif isinstance(value, str) or (
+        isinstance(value, float) and ("embedding" in place or "logprob" in place)
+    ):
         yield place, value
-    elif isinstance(value, float) and ("embedding" in place or "logprob" in place):
-        yield place, repr(value)
 
 
 # -- sessions -------------------------------------------------------------------------------------------
@@ -323,6 +330,7 @@ class Seen:
     readings: list[Reading] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_repeated: int = 0
+    num_close: int = 0  # repeated sessions with numbers that are not the same, but within TOLERANCE
     num_kills: int = 0
     num_loads: int = 0
     longest_down_s: float = 0.0
@@ -539,8 +547,10 @@ class Soak:
                 await self.operator.send("POST", "/admin/reset_prefix_cache", {})
                 again = await KINDS[kind](talk, _rng_of(kind, number))
                 self.seen.num_repeated += 1
-                if again != answers:
-                    self.seen.wrong.append(f"{kind} {number}: {_difference(answers, again)}")
+                if difference := find_difference(answers, again):
+                    self.seen.wrong.append(f"{kind} {number}: {difference}")
+                elif again != answers:
+                    self.seen.num_close += 1
         talk.close()
 
     # -- the operator ---------------------------------------------------------------------------------
@@ -629,13 +639,30 @@ def _rng_of(kind: str, number: int) -> random.Random:
     return random.Random(f"{kind} {number}")
 
 
-def _difference(answers: Sequence[Answer], again: Sequence[Answer]) -> str:
-    """The first text that is not the same."""
-    for before, after in zip(answers, again, strict=False):
+def find_difference(answers: Sequence[Answer], again: Sequence[Answer]) -> str:
+    """The first text that is not the same, or number beyond the tolerance; "": there is none."""
+    if len(answers) != len(again):
+        return f"{len(answers)} answers, alone {len(again)}"
+    for before, after in zip(answers, again, strict=True):
         for place in sorted({*before, *after}):
-            if before.get(place) != after.get(place):
-                return f"{place} was {before.get(place)!r:.200}, alone {after.get(place)!r:.200}"
-    return f"{len(answers)} answers, alone {len(again)}"
+            old, new = before.get(place), after.get(place)
+            if old == new or (isinstance(old, list) and isinstance(new, list) and _is_close(place, old, new)):
+                continue
+            return f"{place} was {old!r:.200}, alone {new!r:.200}"
+    return ""
+
+
+def _is_close(place: str, numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two embeddings, or the logprobs at one place, differ by the tolerance at most."""
+    if len(numbers) != len(others):
+        return False
+    sizes = [max(1.0, abs(other)) for other in others]
+    if place.endswith(".embedding"):
+        sizes = [max(map(abs, others))] * len(others)
+    return all(
+        abs(number - other) <= TOLERANCE * size
+        for number, other, size in zip(numbers, others, sizes, strict=True)
+    )
 
 
 # -- the verdict ----------------------------------------------------------------------------------------
@@ -696,6 +723,8 @@ def make_report(soak: Soak, faults: Mapping[str, str], command: str) -> dict[str
         "unexpected_errors": dict(seen.unexpected),
         "repeated_alone": seen.num_repeated,
         "wrong_answers": seen.wrong,
+        "close_answers": seen.num_close,
+        "tolerance": TOLERANCE,
         "kills": seen.num_kills,
         "loads": seen.num_loads,
         "longest_down_s": round(seen.longest_down_s, 2),
@@ -719,7 +748,8 @@ def one_page(report: Mapping[str, Any]) -> str:
         "kind            answered   hung up",
         *(f"{kind:14} {answered.get(kind, 0):9} {hung_up.get(kind, 0):9}" for kind in KINDS),
         "",
-        f"repeated alone: {report['repeated_alone']} sessions, {len(report['wrong_answers'])} wrong",
+        f"repeated alone: {report['repeated_alone']} sessions, {len(report['wrong_answers'])} wrong, "
+        f"{report['close_answers']} whose numbers differ by at most {report['tolerance']:g}",
         *(f"  {line}" for line in report["wrong_answers"][:5]),
         f"engine kills: {report['kills']}, longest time without an engine {report['longest_down_s']:g} s; "
         f"loads of the second model: {report['loads']}; preemptions: {report['preemptions']:g}",

@@ -26,10 +26,13 @@ PUBLISHED = {
     "Qwen-Qwen3-Coder-30B-A3B-Instruct": ("qwen3_coder", "", "<|im_end|>"),
     "google-gemma-3-it": ("gemma3", "<bos>", "<end_of_turn>"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", "<s>", "</s>"),
+    "mistralai-Mistral-7B-Instruct-v0.2": ("mistral_v1", "<s>", "</s>"),
+    "mistralai-Mistral-Large-Instruct-2411": ("mistral_v7", "<s>", "</s>"),
+    "meta-llama-Llama-2-7b-chat": ("llama2", "<s>", "</s>"),
     "HuggingFaceTB-SmolLM2-135M-Instruct": ("smollm2", "<|im_start|>", "<|im_end|>"),
     "TinyLlama-TinyLlama-1.1B-Chat-v1.0": ("zephyr", "<s>", "</s>"),
 }
-WITHOUT_TOOLS = ("gemma3", "smollm2", "zephyr")
+WITHOUT_TOOLS = ("gemma3", "smollm2", "zephyr", "mistral_v1", "mistral_v7", "llama2")
 KEYWORDS = {"llama3": ("date_string", "tools_in_user_message"), "qwen3": ("enable_thinking",)}
 
 SYSTEM = {"role": "system", "content": "Answer in one sentence."}

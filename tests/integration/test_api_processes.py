@@ -181,6 +181,24 @@ def test_a_load_that_fails_leaves_nothing_in_any_process(
     wait_until(lambda: all(map(le, files_of_workers(server), before)))  # an idle connection may end meanwhile
 
 
+def test_a_load_ends_when_its_client_leaves_any_process(server: ServerProcess, checkpoint: str) -> None:
+    before, body = server.children(), {"name": "left", "model": checkpoint}
+    seen: set[int] = set()
+    for _ in range(100):
+        with httpx.Client(base_url=server.url, timeout=60, headers=ROOT) as client:
+            assert client.get("/version", headers=KEY).status_code == 200
+            if (pid := process_of(client, server)) in seen:
+                continue
+            seen.add(pid)
+            with pytest.raises(httpx.TimeoutException):
+                client.post("/admin/models/load", json=body, timeout=0.3)
+        wait_until(lambda: server.log.read_text().count("its caller has left") == len(seen))
+        wait_until(lambda: server.children() == before)
+        if len(seen) == NUM:
+            return
+    pytest.fail(f"100 connections went to {len(seen)} of {NUM} processes")
+
+
 def test_draining_one_drains_all(clients: list[httpx.Client]) -> None:
     assert clients[1].post("/admin/drain", json={}, headers=ROOT).json()["is_draining"]
     for client in clients:

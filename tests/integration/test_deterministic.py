@@ -62,6 +62,24 @@ def test_no_toggle_changes_a_bit(number: int) -> None:
     assert run(make_engine(family, **knobs), range(NUM_REQUESTS)) == alone(family)
 
 
+def embed(engine: Engine, pooling: str, prompts: list[list[int]]) -> list[tuple[float, ...]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), pooling=pooling))
+    made = {output.request_id: output.embedding or () for output in drain(engine)}
+    return [made[str(number)] for number in range(len(prompts))]
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize(
+    "knobs", [{"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefill_chunk_size": 1}], ids=str
+)
+def test_an_embedding_does_not_depend_on_how_its_prompt_is_cut(pooling: str, knobs: dict[str, int]) -> None:
+    prompts = [*random_prompts(3, seed=5), list(range(10, 60))]
+    whole = [embed(make_engine("qwen2", **knobs_of()), pooling, [prompt])[0] for prompt in prompts]
+    assert embed(make_engine("qwen2", **knobs_of(**knobs)), pooling, prompts) == whole
+
+
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
 def test_a_model_may_be_used_with_and_without() -> None:
     layers = [m for m in tiny_model("llama").model.modules() if isinstance(m, Linear)]

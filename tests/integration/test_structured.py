@@ -18,7 +18,9 @@ from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.errors import RequestError
+from infer.execution.device import PendingStep
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.order import StepOrder
 from infer.frontend.async_llm import AsyncLLM
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
@@ -150,6 +152,27 @@ def test_the_device_half_of_a_gpu_gives_the_same_tokens(
     monkeypatch.setattr(engine._guided, "is_worth_it", lambda *_: True)
     assert run(engine) == usual
     assert len(grown) > 5 and max(grown) > 1
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_are_counted_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """A plan that finds nothing to do, because the ids of a step are awaited, is not a step."""
+    if on_device:
+        monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    engine = make_engine(loaded)
+    num_orders, device_run = 0, engine._device.run
+
+    def count_and_run(order: StepOrder) -> PendingStep:
+        nonlocal num_orders
+        num_orders += 1
+        return device_run(order)
+
+    monkeypatch.setattr(engine._device, "run", count_and_run)
+    run(engine)
+    stats = engine.stats()
+    assert stats.num_steps == sum(stats.step_sizes) == num_orders
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -1,6 +1,7 @@
 """A million random requests through the scheduler, the cache and the engine loop: `make nightly`.
 
     python -m tests.stress.nightly --requests 1000000 --jobs 2     # the time decides the first seed
+    python -m tests.stress.nightly --journal night.jsonl           # the same command again goes on from there
     python -m tests.stress.nightly --seed 4711                     # one case, a few seconds
     python -m tests.stress.nightly --seed 4711 --size 20 --without beams,drafts
 
@@ -10,11 +11,15 @@ Every token is checked against the oracle, every book after every step.
 
 A case that fails is made smaller as long as it still fails: fewer requests, then one feature less at a time.
 What is left is printed as a command that repeats it. Exit code 1: some case failed.
+
+A journal has a line for each case that has ended. A run that finds one does not repeat those cases, and
+counts them; its seeds and its number of requests are those of the first run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import multiprocessing
 import random
@@ -24,6 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from infer.scheduling.request import StepOutput
@@ -178,25 +184,79 @@ def run_seed(seed: int) -> tuple[int, Counter[str], str | None]:
     )
 
 
-def run_many(num_requests: int, first_seed: int, jobs: int) -> int:
+class Journal:
+    """The cases that have ended, in a file or nowhere; what an interrupted run has written is read again."""
+
+    def __init__(self, path: Path | None, num_requests: int, first_seed: int) -> None:
+        self.num_requests, self.first_seed = num_requests, first_seed
+        self.ended: set[int] = set()
+        self.totals: Counter[str] = Counter()
+        self.num_failed = 0
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path and path.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # it was being written
+            lines.pop()
+        if not lines:
+            self._write({"requests": num_requests, "first_seed": first_seed}, "w")
+            return
+        begun = json.loads(lines[0])
+        self.num_requests, self.first_seed = begun["requests"], begun["first_seed"]
+        assert path is not None
+        path.write_text("".join(lines), encoding="utf-8")
+        for line in lines[1:]:
+            self._count(**json.loads(line))
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of all cases."""
+        return range(self.first_seed, self.first_seed + -(-self.num_requests // SIZE))
+
+    def add(self, seed: int, events: Counter[str], report: str | None) -> None:
+        """Note a case that has ended."""
+        self._count(seed, events, report)
+        self._write({"seed": seed, "events": events, "report": report}, "a")
+
+    def _count(self, seed: int, events: dict[str, int], report: str | None) -> None:
+        self.ended.add(seed)
+        self.totals.update(events)
+        self.num_failed += report is not None
+
+    def _write(self, line: dict[str, Any], mode: str) -> None:
+        if self._path is not None:
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def progress(taken: float, num_ended: int, num_here: int, num_cases: int, num_failed: int) -> str:
+    """A line about a run: how far it is, how fast, and how long it will take."""
+    rate = num_here * SIZE / max(taken, 1e-9)
+    left = round((num_cases - num_ended) * SIZE / max(rate, 1e-9))
+    return (
+        f"{taken:6.0f} s: {num_ended} of {num_cases} cases, {num_failed} failed, {rate:.0f} requests/s, "
+        f"{left // 3600} h {left % 3600 // 60:02} min left"
+    )
+
+
+def run_many(journal: Journal, jobs: int) -> int:
     """Run cases until all requests were sent; returns how many failed."""
-    seeds = range(first_seed, first_seed + -(-num_requests // SIZE))
+    seeds = journal.seeds
+    todo = [seed for seed in seeds if seed not in journal.ended]
     print(f"seeds {seeds[0]} to {seeds[-1]}, {SIZE} requests each, {jobs} processes", flush=True)
-    totals: Counter[str] = Counter()
-    num_failed, started, told_at = 0, time.monotonic(), 0.0
+    if journal.ended:
+        print(f"going on after {len(journal.ended)} cases, {journal.num_failed} of them failed", flush=True)
+    started, told_at = time.monotonic(), 0.0
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=200) as pool:
-        for number, (_, events, report) in enumerate(pool.imap_unordered(run_seed, seeds), start=1):
-            totals.update(events)
+        for number, (seed, events, report) in enumerate(pool.imap_unordered(run_seed, todo), start=1):
+            journal.add(seed, events, report)
             if report is not None:
-                num_failed += 1
                 print(report, flush=True)
-            if time.monotonic() - told_at > 30 or number == len(seeds):
+            if time.monotonic() - told_at > 30 or number == len(todo):
                 told_at = time.monotonic()
-                taken = told_at - started
-                print(f"{taken:6.0f} s: {number} of {len(seeds)} cases, {num_failed} failed", flush=True)
-    for name in sorted(totals):
-        print(f"{totals[name]:12,} {name}")
-    return num_failed
+                counts = len(journal.ended), number, len(seeds), journal.num_failed
+                print(progress(told_at - started, *counts), flush=True)
+    for name in sorted(journal.totals):
+        print(f"{journal.totals[name]:12,} {name}")
+    return journal.num_failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first-seed", type=int, help="default: from the clock, so that nights differ")
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE", help="note what has ended, or go on from there"
+    )
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--size", type=int, default=SIZE, help="requests of that case")
     parser.add_argument("--without", default="", help=f"of that case, with commas: {', '.join(FEATURES)}")
@@ -216,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--without {','.join(sorted(unknown))}: not among {', '.join(FEATURES)}")
     if args.seed is None:
         first_seed = int(time.time()) if args.first_seed is None else args.first_seed
-        return 1 if run_many(args.requests, first_seed, args.jobs) else 0
+        return 1 if run_many(Journal(args.journal, args.requests, first_seed), args.jobs) else 0
     case = Case(args.seed, args.size, without)
     fault = fault_of(case)
     print(f"{case.command}: {fault or 'passed'}")

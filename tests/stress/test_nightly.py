@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from tests.stress import nightly
-from tests.stress.nightly import Case, run_case, run_seed, shrink
+from tests.stress.nightly import Case, Journal, progress, run_case, run_seed, shrink
 from tests.support.oracle import OracleDevice
 
 
@@ -38,3 +41,23 @@ def test_a_wrong_token_is_found_and_its_command_repeats_it(
 def test_the_same_seed_is_the_same_case(seed: int) -> None:
     once, again = (run_case(Case(seed, size=25)) for _ in range(2))
     assert once == again and once["checked"] > 0
+
+
+def test_a_journal_goes_on_where_a_run_was_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "night.jsonl"
+    first = Journal(path, 3 * nightly.SIZE, 40)
+    first.add(41, Counter(checked=7, steps=2), None)
+    first.add(40, Counter(), "seed 40 failed")
+    with path.open("a") as file:
+        file.write('{"seed": 42, "ev')  # killed while it wrote
+    again = Journal(path, 99, 1)
+    assert again.seeds == first.seeds == range(40, 43)
+    assert again.ended == {40, 41} and again.totals == first.totals and again.num_failed == 1
+    again.add(42, Counter(checked=1), None)
+    assert Journal(path, 99, 1).totals["checked"] == 8
+    assert not Journal(None, 300, 5).ended
+
+
+def test_a_line_says_how_fast_and_how_long() -> None:
+    line = progress(60.0, 30, 10, 3334, 0)
+    assert line == "    60 s: 30 of 3334 cases, 0 failed, 50 requests/s, 5 h 30 min left"

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_server import Reading, Seen, Window, drift_of_cycles, main, read_answer
+from benchmarks.soak_server import (
+    Answer,
+    Reading,
+    Seen,
+    Window,
+    drift_of_cycles,
+    find_difference,
+    main,
+    read_answer,
+)
 from infer.bench.sse_client import BrokenAnswer
 
 
@@ -47,6 +56,27 @@ def test_pieces_of_a_stream_are_the_texts_of_the_whole_answer() -> None:
 def test_an_error_in_a_stream_is_named(path: str, raw: bytes) -> None:
     with pytest.raises(BrokenAnswer, match="the engine died"):
         read_answer(path, raw, is_stream=True)
+
+
+def test_texts_are_compared_exactly_and_numbers_with_a_tolerance() -> None:
+    def answer(text: str, embedding: list[float], logprob: float) -> list[Answer]:
+        made = {"text": text, "data": [{"index": 0, "embedding": embedding}], "logprobs": {"a": logprob}}
+        return [read_answer("/v1/embeddings", json.dumps(made).encode(), is_stream=False)]
+
+    first = answer("x", [0.5, -1e-4], -20.0)
+    assert find_difference(first, answer("x", [0.5000004, -1.05e-4], -20.0001)) == ""
+    assert find_difference(first, answer("y", [0.5, -1e-4], -20.0)) == ".text was 'x', alone 'y'"
+    assert ".embedding was" in find_difference(first, answer("x", [0.5, -1.2e-4], -20.0))
+    assert ".embedding was" in find_difference(first, answer("x", [0.5], -20.0))
+    assert ".logprobs.a was" in find_difference(first, answer("x", [0.5, -1e-4], -20.001))
+    assert find_difference(first, []) == "1 answers, alone 0"
+
+
+def test_the_logprobs_of_a_stream_stay_apart() -> None:
+    frames = [{"choices": [{"index": 0, "logprobs": {"token_logprobs": [x]}}]} for x in (-1.5, -2.5)]
+    raw = b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in frames)
+    read = read_answer("/v1/completions", raw + b"data: [DONE]\n\n", is_stream=True)
+    assert read == {".choices[0].logprobs.token_logprobs[0]": [-1.5, -2.5]}
 
 
 def test_errors_are_expected_only_while_an_engine_is_down_or_a_model_leaves() -> None:

@@ -258,7 +258,7 @@ def first_tokens(order: StepOrder) -> set[int]:
 def expected_embedding(prompt: Seq[int], pooling: str) -> tuple[float, ...]:
     """What the oracle's engine must answer."""
     if pooling == "mean":
-        return (sum(prompt) / len(prompt), 1.0)
+        return (float(np.float32(sum(prompt) / len(prompt))), 1.0)  # an engine rounds once, at the end
     return (float(next_token(prompt, 0)), float(len(prompt)))
 
 

@@ -64,7 +64,8 @@ class LoadConfig:
     chat_template: str | None = knob(
         None,
         "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model; "
-        "'family': the family's, also for a model shipped without one",
+        "'family': the family's, also for a model shipped without one; or a name from "
+        "docs/features/chat-templates.md",
     )
     tool_call_parser: str = knob(
         "auto",

@@ -231,7 +231,7 @@ class Engine:
         """Counts for metrics, health and the router, as of now."""
         usage = self.scheduler.pool.usage()
         return EngineStats(
-            num_steps=self.scheduler.step,
+            num_steps=sum(self._step_tokens.counts),
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting + len(self._compiling),
             max_batch_size=self.scheduler.config.max_batch_size,

@@ -151,11 +151,11 @@ class RequestTable:
                 continue
             if group.pooled_D is not None and chunk.start:  # at 0 it starts over: it was preempted half way
                 states_D = group.pooled_D + states_D
-            group.pooled_D = states_D.astype(np.float64)
+            group.pooled_D = states_D
             if chunk.stop < seq.num_prompt:
                 continue
             if group.request.pooling == "mean":
-                group.pooled_D /= seq.num_prompt
+                group.pooled_D = (group.pooled_D / seq.num_prompt).astype(np.float32)
             if not np.isfinite(group.pooled_D).all():
                 outputs += self.end(group, [seq], "error", error="the model's hidden states are not finite")
                 continue

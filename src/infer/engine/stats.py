@@ -28,7 +28,7 @@ class EngineForm:
 class EngineStats(EngineForm):
     """A snapshot after a step."""
 
-    num_steps: int = 0  # counter
+    num_steps: int = 0  # counter: plans that a device ran
     num_running: int = 0  # sequences
     num_waiting: int = 0
     max_batch_size: int = 0  # sequences that may run

@@ -6,7 +6,9 @@ decodes. Where a token would be drawn, the final hidden states are pooled instea
     last   the state of the prompt's last token, from its last chunk
     mean   the sum over the tokens of each chunk; the engine adds the sums of all chunks up
 
-What a chunk gives depends on nothing but the chunk, so a device keeps nothing between two steps.
+What a chunk gives depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are
+made in float64 and rounded to float32 once, by the engine: the order of additions, which follows from how a
+prompt is cut into chunks, then moves a digit that the rounding drops.
 
 Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 """
@@ -40,10 +42,10 @@ def pool_hidden(order: StepOrder, book: RowBook, last_rows: list[int], hidden_TD
     columns = book.entries(order.rows), order.counts.tolist(), order.stops.tolist(), last_rows
     for number, (entry, count, stop, last) in enumerate(zip(*columns, strict=True)):
         if entry.pooling == "mean":
-            states.append(hidden_TD[last + 1 - count : last + 1].float().sum(dim=0))
+            states.append(hidden_TD[last + 1 - count : last + 1].double().sum(dim=0))
         elif entry.pooling == "last" and stop == entry.facts.num_prompt:
-            states.append(hidden_TD[last].float())
+            states.append(hidden_TD[last].double())
         else:
             continue
         numbers.append(number)
-    return Pooled(numbers, torch.stack(states) if states else hidden_TD[:0].float())
+    return Pooled(numbers, torch.stack(states) if states else hidden_TD[:0].double())

@@ -19,6 +19,10 @@ step serves S, take ceil(R / S) steps. So those left out for long go first in ti
     R 9, S 4, max_decode_gap 5      three steps serve all, so a sequence is due after being left out 3 times
     left out at most 5 times        3, and 2 more while the others that are due go before it
 
+Prompts that were left out of `max_wait_steps` steps in a row, because others decode with the whole budget,
+get turns as if they were one more sequence that decodes: a token in every ceil((R + 1) / S) steps, before the
+others, or a whole prompt where prompts are not cut.
+
 The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
 GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.
 """
@@ -79,6 +83,8 @@ class Scheduler:
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._has_left_out = False  # a sequence that could decode was not in the last plan
         self._due_after = 0  # steps after which a sequence that was left out goes first
+        self._without_prompts = 0  # steps in a row in which prompts got nothing, though one was there
+        self._prompts_take_turns = False  # that has been too many, and decoding still fills every step
         self._rotation = 0
         self._goes_round = False  # sequences take turns to decode in the step being planned
         self._recent_tokens, self._counted_at = 0.0, 0  # of prompts in the last steps, as of that step
@@ -163,7 +169,11 @@ class Scheduler:
         prompts: list[Sequence] = []
         if num_decoding < len(self.running):
             prompts = [self.running[place] for place in ((pending > 0) & ~decodes).nonzero()[0].tolist()]
-        self._due_after = self._steps_until_due(num_decoding)
+        has_prompts, num_prompts = bool(prompts) or may_admit, draft.num_prompts
+        turn_len = self._turn_of_prompts(prompts) if has_prompts else 0
+        num_steps = self._steps_of_round(num_decoding, turn_len)
+        takes_turn = turn_len > 0 and self._without_prompts >= num_steps - 1
+        self._due_after = max(self.config.max_decode_gap + 1 - num_steps, 0)
         self._goes_round = self.policy.rotates and num_decoding + state.num_drafts > self._token_budget
         if self._goes_round:
             self._rotation %= num_decoding
@@ -176,11 +186,20 @@ class Scheduler:
             self._plan_prompts(prompts, draft)
             self._decode(state.places_of(decoding), num_decoding, draft)
         else:
+            if takes_turn:
+                decoding = [self.running[place] for place in places.tolist()]
+                self._take_turn(prompts, turn_len, draft)
+                prompts = [seq for seq in prompts if seq.is_running and not seq.num_planned]
+                places = state.places_of(decoding)
             self._decode(places, num_decoding, draft)
             self._limit_prompts(prompts, draft)
             self._plan_prompts(prompts, draft)
+        is_served = draft.num_prompts < num_prompts
+        self._without_prompts = self._without_prompts + 1 if has_prompts and not is_served else 0
+        if not has_prompts or (is_served and not takes_turn):  # prompts get on without turns
+            self._prompts_take_turns = False
         # whether each sequence that was ready to decode does, and no other
-        is_uniform = not prompts and draft.num_tokens - state.num_drafts == num_decoding
+        is_uniform = not (prompts or is_served) and draft.num_tokens - state.num_drafts == num_decoding
         decodes_all = is_uniform and draft.num_turns == 1 and num_decoding == len(self.running)
         if self._has_left_out:
             self._has_left_out = state.count_left_out()
@@ -298,16 +317,33 @@ class Scheduler:
         if draft.preempted and len(left_places) and state.decode_len[left_places[0]] <= draft.budget:
             self._decode(left_places, num_behind - num_served, draft)  # with the tokens of a chunk taken back
 
-    def _steps_until_due(self, num_decoding: int) -> int:
-        """Steps that a sequence may be left out of before it has to go first.
+    def _steps_of_round(self, num_decoding: int, turn_len: int) -> int:
+        """Steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
 
-        Then the others that are due, each once, may still go before it.
+        A sequence that is due as many steps before its gap is full has its turn in time, even if all are due.
         """
-        state, budget, num_steps = self.state, self._token_budget, 1
-        if num_decoding + state.num_drafts > budget:  # a search counts as if all beams were its own
-            longest = max(int(state.decode_len.max()), min(self._num_beams, budget))
-            num_steps = -(-num_decoding // (budget // longest))  # until all have had a turn
-        return max(self.config.max_decode_gap + 1 - num_steps, 0)
+        state, budget = self.state, self._token_budget
+        if num_decoding + state.num_drafts + turn_len <= budget:
+            return 1
+        # a search counts as if all beams were its own
+        longest = max(int(state.decode_len.max()), min(self._num_beams, budget))
+        return -(-(num_decoding + -(-turn_len // longest)) // (budget // longest))
+
+    def _turn_of_prompts(self, prompts: list[Sequence]) -> int:
+        """Tokens that prompts get when it is their turn; 0: they have not waited long enough for turns."""
+        self._prompts_take_turns |= self._without_prompts >= self.config.max_wait_steps
+        if not self._prompts_take_turns:
+            return 0
+        if self.config.use_chunked_prefill and self.keeps_cache:
+            return 1
+        first = prompts[0] if prompts else self._waiting.first(self.step)
+        return min(first.num_pending, self._token_budget)
+
+    def _take_turn(self, prompts: list[Sequence], turn_len: int, draft: PlanDraft) -> None:
+        """Give prompts some tokens before those that decode."""
+        kept, draft.budget = draft.budget - turn_len, turn_len
+        self._plan_prompts(prompts, draft)
+        draft.budget += kept
 
     def _is_one_due(self) -> bool:
         """Whether a sequence that decodes has been left out for as long as it may be."""

@@ -252,6 +252,8 @@ class GuardedConnection(HttpToolsProtocol):
             self._refusal = (431, TOO_LARGE)
         elif names.count(b"host") > 1:
             self._refusal = (400, "there is more than one host header; send one")
+        elif b"host" not in names and self.parser.get_http_version() != "1.0":
+            self._refusal = (400, "there is no host header; HTTP/1.1 needs one, empty where there is no name")
         elif codings not in ([], [b"chunked"]):
             self._refusal = (
                 501,

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
@@ -40,7 +39,7 @@ from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.forward import Ask, answer_forwarded
+from infer.server.middleware.forward import Ask, Forwarded
 from infer.server.middleware.host_check import is_loopback, needs_host_check
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
@@ -128,7 +127,7 @@ async def serve(
     remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
-    await workers.start(partial(_answer_process, http.loaded_app, state), listener, knobs)
+    await workers.start(partial(_answer_process, Forwarded(http.loaded_app), state), listener, knobs)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
@@ -165,10 +164,12 @@ async def serve(
     logger.info("stopped")
 
 
-def _answer_process(app: ASGIApp, state: ServerState, name: str, body: dict[str, Any]) -> Awaitable[Any]:
+def _answer_process(
+    forwarded: Forwarded, state: ServerState, name: str, body: dict[str, Any]
+) -> Awaitable[Any]:
     """Answer another API process: a request that it hands on, or a question about stored responses."""
     if name == "http":
-        return answer_forwarded(app, body)
+        return forwarded.answer(body)
     assert isinstance(state.responses, ResponseStore)
     return state.responses.answer(**body)
 

@@ -6,8 +6,10 @@ because a chat format is made of special tokens, and a model that was trained on
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
     <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on; with [ARGS] v11
 
-The first row that fits wins. A model that fits none uses the template it was shipped with (Mistral 7B v0.1
-and v0.2, Mixtral 8x7B, Llama 2: their formats are plain text); a base model has none, and is told so.
+The first row that fits wins. A model that fits none uses the template it was shipped with; a base model has
+none, and is told so. Some formats are plain text (Mistral 7B v0.1 and v0.2, Mixtral 8x7B, Llama 2), and
+models of Mistral's tokenizer v7 differ in their default system prompt: no vocabulary tells these apart, so a
+row that `yields` leaves the choice to the shipped template, and ours is used on demand or in its absence.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class ChatFamily:
     tokens: tuple[str, ...] = ()  # special tokens the vocabulary must have
     not_tokens: tuple[str, ...] = ()  # and must not have
     published: str = ""  # text the checkpoint's own template must hold, where no token tells
+    yields: bool = False  # a template shipped with the model goes first
 
     def fits(self, model_type: str, tokenizer: Tokenizer) -> bool:
         """Whether a model of this type, with this vocabulary, was trained on this format."""
@@ -58,10 +61,14 @@ FAMILIES = (
     ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
     ChatFamily("mistral_v11", _LLAMA | _MISTRAL, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]")),
+    ChatFamily("mistral_v7", _LLAMA | _MISTRAL, tokens=("[INST]", "[SYSTEM_PROMPT]"), yields=True),
     # GGUF files call Mistral's architecture llama
     ChatFamily("mistral", _LLAMA | _MISTRAL, tokens=("[INST]", "[/INST]"), not_tokens=("[SYSTEM_PROMPT]",)),
     ChatFamily("chatml", _LLAMA | _MISTRAL, tokens=("<|im_start|>", "<|im_end|>")),
+    ChatFamily("llama2", _LLAMA, published="<<SYS>>", yields=True),
+    ChatFamily("mistral_v1", _LLAMA | _MISTRAL, published="[INST]", yields=True),
 )
+TEMPLATES = tuple(family.template for family in FAMILIES)
 
 
 def templates_directory() -> Traversable:

@@ -42,7 +42,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from infer.errors import ConfigError, MalformedRequest, TemplateError, field_of, json_type, show_value
-from infer.tokenizer.chat_families import FAMILIES, templates_directory
+from infer.tokenizer.chat_families import FAMILIES, TEMPLATES, templates_directory
 from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -205,34 +205,44 @@ def _without_mark(text: str) -> str:
     return text.replace(OPEN_END, "")
 
 
+def _own_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    source = (templates_directory() / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(source, tokenizer, name=name)
+
+
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
     """Choose a model's chat template: the override, our own for its family, or the one it was shipped with.
 
-    `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model, or 'family'
-    for ours, which is the default for models that fit one.
+    `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model, or the name
+    of one of ours, or 'family' for the one of ours that fits, which is the default for most models.
     """
     published = tokenizer.published_chat_template
     if override == "checkpoint":
         if published is None:
             raise ConfigError("--chat-template checkpoint: this model was shipped without a chat template")
         return ChatTemplate(published, tokenizer, name=CHECKPOINT)
+    if override in TEMPLATES:
+        return _own_template(override, tokenizer)
     if override not in (None, "family"):
         try:
             source = Path(override).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {override}: cannot read the file: {error}") from None
+            raise ConfigError(
+                f"--chat-template {override}: cannot read the file: {error}; templates that need no file: "
+                f"{', '.join(sorted(TEMPLATES))}"
+            ) from None
         return ChatTemplate(source, tokenizer, name=Path(override).name)
     for family in FAMILIES:
-        if family.fits(model_type, tokenizer):
-            source = (templates_directory() / f"{family.template}.jinja").read_text(encoding="utf-8")
-            return ChatTemplate(source, tokenizer, name=family.template)
+        is_left_to_the_model = family.yields and published is not None and override is None
+        if family.fits(model_type, tokenizer) and not is_left_to_the_model:
+            return _own_template(family.template, tokenizer)
     if published is not None and override is None:  # trained on a format of its own, or on one without tokens
         return ChatTemplate(published, tokenizer, name=CHECKPOINT)
     raise ConfigError(
         f"no chat template for model type {model_type!r} with this vocabulary (a base model has none); "
-        f"give one with --chat-template FILE, use the model's own, if it has one, with "
-        f"--chat-template checkpoint, or add FAMILY.jinja to {templates_directory()} and a row to "
-        "tokenizer/chat_families.py"
+        f"give one with --chat-template FILE or name one of ours ({', '.join(sorted(TEMPLATES))}), use the "
+        "model's own, if it has one, with --chat-template checkpoint, or add FAMILY.jinja to "
+        f"{templates_directory()} and a row to tokenizer/chat_families.py"
     )
 
 

@@ -25,7 +25,10 @@ SPOKEN = {
     "chatml": "hermes",
     "gemma3": "gemma3",
     "mistral": "mistral",
+    "mistral_v1": None,
+    "mistral_v7": "mistral",
     "mistral_v11": "mistral_v11",
+    "llama2": None,
     "zephyr": None,
 }
 MARKERS = ("<s>", "[TOOL_CALLS]", "[ARGS]", "</s>")

@@ -182,5 +182,5 @@ def test_the_chunks_of_an_embedding_are_pooled_one_by_one(pooling: str) -> None:
         if pooling == "last" and stop < 11:
             assert not result.pooled
             continue
-        expected = hidden_TD[-1] if pooling == "last" else hidden_TD[start:stop].sum(dim=0)
+        expected = (hidden_TD[-1] if pooling == "last" else hidden_TD[start:stop].sum(dim=0)).double()
         assert torch.allclose(torch.from_numpy(result.pooled[0]), expected, atol=1e-4)

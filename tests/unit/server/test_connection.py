@@ -350,6 +350,8 @@ def test_thousands_of_wishes_in_one_packet_are_answered() -> None:
         (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\nhello", 501, "CONNECT"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/1.1"),
         (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\n\r\n", 400, "host header"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "no host header"),
+        (b"GET / HTTP/1.1\r\naccept: */*\r\n\r\n", 400, "no host header"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\nabc", 501, "chunked"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501, "chunked"),
         (b"GET /" + b"a" * 65_534 + b" HTTP/1.1\r\n\r\n", 431, "65536 bytes"),
@@ -373,6 +375,15 @@ def test_a_head_that_asks_for_what_is_not_served_is_told_so(
         assert b"content-type: application/json" in peer.answer
         assert peer.error["code"] == status and part in peer.error["message"]
         assert peer.transport.is_ended or peer.transport.is_closed
+
+    talk(script)
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.0\r\n\r\n", b"GET /health HTTP/1.1\r\nhost:\r\n\r\n"])
+def test_a_host_header_may_be_empty_and_http_1_0_needs_none(head: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(head)
+        assert peer.answer.startswith(b"HTTP/1.1 200 "), peer.answer
 
     talk(script)
 

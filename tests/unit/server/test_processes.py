@@ -16,6 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import zmq
+from starlette.types import Message, Receive, Scope, Send
 
 from infer.client.messages import Ready, encode
 from infer.config.settings import EngineConfig, ServerConfig
@@ -25,7 +26,7 @@ from infer.server.app import build_app, create_app
 from infer.server.connection import HEAD_TIMEOUT_S
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.forward import answer_forwarded
+from infer.server.middleware.forward import Forward, Forwarded
 from infer.server.processes import workers as workers_module
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
@@ -245,7 +246,7 @@ def test_counts_are_summed_under_the_labels_that_process_0_chose() -> None:
 def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
     keys: dict[str, Any] = {"admin_key": "root", "api_key": ("k",)}
     first, other = Site(**keys), Site(**keys)
-    app = build_app(other.state, ask=lambda request: answer_forwarded(first.app, request))
+    app = build_app(other.state, ask=Forwarded(first.app).answer)
 
     def ask(method: str, path: str, key: str, **options: Any) -> httpx.Response:
         other.app = app
@@ -263,6 +264,55 @@ def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
     counted = app.state.metrics.text().decode()
     assert 'infer_http_requests_total{method="POST",route="/admin/drain",status="200"} 1.0' in counted
     assert 'route="unmatched",status="404"' in counted
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_process_0_hears_of_a_client_that_leaves_another_process(leaves: bool) -> None:
+    heard: list[str] = []
+
+    async def first(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = SimpleNamespace(path=scope["path"])
+        heard.append((await receive())["body"].decode())
+        async with asyncio.timeout(5):
+            heard.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 499, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def live() -> None:
+        forwarded, is_gone = Forwarded(first), asyncio.Event()
+        bodies = [{"type": "http.request", "body": b"load it"}]
+
+        async def receive() -> Message:
+            if bodies:
+                return bodies.pop()
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            heard.append(str(message.get("status", "")))
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/admin/models/load",
+            "query_string": b"",
+            "headers": [],
+        }
+        asking = asyncio.create_task(Forward(first, forwarded.answer)(scope, receive, send))
+        while not heard:
+            await asyncio.sleep(0)
+        if leaves:
+            is_gone.set()
+            await asking
+            assert heard[:2] == ["load it", "http.disconnect"]
+        else:
+            await asyncio.sleep(0.05)
+            assert heard == ["load it"]
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        assert not forwarded._left
+
+    asyncio.run(live())
 
 
 def engine_at(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:

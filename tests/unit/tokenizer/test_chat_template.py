@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from infer.errors import ConfigError, TemplateError
 from infer.tokenizer import sandbox
 from infer.tokenizer.chat_families import templates_directory
 from infer.tokenizer.chat_template import GUARD, ChatTemplate, find_template
+from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import (
     DATA,
@@ -33,6 +35,7 @@ SPECIALS = {
     "qwen3_coder": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "mistral_v11": ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]", "</s>"],
     "mistral": ["<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "</s>"],
+    "mistral_v7": ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[TOOL_CONTENT]", "</s>"],
     "zephyr": ["<s>", "</s>"],
 }
 MODEL_TYPES = {
@@ -43,6 +46,7 @@ MODEL_TYPES = {
     "chatml": "llama",
     "gemma3": "gemma3_text",
     "mistral": "mistral",
+    "mistral_v7": "mistral",
     "mistral_v11": "mistral",
     "qwen3_coder": "qwen3_moe",
 }
@@ -53,12 +57,28 @@ PUBLISHED_CASES = [
     for case in entry["cases"]
 ]
 # the published template writes a turn that its model was never trained on; ours refuses
-REFUSED = {("gemma3", "a system message later")}
+# or drops the system message without a word; ours refuses
+REFUSED = {
+    ("gemma3", "a system message later"),
+    ("llama2", "a system message later"),
+    ("llama2", "only a system message"),
+    ("mistral_v1", "only a system message"),
+}
 # the published template refuses what its models write; ours renders it
 EXTENDED = {("llama3", "two calls at once")}
 
 
+def tokenizer_with_gaps() -> Tokenizer:
+    """A vocabulary that marks words at the beginning of a prompt only, as Mistral's current ones do."""
+    vocabulary = read_gguf_vocabulary(spm_metadata())
+    vocabulary.core.normalizer = None
+    vocabulary.core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return Tokenizer(vocabulary)
+
+
 def family_tokenizer(template: str, **keys: Any) -> Tokenizer:
+    if template == "llama2":
+        return spm_tokenizer(**keys)
     specials = SPECIALS[template]
     ends: dict[str, Any] = {
         "eos_token_id": len(specials) - 1,
@@ -72,7 +92,9 @@ def family_tokenizer(template: str, **keys: Any) -> Tokenizer:
 @functools.cache
 def own_template(template: str) -> ChatTemplate:
     source = (templates_directory() / f"{template}.jinja").read_text(encoding="utf-8")
-    return ChatTemplate(source, family_tokenizer(template), name=template)
+    has_gaps = template in ("mistral_v1", "mistral_v7")
+    tokenizer = tokenizer_with_gaps() if has_gaps else family_tokenizer(template)
+    return ChatTemplate(source, tokenizer, name=template)
 
 
 @pytest.mark.parametrize(("entry", "case"), PUBLISHED_CASES)
@@ -220,8 +242,69 @@ def test_a_model_of_no_family_uses_the_template_it_was_shipped_with(
     assert template.render(messages).replace(GUARD, "") == expected
     ids = template.encode_chat(messages)
     assert ids.count(tokenizer.bos_id or 0) == expected.count("<s>")
-    with pytest.raises(ConfigError, match="no chat template for model type"):
-        find_template(model_type, tokenizer, "family")
+    family = "llama2" if "<<SYS>>" in shipped else "mistral_v1"
+    assert find_template(model_type, tokenizer, "family").name == family
+    if shipped is not MISTRAL_V1:  # an early revision, without the space in front of an answer
+        assert find_template(model_type, tokenizer, "family").encode_chat(messages) == ids
+
+
+CALLS = [
+    {"id": f"abcdef00{i}", "function": {"name": "get_weather", "arguments": {"city": city}}}
+    for i, city in enumerate(("Paris", "Rome"))
+]
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+WITH_TOOLS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "21", "tool_call_id": "abcdef000"},
+    {"role": "tool", "content": "22", "tool_call_id": "abcdef001"},
+]
+
+
+def test_mistral_v7_writes_tools_as_the_reference_encoder_does() -> None:
+    """The shipped templates have no tools; this is the text of mistral-common 1.13 for the same request."""
+    shown = own_template("mistral_v7").render(WITH_TOOLS, tools=[TOOL])
+    assert shown == (
+        "<s>[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] Hello[/INST] Hi</s>"
+        '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "get_weather", "parameters": '
+        '{"type": "object"}}}][/AVAILABLE_TOOLS][INST] Weather?[/INST]'
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abcdef000"}, '
+        '{"name": "get_weather", "arguments": {"city": "Rome"}, "id": "abcdef001"}]</s>'
+        "[TOOL_RESULTS] abcdef000[TOOL_CONTENT] 21[/TOOL_RESULTS]"
+        "[TOOL_RESULTS] abcdef001[TOOL_CONTENT] 22[/TOOL_RESULTS]"
+    )
+    with pytest.raises(TemplateError, match="9 letters or digits"):
+        own_template("mistral_v7").render([*WITH_TOOLS[:5], {"role": "tool", "content": "x"}])
+    with pytest.raises(TemplateError, match="before the last user message"):
+        own_template("mistral_v7").render(WITH_TOOLS[:1], tools=[TOOL])
+
+
+@pytest.mark.parametrize("name", ["mistral_v1", "llama2"])
+def test_a_plain_text_format_has_no_tools(name: str) -> None:
+    with pytest.raises(TemplateError, match="cannot show tools"):
+        own_template(name).render(WITH_TOOLS[:2], tools=[TOOL])
+    for messages in (WITH_TOOLS[1:6], [*WITH_TOOLS[1:4], {"role": "tool", "content": "21"}]):
+        with pytest.raises(TemplateError, match="roles must alternate"):
+            own_template(name).render(messages)
+
+
+def test_a_template_of_mistral_v7_that_was_shipped_goes_first() -> None:
+    metadata = gpt2_metadata(SPECIALS["mistral_v7"])
+    shipped = Tokenizer.from_gguf(
+        metadata | {"tokenizer.chat_template": "default: {{ messages[0].content }}"}
+    )
+    assert find_template("mistral", shipped).name == "checkpoint"
+    assert find_template("mistral", shipped, "family").name == "mistral_v7"
+    assert find_template("mistral", Tokenizer.from_gguf(metadata)).name == "mistral_v7"
+
+
+def test_a_template_of_ours_can_be_named() -> None:
+    assert find_template("llama", spm_tokenizer(), "llama2").name == "llama2"
+    with pytest.raises(ConfigError, match=r"llama9.*cannot read the file.*mistral_v1"):
+        find_template("llama", spm_tokenizer(), "llama9")
 
 
 def test_a_family_goes_before_the_template_a_model_was_shipped_with() -> None:

@@ -1,18 +1,25 @@
 """What only process 0 of a server can answer is asked there.
 
 `/health`, `/metrics` and the operator's routes are about the whole server. Another API process hands such a
-request on, with all its headers, and the answer back; so it is the same everywhere.
+request on, with all its headers, and the answer back; so it is the same everywhere. Two questions are asked:
+
+    {"name": "4711/1", "method": ..., "headers": ..., "body": ...}    the request; its answer may take long
+    {"left": "4711/1"}                                                its client has left meanwhile
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.errors import EngineStopped
 from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
 from infer.server.middleware.auth import HEALTH_PATH, is_admin, route_path
 
@@ -25,6 +32,7 @@ class Forward:
     def __init__(self, app: ASGIApp, ask: Ask) -> None:
         self._app = app
         self._ask = ask
+        self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on to the routes here, or to process 0."""
@@ -34,41 +42,71 @@ class Forward:
             return
         request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}
         request["body"] = (await receive()).get("body", b"")  # whole: BodyLimit has read it
-        answer = await self._ask(request)
+        request["name"] = f"{os.getpid()}/{next(self._numbers)}"
+        watcher = asyncio.ensure_future(self._tell_leaving(receive, request["name"]))
+        try:
+            answer = await self._ask(request)
+        finally:
+            watcher.cancel()
         scope["route"] = SimpleNamespace(path=answer["route"])  # as `route_of` reads it
         start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
         await send(start)
         await send({"type": "http.response.body", "body": answer["body"], "more_body": False})
 
+    async def _tell_leaving(self, receive: Receive, name: str) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        with suppress(EngineStopped):  # process 0 is gone, and with it what it did
+            await self._ask({"left": name})
 
-async def answer_forwarded(app: ASGIApp, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request that another API process has handed on."""
-    scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": request["method"],
-        "path": request["path"],
-        "raw_path": request["path"].encode(),
-        "root_path": "",
-        "query_string": request["query_string"],
-        "headers": [(bytes(name), bytes(value)) for name, value in request["headers"]],
-        FORWARDED: True,
-    }
-    sent: list[Message] = []
-    bodies: list[Message] = [{"type": "http.request", "body": request["body"], "more_body": False}]
 
-    async def receive() -> Message:
-        if not bodies:  # the other process has the connection, and does not say when its client leaves
-            await asyncio.get_running_loop().create_future()
-        return bodies.pop()
+class Forwarded:
+    """Answers, in process 0, the requests that other API processes hand on."""
 
-    async def send(message: Message) -> None:
-        sent.append(message)
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._left: dict[str, asyncio.Event] = {}  # by name of a request: its client has left
 
-    await app(scope, receive, send)
-    start, *rest = sent
-    body = b"".join(message.get("body", b"") for message in rest)
-    headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
-    return {"status": start["status"], "headers": headers, "body": body, "route": route_of(scope)}
+    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request, or note that a client has left."""
+        if "left" in question:
+            if (left := self._left.get(question["left"])) is not None:
+                left.set()
+            return {}
+        self._left[question["name"]] = left = asyncio.Event()
+        try:
+            return await self._answer(question, left)
+        finally:
+            del self._left[question["name"]]
+
+    async def _answer(self, request: dict[str, Any], left: asyncio.Event) -> dict[str, Any]:
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": request["method"],
+            "path": request["path"],
+            "raw_path": request["path"].encode(),
+            "root_path": "",
+            "query_string": request["query_string"],
+            "headers": [(bytes(name), bytes(value)) for name, value in request["headers"]],
+            FORWARDED: True,
+        }
+        sent: list[Message] = []
+        bodies: list[Message] = [{"type": "http.request", "body": request["body"], "more_body": False}]
+
+        async def receive() -> Message:
+            if bodies:
+                return bodies.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        start, *rest = sent
+        body = b"".join(message.get("body", b"") for message in rest)
+        headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
+        return {"status": start["status"], "headers": headers, "body": body, "route": route_of(scope)}
