@@ -50,6 +50,8 @@ class StepCosts:
     pairs: tuple[tuple[int, float], ...]  # tokens and seconds; more tokens never take less time
     gap_s: float = 0.0  # seconds lost if any sequence has drafts: steps do not overlap, a proposer starts
     draft_s: float = 0.0  # seconds of drafting one more position, for all sequences together
+    row_gap_s: float = 0.0  # seconds lost for each sequence of a step with drafts
+    seen_s: float = 0.0  # seconds for each position that a token attends to
 
     def __post_init__(self) -> None:
         if not self.pairs or self.pairs[0][0] < 0 or not self.pairs[0][1] > 0:
@@ -57,7 +59,8 @@ class StepCosts:
         for (fewer, less), (more, later) in pairwise(self.pairs):
             if not (fewer < more and less <= later):
                 raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
-        for name, value in (("seconds", self.pairs[-1][1]), ("gap_s", self.gap_s), ("draft_s", self.draft_s)):
+        known = {name: getattr(self, name) for name in ("gap_s", "draft_s", "row_gap_s", "seen_s")}
+        for name, value in (known | {"seconds": self.pairs[-1][1]}).items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
 
@@ -143,19 +146,29 @@ class DraftLengths:
         self._last_probe = 0
 
     def lengths(
-        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, room: int | None = None
+        self,
+        step: int,
+        wishes: Sequence[tuple[int, int]],
+        num_others: int = 0,
+        room: int | None = None,
+        seen: float = 0.0,
     ) -> list[int]:
-        """The number of drafts of each wish, a sequence and the drafts that it could use, in a step."""
-        chosen, idle = self._chosen(step, wishes, num_others, room)
+        """The number of drafts of each wish, a sequence and the drafts that it could use, in a step.
+
+        `seen`: the positions that a token attends to, in the mean.
+        """
+        chosen, idle = self._chosen(step, wishes, num_others, room, seen)
         if idle:
             self._last_probe = step
         for row in filter(chosen.__getitem__, idle):
             self._known[wishes[row][0]].fade()
         return chosen
 
-    def is_worth_it(self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0) -> bool:
+    def is_worth_it(
+        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, seen: float = 0.0
+    ) -> bool:
         """Whether any wish would get drafts in a step."""
-        return any(self._chosen(step, wishes, num_others, None)[0])
+        return any(self._chosen(step, wishes, num_others, None, seen)[0])
 
     def most_rows(self, limit: int) -> int:
         """The largest batch up to `limit` in which a draft that is hardly ever wrong pays."""
@@ -164,24 +177,29 @@ class DraftLengths:
         )
 
     def _chosen(
-        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None
+        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None, seen: float
     ) -> tuple[list[int], list[int]]:
         """The number of drafts of each wish, and which of the wishes are probes."""
         rows = [(self._known[seq_id].rate, available) for seq_id, available in wishes]
-        chosen = self.choose(rows, num_others, room)
+        chosen = self.choose(rows, num_others, room, seen)
         if step - self._last_probe < PROBE_STEPS:
             return chosen, []
         idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
         for row in idle:
             rows[row] = HOPED_RATE, 1
-        return (self.choose(rows, num_others, room) if idle else chosen), idle
+        return (self.choose(rows, num_others, room, seen) if idle else chosen), idle
 
     def choose(
-        self, rows: Sequence[tuple[float, int]], num_others: int = 0, room: int | None = None
+        self,
+        rows: Sequence[tuple[float, int]],
+        num_others: int = 0,
+        room: int | None = None,
+        seen: float = 0.0,
     ) -> list[int]:
         """The number of drafts of each row, a rate and the drafts available, for most tokens per second.
 
-        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`.
+        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`. A token
+        attends to `seen` positions.
         """
         assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
@@ -194,10 +212,12 @@ class DraftLengths:
         order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)[: sum(available)]
         end = base + len(order) + 1
         self._seconds += map(self.costs.seconds, range(len(self._seconds), end))
-        best, seconds, taken = base / self._seconds[base], self._seconds[base:end], order[:0]
+        attending = seen * self.costs.seen_s
+        seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
+        best, taken, gap_s = base / seconds[0], order[:0], self.costs.gap_s + base * self.costs.row_gap_s
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = self.costs.gap_s + self.costs.draft_s * cap
+            drafting = gap_s + self.costs.draft_s * cap
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
             if (fastest := max(speeds)) > best:
