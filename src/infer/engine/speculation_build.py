@@ -126,12 +126,7 @@ def _make_device(
     config: ResolvedConfig, draft: LoadedModel, size: CacheSize, layout: KVLayout, shape: StateShape
 ) -> TorchDevice | GpuDevice:
     """Return the device half of the model that drafts, whose layers are all kept by the first table."""
-    seen, model = layout.windows[0], draft.config
-    if seen is not None and any((model.window(n) or seen + 1) > seen for n in range(model.num_layers)):
-        raise ConfigError(
-            f"draft_model {draft.name} reads tokens that the cache of the model has let go of: it keeps "
-            f"{seen} tokens; use a draft model with a window no longer than that, or a lookup method"
-        )
+    model = draft.config
     planes = tuple(range(model.num_layers))
     store = KVStore(
         layout=KVLayout(layout.windows, (0,) * model.num_layers, planes, model.num_layers),
