@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from infer.config.settings import EngineConfig
-from infer.engine import machine
+from infer.engine import draft_model, machine
 from infer.engine.build import build_engine
 from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
@@ -420,6 +420,36 @@ def test_a_request_gets_no_more_than_it_asked_for_from_a_liar() -> None:
     speculation = lied_to(engine, Liar(LIES["too many"]))
     serve(engine, [asked])
     assert speculation.totals.num_drafts <= 2 * speculation.totals.num_windows
+
+
+@on_both
+def test_a_draft_model_without_numbers_changes_nothing(on_gpu: bool) -> None:
+    """Logits that are not finite give no token, and no token is no draft."""
+    requests = requests_of(MIX)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    for parameter in drafter._device.model.parameters():
+        parameter.data.fill_(float("nan"))
+    assert_same(serve(engine, requests), expected)
+    assert totals(engine)[0] > 0
+
+
+@on_both
+def test_what_a_draft_model_has_to_hear_of_is_bounded(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables change for as long as nothing is drafted; then their rows begin anew."""
+    monkeypatch.setattr(draft_model, "MOST_CHANGES", 30)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}, {"max_tokens": 30}]
+    requests = requests_of(kinds)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    for _ in range(3):
+        assert_same(serve(engine, requests, every=5), expected)
+        serve(engine, requests_of([{"num_speculative_tokens": 0, "max_tokens": 60}] * 4, seed=1))
+        assert len(drafter._changes) <= 30
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 20
 
 
 # -- what a request may ask for ---------------------------------------------------------------------------

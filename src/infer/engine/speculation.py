@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
@@ -123,7 +124,7 @@ class Speculation:
         if waiting:
             for seq, drafts in zip(waiting, self._drafter.complete(waiting), strict=True):
                 assert len(drafts) == len(seq.drafts), "each place gets one draft"
-                seq.drafts = tuple(drafts)
+                seq.drafts = tuple(draft if draft != NO_TOKEN else 0 for draft in drafts)
 
     # -- after it ---------------------------------------------------------------------------------
 
