@@ -101,7 +101,7 @@ def build_engine(
         draft = load_draft(config, loaded)
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
-        layout = kv_layout(loaded.config, settings.cache, config.max_seq_len)
+        layout = kv_layout(loaded.config, config)
         draft_bytes = draft_bytes_per_token(draft, layout)
         size = fit_to_device(config, loaded, step=step, draft_bytes_per_token=draft_bytes)
         store = _make_store(config, loaded, size, layout)
@@ -314,7 +314,7 @@ def _rehearse(
         return compute_step(config, loaded)
 
     def make_warm_up() -> WarmUp:
-        layout = kv_layout(loaded.config, cache, config.max_seq_len)
+        layout = kv_layout(loaded.config, config)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
         shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
         device = make_device(config, loaded, store, shape)

@@ -184,7 +184,7 @@ class KeptCache(NamedTuple):
 def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> KeptCache:
     """Return what a cache of this model takes; attention that gathers unpacks codes, beside the codes."""
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
-    layout, kept = kv_layout(model, cache, config.max_seq_len), kept_as(cache, dtype)
+    layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
     return KeptCache(
         layout,
@@ -199,8 +199,14 @@ def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     return codes.get(cache.kv_cache_dtype.removesuffix("_per_token_head"), dtype)
 
 
-def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:
-    """Return which layers share blocks; only a paged cache has tables that can let go of some."""
-    if cache.kv_cache_backend != "paged":
-        return KVLayout.whole(model.num_layers)
-    return KVLayout.of([model.window(layer) for layer in range(model.num_layers)], max_seq_len)
+def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
+    """Return which layers share blocks; only a paged cache has tables that can let go of some.
+
+    A model that drafts shares the first table and catches up with whole texts, so that one lets go of none.
+    """
+    whole = KVLayout.whole(model.num_layers)
+    if config.settings.cache.kv_cache_backend != "paged":
+        return whole
+    layout = KVLayout.of([model.window(layer) for layer in range(model.num_layers)], config.max_seq_len)
+    is_drafted = config.settings.speculation.draft_model is not None
+    return whole if is_drafted and layout.windows[0] is not None else layout

@@ -34,6 +34,7 @@ from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
 
+MOST_CHANGES = 3 * 4096  # numbers of changed tables that wait for an order
 NO_TEXT = 0  # number of a block that was never computed; no text has it
 
 
@@ -83,6 +84,8 @@ class DraftModel:
     def note(self, plan: StepPlan) -> None:
         """Remember the blocks that tables get with a plan."""
         self._changes += plan.table_changes
+        if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
+            self._changes, self._host = [], HostHalf(self._state, is_draft=True)
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Launch what drafts for these sequences, as many as each has places for; `finish` brings them."""

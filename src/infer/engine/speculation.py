@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from infer.execution.order import StepOrder
+from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
@@ -117,7 +119,10 @@ class Speculation:
         if self._proposer is not None:
             proposed = self._proposer.propose(wishes)
             if not self._is_synthetic:
-                found = [self._usable(seq, drafts) for (seq, _), drafts in zip(pairs, proposed, strict=True)]
+                found = [
+                    self._usable(seq, drafts[: wish.num_drafts])
+                    for (seq, wish), drafts in zip(pairs, proposed, strict=True)
+                ]
         counts = self._counts(pairs, found)
         for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):
             if count:
@@ -149,7 +154,7 @@ class Speculation:
         assert self._drafter is not None
         for seq, drafts in zip(self._drafted, self._drafter.finish(), strict=True):
             assert len(drafts) == len(seq.drafts), "each place gets one draft"
-            seq.drafts = tuple(drafts)
+            seq.drafts = tuple(draft if draft != NO_TOKEN else 0 for draft in drafts)
         self._drafted = []
 
     # -- after it ---------------------------------------------------------------------------------
@@ -211,12 +216,20 @@ class Speculation:
         return drafts
 
     def _counts(self, pairs: Seq[tuple[Sequence, Wish]], found: Seq[Seq[int]]) -> list[int]:
-        """How many of the drafts that were found each sequence computes."""
-        available = [len(drafts) for drafts in found]
-        if sum(self._pool.blocks_of(count) for count in available) > self._pool.num_free_blocks:
-            return [0] * len(available)  # no sequence is preempted for a draft
-        if not self._is_adaptive:
-            return available
+        """How many of the drafts that were found each sequence computes.
+
+        No sequence is preempted for a draft, nor left out of the step: ids of others would be under way then.
+        """
+        scheduler, available = self._scheduler, [len(drafts) for drafts in found]
         asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
-        num_others = len(self._scheduler.running) - len(asked)
-        return self._lengths.lengths(self._scheduler.step, asked, num_others)
+        count_of, num_blocks = dict(asked), 0
+        for seq in scheduler.running:
+            num_short = seq.num_tokens + count_of.get(seq.seq_id, 0) - seq.num_reserved
+            num_blocks += self._pool.blocks_of(max(num_short, 0))
+        if num_blocks > self._pool.num_free_blocks:
+            return [0] * len(available)
+        room = max(scheduler.config.max_num_batched_tokens - len(scheduler.running), 0)
+        if self._is_adaptive:
+            return self._lengths.lengths(scheduler.step, asked, len(scheduler.running) - len(asked), room)
+        ends = [min(end, room) for end in accumulate(available, initial=0)]
+        return [end - start for start, end in pairwise(ends)]

@@ -29,6 +29,7 @@ from infer.layers.bind import bind
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.loader.random_weights import load_random
+from infer.loader.weight_plan import kept_bytes
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.ngram import NgramProposer
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 WINDOW_TOKENS: Final = 128  # of a captured step that verifies drafts: more than pays anywhere
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
-HOST_GAP_S: Final = 0.25e-3  # what a GPU waits for the host where steps do not overlap
+HOST_GAP_S: Final = 0.3e-3  # that a GPU waits for the host where steps do not overlap, and
+ROW_GAP_S: Final = 30e-6  # more for each sequence
 LOOKUPS: Final[dict[str, type[Proposer]]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
 
@@ -108,8 +110,17 @@ def make_speculation(
             "ngram" if settings.speculative_method == "auto" else settings.speculative_method
         ]()
     if costs is None:
-        gap_s = HOST_GAP_S if config.steps_ahead else 0.0
-        costs = measure_step_costs(device, shape, vocab_size=vocab_size, gap_s=gap_s, drafter=draft_device)
+        overlaps = config.steps_ahead > 0
+        costs = measure_step_costs(
+            device,
+            shape,
+            vocab_size=vocab_size,
+            weight_bytes=kept_bytes(loaded.model),
+            kv_bytes_per_token=size.num_bytes // max(size.num_tokens, 1),
+            gap_s=HOST_GAP_S if overlaps else 0.0,
+            row_gap_s=ROW_GAP_S if overlaps else 0.0,
+            drafter=draft_device,
+        )
         logger.info(
             "steps measured tokens_ms=%s draft_ms=%.2f",
             ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
@@ -127,6 +138,7 @@ def make_speculation(
         drafter,
         max_drafts=settings.max_drafts,
         max_rows=DRAFT_ROWS,
+        max_tokens=WINDOW_TOKENS if isinstance(device, GpuDevice) else None,
         vocab_size=vocab_size,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
@@ -139,12 +151,7 @@ def _make_device(
     config: ResolvedConfig, draft: LoadedModel, size: CacheSize, layout: KVLayout, shape: StateShape
 ) -> TorchDevice | GpuDevice:
     """Return the device half of the model that drafts, whose layers are all kept by the first table."""
-    seen, model = layout.windows[0], draft.config
-    if seen is not None and any((model.window(n) or seen + 1) > seen for n in range(model.num_layers)):
-        raise ConfigError(
-            f"draft_model {draft.name} reads tokens that the cache of the model has let go of: it keeps "
-            f"{seen} tokens; use a draft model with a window no longer than that, or a lookup method"
-        )
+    model = draft.config
     planes = tuple(range(model.num_layers))
     store = KVStore(
         layout=KVLayout(layout.windows, (0,) * model.num_layers, planes, model.num_layers),

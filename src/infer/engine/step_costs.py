@@ -23,9 +23,20 @@ MOST_SECONDS = 2.0  # for all of it: what is not measured by then follows the la
 
 
 def measure_step_costs(
-    device: DeviceHalf, shape: StateShape, *, vocab_size: int, gap_s: float, drafter: DeviceHalf | None = None
+    device: DeviceHalf,
+    shape: StateShape,
+    *,
+    vocab_size: int,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    gap_s: float = 0.0,
+    row_gap_s: float = 0.0,
+    drafter: DeviceHalf | None = None,
 ) -> StepCosts:
-    """Return what steps of a device take; `gap_s` is lost where they do not overlap."""
+    """Return what steps of a device take; the gaps are lost where they do not overlap.
+
+    A step of one token is the time to read the weights, so keys and values take as much for each byte.
+    """
     pairs, began = [], time.perf_counter()
     size, room = 1, min(MOST_TOKENS, shape.max_blocks * shape.block_size)
     while size <= room:
@@ -34,7 +45,13 @@ def measure_step_costs(
             break
         size *= 2
     draft_s = 0.0 if drafter is None else _draft_seconds(drafter, shape, vocab_size)
-    return StepCosts.measured(pairs, gap_s, draft_s)
+    return StepCosts.measured(
+        pairs,
+        gap_s=gap_s,
+        row_gap_s=row_gap_s,
+        draft_s=draft_s,
+        seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
+    )
 
 
 def _draft_seconds(device: DeviceHalf, shape: StateShape, vocab_size: int) -> float:

@@ -65,12 +65,15 @@ class StepCosts:
                 raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
 
     @classmethod
-    def measured(cls, pairs: Iterable[tuple[int, float]], gap_s: float = 0, draft_s: float = 0) -> StepCosts:
-        """The costs that measurements show. Disturbances only slow steps, so more tokens bound fewer."""
+    def measured(cls, pairs: Iterable[tuple[int, float]], **other_s: float) -> StepCosts:
+        """The costs that measurements show; `other_s` are the fields in seconds.
+
+        Disturbances only slow steps, so more tokens bound fewer.
+        """
         falling = sorted(pairs, reverse=True)
         fastest = accumulate((seconds for _, seconds in falling), min)
         repaired = [(tokens, least) for (tokens, _), least in zip(falling, fastest, strict=True)]
-        return cls(tuple(reversed(repaired)), gap_s, draft_s)
+        return cls(tuple(reversed(repaired)), **other_s)
 
     @classmethod
     def roofline(cls, floor_s: float, per_token_s: float, gap_s: float = 0, draft_s: float = 0) -> StepCosts:
@@ -198,8 +201,8 @@ class DraftLengths:
     ) -> list[int]:
         """The number of drafts of each row, a rate and the drafts available, for most tokens per second.
 
-        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`. A token
-        attends to `seen` positions.
+        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`; a
+        token attends to `seen` positions.
         """
         assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]

@@ -1,0 +1,566 @@
+"""Speculation decides how fast a text comes, never what it says.
+
+Each test serves the same requests with drafts and without, and compares tokens, ends and logprobs. A model
+that drafts for itself shows most: its drafts are all right, so whatever is computed twice must agree, however
+sequences were cached, swapped, recomputed, forked or ended in between. After every step the books balance.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from infer.config.settings import EngineConfig
+from infer.engine import draft_model, machine
+from infer.engine.build import build_engine
+from infer.engine.draft_model import DraftModel
+from infer.engine.engine import Engine
+from infer.engine.speculation import Speculation
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.torch_device import TorchDevice
+from infer.kernels.cpu.library import library
+from infer.loader.find.source import resolve_model
+from infer.loader.load import LoadedModel, load_model
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request, StepOutput
+from infer.speculative.adaptive import StepCosts
+from infer.speculative.proposer import Proposer, Wish
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.books import check_books
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.support.kv_store import fill_store
+
+ALL_FAMILIES = FAMILIES + MOE_FAMILIES
+VOCAB_SIZE = 397
+SIZES = Sizes(vocab_size=VOCAB_SIZE, context_len=96)  # sliding windows are 16 tokens
+COSTS = StepCosts(((1, 1e-3), (128, 4e-3)))  # drafts pay in the batches of these tests, if some are right
+SMALL: dict[str, Any] = {"num_blocks": 22, "block_size": 4, "max_batch_size": 6}
+LOOKUP: dict[str, Any] = {"speculative_method": "ngram", "adaptive_speculation": False}
+on_both = pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ROOT.append(tmp_path_factory.mktemp("speculation"))
+    return ROOT[-1]
+
+
+ROOT: list[Path] = []
+
+
+@functools.cache
+def checkpoint(family: str) -> str:
+    """The directory of a tiny random model."""
+    make_checkpoint(family, ROOT[-1] / family, sizes=SIZES, seed=1)
+    return str(ROOT[-1] / family)
+
+
+@functools.cache
+def target(family: str) -> LoadedModel:
+    return load_model(resolve_model(checkpoint(family), show_progress=False), dtype="float32", device="cpu")
+
+
+def engine_of(family: str = "qwen3", *, on_gpu: bool = False, **knobs: Any) -> Engine:
+    """An engine whose caches, the drafts' included, hold NaN wherever nothing was written."""
+    settings = EngineConfig.from_knobs(**({"num_blocks": 128, "block_size": 4} | knobs))
+    with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
+        engine = build_engine(settings, target(family), step_costs=COSTS)
+    device = engine.device
+    assert isinstance(device, GpuDevice if on_gpu else TorchDevice)
+    fill_store(device.store, float("nan"))
+    drafter = engine.speculation and engine.speculation._drafter
+    if isinstance(drafter, DraftModel):
+        assert isinstance(drafter._device, TorchDevice | GpuDevice)
+        fill_store(drafter._device.store, float("nan"))
+    return engine
+
+
+def self_draft(family: str, count: int, **knobs: Any) -> dict[str, Any]:
+    """The knobs with which a model drafts for itself, as many as it can."""
+    own: dict[str, Any] = {"draft_model": checkpoint(family), "adaptive_speculation": False}
+    return own | {"num_speculative_tokens": count} | knobs
+
+
+class Answer(NamedTuple):
+    """What one sequence of a request got."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    reasons: list[str]
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def check(engine: Engine) -> None:
+    """Raise unless the books balance."""
+    check_books(engine.scheduler)
+    assert engine.scheduler.pool.audit_blocks() == []
+
+
+def collect(answers: Answers, outputs: Iterable[StepOutput]) -> None:
+    for output in outputs:
+        assert output.finish_reason != "error", output
+        answer = answers.setdefault((output.request_id, output.index), Answer([], [], []))
+        assert not answer.reasons, "it goes on after its end"
+        answer.tokens.extend(output.token_ids)
+        answer.logprobs.extend(row.logprob for row in output.logprobs)
+        answer.reasons.extend(filter(None, [output.finish_reason]))
+
+
+def serve(engine: Engine, requests: Seq[Request], *, every: int = 0) -> Answers:
+    """Serve requests, all at once or one after `every` steps."""
+    answers: Answers = {}
+    waiting = list(requests)
+    for number in itertools.count():
+        while waiting and (not every or number % every == 0):
+            engine.add(waiting.pop(0))
+            if every:
+                break
+        if not (waiting or engine.has_work):
+            break
+        collect(answers, engine.step())
+        check(engine)
+    assert engine.scheduler.pool.usage().num_used == 0
+    if (speculation := engine.speculation) is not None:
+        assert not (speculation._limits or speculation._lengths._known), "all sequences are forgotten"
+    return answers
+
+
+def assert_same(found: Answers, expected: Answers) -> None:
+    """Equal tokens and ends, and logprobs as equal as float32 allows."""
+    assert found.keys() == expected.keys()
+    for key, answer in found.items():
+        assert answer.tokens == expected[key].tokens, key
+        assert answer.reasons == expected[key].reasons, key
+        assert answer.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4), key
+
+
+def totals(engine: Engine) -> tuple[int, int]:
+    """How many drafts were judged, and how many of them were right."""
+    assert engine.speculation is not None
+    return engine.speculation.totals.num_drafts, engine.speculation.totals.num_accepted
+
+
+def prompts_of(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...]]:
+    """Prompts of many lengths, half of which begin alike."""
+    rng = random.Random(seed)
+    start = [rng.randrange(20, VOCAB_SIZE) for _ in range(longest)]
+    found = []
+    for number in range(count):
+        shared = start[: rng.randrange(longest)] if number % 2 else []
+        found.append((*shared, *(rng.randrange(20, VOCAB_SIZE) for _ in range(rng.randint(1, 8)))))
+    return found
+
+
+def requests_of(kinds: Seq[dict[str, Any]], seed: int = 0, **fields: Any) -> list[Request]:
+    usual: dict[str, Any] = {"temperature": 0.0, "max_tokens": 17}
+    return [
+        Request(
+            request_id=str(number),
+            prompt=prompt,
+            params=SamplingParams(**(usual | {"ignore_eos": "structured" not in kind} | kind)),
+            **fields,
+        )
+        for number, (prompt, kind) in enumerate(zip(prompts_of(len(kinds), seed), kinds, strict=True))
+    ]
+
+
+MIX: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1, "logprobs": 2},
+    {"temperature": 0.8, "top_k": 20, "seed": 2, "max_tokens": 9},
+    {"temperature": 1.2, "top_p": 0.8, "min_p": 0.01, "seed": 3, "max_tokens": 30},
+    {"temperature": 1.0, "seed": 4, "n": 3, "max_tokens": 11},
+    {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "max_tokens": 40},
+    {"temperature": 1.0, "seed": 6, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 12)), "logprobs": 0},
+    {"max_tokens": 1},
+    {"max_tokens": 2, "logprobs": 1},
+    {"logit_bias": {25: 3.0, 30: -2.0}, "temperature": 1.0, "seed": 5},
+]
+DEPENDENT: list[dict[str, Any]] = [  # on all tokens before, so a draft that ignores that may be wrong
+    {"repetition_penalty": 1.4, "temperature": 0.8, "seed": 2},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
+    {"temperature": 1.0, "seed": 3, "min_tokens": 5, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
+    {"repetition_penalty": 1.2, "n": 2, "temperature": 1.0, "seed": 7, "logprobs": 1},
+    {},
+]
+
+
+# -- a model that drafts for itself -----------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: bool) -> None:
+    """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""
+    count = 1 + (ALL_FAMILIES.index(family) + 4 * on_gpu) % 7
+    requests = requests_of(MIX)
+    expected = serve(engine_of(family, on_gpu=on_gpu), requests)
+    engine = engine_of(family, on_gpu=on_gpu, **self_draft(family, count))
+    assert_same(serve(engine, requests), expected)
+    assert_same(serve(engine, requests, every=3), expected)  # prompts that are cached, and come one by one
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 60
+    assert engine.scheduler.pool.usage().num_hit_tokens > 0
+
+
+PRESSURE: dict[str, dict[str, Any]] = {
+    "recompute": {"preemption": "recompute", **SMALL},
+    "swap": {"preemption": "swap", "swap_blocks": 40, **SMALL},
+    "chunked": {"prefill_chunk_size": 3, "max_num_batched_tokens": 8, **SMALL},
+    "no prefix cache": {"use_prefix_caching": False, **SMALL},
+}
+
+
+@on_both
+@pytest.mark.parametrize("pressure", PRESSURE)
+@pytest.mark.parametrize(("family", "count"), [("llama", 3), ("mistral", 4), ("gemma3", 5)])
+def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: int, on_gpu: bool) -> None:
+    """Texts that it drafts from were preempted, swapped, forked, or found in the prefix cache."""
+    knobs = PRESSURE[pressure]
+    if family == "gemma3":
+        knobs = knobs | {"num_blocks": 60}  # it has several tables
+    requests = requests_of(MIX + MIX[:5], seed=3)
+    expected = serve(engine_of(family, on_gpu=on_gpu), requests)
+    engine = engine_of(family, on_gpu=on_gpu, **self_draft(family, count, **knobs))
+    assert_same(serve(engine, requests, every=1), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 9
+    if pressure in ("recompute", "swap") and family == "llama":
+        assert engine.scheduler.num_preemptions > 0
+
+
+@on_both
+def test_what_depends_on_all_tokens_before(on_gpu: bool) -> None:
+    """Drafts ignore penalties and bans, so some are wrong, where such sequences get any: on a CPU."""
+    requests = requests_of(DEPENDENT)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 4))
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert (num_accepted == num_drafts) is on_gpu and num_accepted > 0
+
+
+@on_both
+def test_constrained_sequences(on_gpu: bool) -> None:
+    pytest.importorskip("llguidance")
+    properties = {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"]}
+    kinds: list[dict[str, Any]] = [
+        {"structured": {"json_schema": schema}, "temperature": 1.0, "seed": 4, "max_tokens": 40},
+        {"structured": {"regex": "[a-c]{3,30}"}, "logprobs": 0, "max_tokens": 20},
+        {"structured": {"regex": "(ab|cd)+e"}, "temperature": 1.0, "seed": 5},
+        {"structured": {"choice": ["engine", "river", "clock"]}},
+        {},
+        {"temperature": 1.0, "seed": 1},
+    ]
+    requests = requests_of(kinds)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    for knobs in (self_draft("qwen3", 4), LOOKUP):
+        engine = engine_of(on_gpu=on_gpu, **knobs)
+        assert_same(serve(engine, requests), expected)
+        assert totals(engine)[0] > 0 or on_gpu, "on a GPU those without a constraint get some, if any match"
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("method", ["self", "ngram"])
+def test_deterministic_logprobs_are_the_same_bits(method: str) -> None:
+    """With the C kernels: a row of a window is computed as it would be alone."""
+    knobs: dict[str, Any] = {"attention_backend": "auto", "deterministic": True}
+    requests = requests_of([kind | {"logprobs": 1} for kind in MIX])
+    expected = serve(engine_of(**knobs), requests)
+    more = self_draft("qwen3", 5) if method == "self" else LOOKUP
+    engine = engine_of(**knobs, **more)
+    assert serve(engine, requests) == expected
+    num_drafts, num_accepted = totals(engine)
+    assert num_drafts > 0 and (num_accepted == num_drafts or method == "ngram")
+
+
+# -- drafts that are looked up ----------------------------------------------------------------------------
+
+
+def repetitive(count: int, seed: int = 0, **kinds: Any) -> list[Request]:
+    """Prompts that repeat a phrase, and biases that make outputs repeat themselves as well."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(count):
+        phrase = [rng.randrange(20, VOCAB_SIZE) for _ in range(rng.randint(3, 6))]
+        kind: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 0.7, "seed": number}
+        kind |= {"logit_bias": dict.fromkeys(phrase, 9.0), "logprobs": 1 if number % 3 == 0 else None} | kinds
+        params = SamplingParams(max_tokens=24, ignore_eos=True, **kind)
+        requests.append(Request(request_id=str(number), prompt=tuple(phrase * 3), params=params))
+    return requests
+
+
+@on_both
+@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_what_is_looked_up_changes_nothing(method: str, is_adaptive: bool, on_gpu: bool) -> None:
+    requests = repetitive(8)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    knobs: dict[str, Any] = {"speculative_method": method, "adaptive_speculation": is_adaptive}
+    engine = engine_of(on_gpu=on_gpu, **knobs)
+    for every in (0, 4):
+        assert_same(serve(engine, requests, every=every), expected)
+    small = engine_of(on_gpu=on_gpu, preemption="swap", swap_blocks=40, **SMALL, **knobs)
+    assert_same(serve(small, requests, every=1), expected)
+    assert small.scheduler.num_preemptions > 0
+    assert totals(engine)[1] > 50 and totals(small)[1] > 2, "drafts are right in windows that did occur"
+
+
+def test_penalties_of_looked_up_windows() -> None:
+    requests = repetitive(6, repetition_penalty=1.1, presence_penalty=0.2)
+    expected = serve(engine_of(), requests)
+    engine = engine_of(speculative_method="ngram", adaptive_speculation=False)
+    assert_same(serve(engine, requests), expected)
+    assert totals(engine)[1] > 20
+
+
+@on_both
+def test_salts_do_not_draft_for_each_other(on_gpu: bool) -> None:
+    """The answer to one salt is no draft for the same question under another."""
+    knobs: dict[str, Any] = {"speculative_method": "suffix", "adaptive_speculation": False}
+    (asked,) = requests_of([{"temperature": 1.0, "seed": 8, "max_tokens": 40}], seed=5)
+    drafts = {}
+    for salt in ("a", "b"):
+        engine = engine_of(on_gpu=on_gpu, **knobs)
+        before = serve(engine, [_salted(asked, "a")])
+        assert totals(engine) == (0, 0), "random text does not repeat itself"
+        assert_same(serve(engine, [_salted(asked, salt)]), before)
+        drafts[salt] = totals(engine)[1]
+    assert drafts["a"] > 10 and drafts["b"] == 0
+
+
+def _salted(request: Request, salt: str) -> Request:
+    return replace(request, cache_salt=salt)
+
+
+# -- proposers that lie -----------------------------------------------------------------------------------
+
+
+class Liar:
+    """Proposes whatever `say` says of a wish; a `Proposer`."""
+
+    def __init__(self, say: Callable[[Wish], Seq[int]]) -> None:
+        self._say = say
+        self.num_asked = 0
+
+    def propose(self, wishes: Seq[Wish]) -> list[Seq[int]]:
+        self.num_asked += len(wishes)
+        return [self._say(wish) for wish in wishes]
+
+    def has_match(self, wish: Wish) -> bool:
+        return True
+
+    def finish(self, wish: Wish) -> None:
+        pass
+
+
+RNG = random.Random(0)
+LIES: dict[str, Callable[[Wish], Seq[int]]] = {
+    "wrong": lambda wish: [21] * wish.num_drafts,
+    "random": lambda wish: [RNG.randrange(VOCAB_SIZE) for _ in range(RNG.randint(0, wish.num_drafts))],
+    "ends": lambda wish: [0, 1, 2][: wish.num_drafts],
+    "no tokens": lambda wish: [VOCAB_SIZE, 1 << 40][: wish.num_drafts],
+    "one, then no token": lambda wish: [21, VOCAB_SIZE][: wish.num_drafts],
+    "negative": lambda wish: [-1, 5][: wish.num_drafts],
+    "too many": lambda wish: [21] * 50,
+    "empty": lambda wish: (),
+    "arrays": lambda wish: array("I", [33] * wish.num_drafts),
+}
+
+
+def lied_to(engine: Engine, proposer: Proposer) -> Speculation:
+    """Let another proposer serve an engine."""
+    assert engine.speculation is not None
+    engine.speculation._proposer = proposer
+    return engine.speculation
+
+
+@on_both
+@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
+    kinds = [kind | {"ignore_eos": number % 2 == 0} for number, kind in enumerate(MIX)]
+    requests = requests_of(kinds, seed=6)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, speculative_method="ngram", adaptive_speculation=is_adaptive)
+    speculation = lied_to(engine, Liar(LIES[lie]))
+    for every in (0, 5):
+        assert_same(serve(engine, requests, every=every), expected)
+    has_lied = lie not in ("no tokens", "negative", "empty")
+    assert (speculation.totals.num_drafts > 0) is has_lied or lie == "ends"
+
+
+@pytest.mark.parametrize("lie", ["wrong", "random", "too many", "arrays"])
+def test_a_liar_is_switched_off(lie: str) -> None:
+    """A few windows, then a draft now and then to see if it has become honest."""
+    (asked,) = requests_of([{"max_tokens": 70}])
+    engine = engine_of(speculative_method="ngram")
+    speculation = lied_to(engine, Liar(LIES[lie]))
+    serve(engine, [asked])
+    assert 0 < speculation.totals.num_windows < 30 and speculation.totals.num_drafts < 40
+
+
+def test_a_request_gets_no_more_than_it_asked_for_from_a_liar() -> None:
+    (asked,) = requests_of([{"num_speculative_tokens": 2}])
+    engine = engine_of(**LOOKUP)
+    speculation = lied_to(engine, Liar(LIES["too many"]))
+    serve(engine, [asked])
+    assert speculation.totals.num_drafts <= 2 * speculation.totals.num_windows
+
+
+@on_both
+def test_a_draft_model_without_numbers_changes_nothing(on_gpu: bool) -> None:
+    """Logits that are not finite give no token, and no token is no draft."""
+    requests = requests_of(MIX)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    for parameter in drafter._device.model.parameters():
+        parameter.data.fill_(float("nan"))
+    assert_same(serve(engine, requests), expected)
+    assert totals(engine)[0] > 0
+
+
+@on_both
+def test_what_a_draft_model_has_to_hear_of_is_bounded(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables change for as long as nothing is drafted; then their rows begin anew."""
+    monkeypatch.setattr(draft_model, "MOST_CHANGES", 30)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}, {"max_tokens": 30}]
+    requests = requests_of(kinds)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    for _ in range(3):
+        assert_same(serve(engine, requests, every=5), expected)
+        serve(engine, requests_of([{"num_speculative_tokens": 0, "max_tokens": 60}] * 4, seed=1))
+        assert len(drafter._changes) <= 30
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 20
+
+
+# -- what a request may ask for ---------------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("asked", [0, 1, 2, None])
+def test_a_request_may_ask_for_fewer(asked: int | None, on_gpu: bool) -> None:
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 4))
+    requests = requests_of([{"num_speculative_tokens": asked}, {"num_speculative_tokens": asked, "n": 2}])
+    with mock.patch.object(engine.scheduler, "propose", wraps=engine.scheduler.propose) as propose:
+        serve(engine, requests)
+    windows = [len(call.args[1]) for call in propose.call_args_list]
+    assert max(windows, default=0) == (4 if asked is None else asked)
+    assert bool(totals(engine)[0]) is (asked != 0)
+
+
+# -- books ------------------------------------------------------------------------------------------------
+
+
+def cached_texts(engine: Engine) -> Iterator[tuple[int, ...]]:
+    """The text of every path of the prefix tree."""
+
+    def walk(node: Any, text: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        for label, child in node.children.items():
+            ids = label if isinstance(label, bytes) else label[1]
+            longer = (*text, *array("I", ids))
+            yield longer
+            yield from walk(child, longer)
+
+    return walk(engine.scheduler.pool._tree._root, ())
+
+
+@on_both
+@pytest.mark.parametrize("method", ["self", "lies"])
+def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_gpu: bool) -> None:
+    knobs = self_draft("qwen3", 5) if method == "self" else LOOKUP
+    kinds = [kind for kind in MIX if "n" not in kind] * 2
+    requests = requests_of(kinds, seed=9)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    texts = {request.request_id: request.prompt for request in requests}
+    whole = [(*texts[key], *answer.tokens) for (key, _), answer in expected.items()]
+    engine = engine_of(on_gpu=on_gpu, **knobs)
+    if method == "lies":
+        lied_to(engine, Liar(LIES["random"]))
+    rng, answers = random.Random(4), Answers()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        collect(answers, engine.step())
+        check(engine)
+        if rng.random() < 0.3 and (live := engine.scheduler.sequences()):
+            engine.abort(rng.choice(live).request_id)
+            check(engine)
+        for text in cached_texts(engine):
+            assert any(known[: len(text)] == text for known in whole), "a token was cached that was not kept"
+    assert engine.scheduler.pool.usage().num_used == 0
+    assert totals(engine)[0] > 0
+    for key, answer in answers.items():
+        assert answer.tokens == expected[key].tokens[: len(answer.tokens)], key
+
+
+# -- when there are drafts, and when steps overlap --------------------------------------------------------
+
+
+def test_no_drafts_while_prompts_wait_or_are_computed() -> None:
+    engine = engine_of(**self_draft("qwen3", 3), prefill_chunk_size=4, max_batch_size=3)
+    requests = requests_of([{"max_tokens": 20}] * 6, seed=2)
+    seen, propose = list[bool](), engine.scheduler.propose
+
+    def note(seq: Any, drafts: Seq[int]) -> None:
+        scheduler = engine.scheduler
+        behind = [each.num_pending - len(each.drafts) for each in scheduler.running]
+        seen.append(set(behind) == {1} and not (scheduler.num_waiting and scheduler.num_free_places > 0))
+        propose(seq, drafts)
+
+    with mock.patch.object(engine.scheduler, "propose", note):
+        serve(engine, requests, every=3)
+    assert seen and all(seen)
+
+
+def flights(engine: Engine, requests: Seq[Request]) -> list[int]:
+    """How many steps are under way after each."""
+    for request in requests:
+        engine.add(request)
+    found = []
+    while engine.has_work:
+        engine.step()
+        found.append(len(engine._flights))
+    return found
+
+
+def test_steps_overlap_as_without_speculation_where_nothing_matches() -> None:
+    kinds = [{"max_tokens": 30, "temperature": 1.0, "seed": each} for each in range(3)]
+    requests = requests_of(kinds, seed=1)
+    without = flights(engine_of(on_gpu=True), requests)
+    engine = engine_of(on_gpu=True, speculative_method="ngram")
+    assert engine._steps_ahead > 0 and max(without) > 0
+    with mock.patch.object(engine.speculation._proposer, "has_match", lambda wish: False):  # type: ignore[union-attr]
+        assert flights(engine, requests) == without
+    assert totals(engine)[0] == 0
+
+
+@on_both
+@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on_gpu: bool) -> None:
+    """A step has room for nine tokens: drafts of the last sequence would not fit beside eight others."""
+    kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0, "max_tokens": 30}] * 8 + [{"max_tokens": 30}]
+    requests = requests_of(kinds, seed=2)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    knobs = self_draft("qwen3", 5, max_num_batched_tokens=9, max_batch_size=9, prefill_chunk_size=9)
+    engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
+    assert_same(serve(engine, requests), expected)
+    assert engine.scheduler.state.num_drafts == 0
