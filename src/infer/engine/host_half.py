@@ -104,7 +104,8 @@ class HostHalf:
         table_changes = plan.table_changes
         if self._is_draft:  # what it has missed of a text is a window, of which the last token draws
             self._has_newest[rows[chunks.stops <= [len(seq.tokens) for seq in sequences]]] = False
-            table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
+            if table_changes and begins.any():
+                table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
             is_short = (chunks.stops - chunks.starts <= MAX_DRAFTS) & chunks.draws
             if (is_short & (kinds == PROMPT)).any():
                 kinds[is_short] = VERIFY

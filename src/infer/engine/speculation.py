@@ -64,13 +64,16 @@ class Speculation:
         *,
         max_drafts: int,
         max_rows: int,
+        max_tokens: int | None = None,
         vocab_size: int,
         is_adaptive: bool = True,
         is_synthetic: bool = False,
         samples_on_host: bool = True,
         prepare: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`samples_on_host`: sequences may have drafts whose penalties and masks differ from one to the next.
+        """`max_rows`: of a batch with drafts; `max_tokens`: of a step with drafts, None: as of any step.
+
+        `samples_on_host`: sequences may have drafts whose penalties and masks differ from one to the next.
 
         `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
         """
@@ -84,6 +87,12 @@ class Speculation:
         self._pool = scheduler.pool
         max_rows = min(max_rows, scheduler.config.max_batch_size)
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
+        most = scheduler.config.max_num_batched_tokens
+        self._max_tokens = most if max_tokens is None else min(most, max_tokens)
+        self._chosen: tuple[list[tuple[int, int]], list[int]] = (
+            [],
+            [],
+        )  # wishes of the next step, and counts
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
@@ -105,9 +114,8 @@ class Speculation:
         if not wishes or not self._is_adaptive:
             return bool(wishes)
         asked = [(wish.seq_id, wish.num_drafts) for wish in wishes]
-        return self._lengths.is_worth_it(
-            self._scheduler.step, asked, len(self._scheduler.running) - len(asked)
-        )
+        num_others = len(self._scheduler.running) - len(asked)
+        return self._lengths.is_worth_it(self._scheduler.step, asked, num_others, self._seen())
 
     def propose(self) -> None:
         """Give sequences drafts for the next step, or places for them; the ids of all are known."""
@@ -144,6 +152,9 @@ class Speculation:
         drafted = self._drafted
         if not drafted:
             return
+        if self._is_adaptive:  # while the device works: what is chosen now need not be chosen before the next
+            asked = [(wish.seq_id, wish.num_drafts) for _, wish in self._wishes()]
+            self._chosen = asked, self._choose(asked)
         self._fill()
         places = (order.counts.cumsum() - order.counts)[order.num_sampled > 1].tolist()
         for seq, place in zip(drafted, places, strict=True):
@@ -228,8 +239,24 @@ class Speculation:
             num_blocks += self._pool.blocks_of(max(num_short, 0))
         if num_blocks > self._pool.num_free_blocks:
             return [0] * len(available)
-        room = max(scheduler.config.max_num_batched_tokens - len(scheduler.running), 0)
         if self._is_adaptive:
-            return self._lengths.lengths(scheduler.step, asked, len(scheduler.running) - len(asked), room)
-        ends = [min(end, room) for end in accumulate(available, initial=0)]
+            (chosen_for, counts), self._chosen = self._chosen, ([], [])
+            is_chosen = chosen_for == asked
+            return counts if is_chosen else self._choose(asked)
+        ends = [min(end, self._room) for end in accumulate(available, initial=0)]
         return [end - start for start, end in pairwise(ends)]
+
+    def _choose(self, asked: list[tuple[int, int]]) -> list[int]:
+        """The drafts of each sequence that are worth their time, given how many it could use."""
+        scheduler = self._scheduler
+        num_others = len(scheduler.running) - len(asked)
+        return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen())
+
+    @property
+    def _room(self) -> int:
+        """Drafts that a step has room for beside a token of each sequence."""
+        return max(self._max_tokens - len(self._scheduler.running), 0)
+
+    def _seen(self) -> float:
+        """Positions that a token of the batch attends to, in the mean."""
+        return float(self._scheduler.state.num_tokens.mean())

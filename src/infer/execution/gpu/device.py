@@ -353,12 +353,14 @@ class GpuDevice:
         ends = counts.cumsum()
         positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
         rows = order.rows.repeat(counts)
-        advanced = np.full(len(rows), -1)
-        is_advanced = order.num_sampled == 1
-        advanced[(ends - 1)[is_advanced]] = order.rows[is_advanced]
-        lines = [rows, positions + 1, advanced, order.tokens, positions, *order.slots]
+        lines_YS = np.full((5 + len(order.slots), size.num_rows), -1, dtype=np.int64)
+        lines_YS[0, : len(rows)], lines_YS[3, : len(rows)] = rows, order.tokens
+        lines_YS[4, : len(rows)], lines_YS[5:, : len(rows)] = positions, order.slots
+        lines_YS[1] = lines_YS[4] + 1
+        is_advanced = order.num_sampled == 1  # no draft is judged: it goes on from its id
+        lines_YS[2, (ends - 1)[is_advanced]] = order.rows[is_advanced]
         self.graphs.ensure(size)
-        self.inputs.send_window(np.stack(lines), size.num_rows)
+        self.inputs.send_window(lines_YS)
         if late is not None:
             late.write(order, self.inputs.window(size.num_rows)[3])
         self.graphs.forward(size)

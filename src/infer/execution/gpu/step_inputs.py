@@ -100,11 +100,9 @@ class DeviceInputs:
         num_lines = 3 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
-    def send_window(self, lines_YS: np.ndarray, size: int) -> None:
-        """Send the lines of a step whose rows verify drafts, padded to `size` tokens."""
-        padded_YS = np.full((len(lines_YS), size), -1, dtype=np.int64)
-        padded_YS[:, : lines_YS.shape[1]] = lines_YS
-        send_into(self.window(size), torch.from_numpy(padded_YS))
+    def send_window(self, lines_YS: np.ndarray) -> None:
+        """Send the lines of a step whose rows verify drafts, padded with -1 to a size that is captured."""
+        send_into(self.window(lines_YS.shape[1]), torch.from_numpy(lines_YS))
         self.has_rows = False
 
     def unpack_window(self, num_tokens: int) -> None:
