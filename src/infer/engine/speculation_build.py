@@ -42,7 +42,7 @@ WINDOW_TOKENS: Final = 128  # of a captured step that verifies drafts: more than
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
 HOST_GAP_S: Final = 0.3e-3  # that a GPU waits for the host where steps do not overlap, and
-ROW_GAP_S: Final = 30e-6  # more for each sequence
+ROW_GAP_S: Final = 80e-6  # more for each sequence
 LOOKUPS: Final[dict[str, type[Proposer]]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
 

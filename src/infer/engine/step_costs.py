@@ -44,12 +44,17 @@ def measure_step_costs(
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
             break
         size *= 2
-    draft_s = 0.0 if drafter is None else _draft_seconds(drafter, shape, vocab_size)
+    draft_s = draft_row_s = 0.0
+    if drafter is not None:
+        draft_s = _draft_seconds(drafter, shape, vocab_size)
+        few, many = (_seconds(drafter, shape, vocab_size, num_tokens) for num_tokens in (1, min(32, room)))
+        draft_row_s = max(many - few, 0.0) / 32
     return StepCosts.measured(
         pairs,
         gap_s=gap_s,
         row_gap_s=row_gap_s,
         draft_s=draft_s,
+        draft_row_s=draft_row_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
     )
 

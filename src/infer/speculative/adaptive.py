@@ -49,7 +49,8 @@ class StepCosts:
 
     pairs: tuple[tuple[int, float], ...]  # tokens and seconds; more tokens never take less time
     gap_s: float = 0.0  # seconds lost if any sequence has drafts: steps do not overlap, a proposer starts
-    draft_s: float = 0.0  # seconds of drafting one more position, for all sequences together
+    draft_s: float = 0.0  # seconds of drafting one more position, and
+    draft_row_s: float = 0.0  # more for each sequence
     row_gap_s: float = 0.0  # seconds lost for each sequence of a step with drafts
     seen_s: float = 0.0  # seconds for each position that a token attends to
 
@@ -59,7 +60,9 @@ class StepCosts:
         for (fewer, less), (more, later) in pairwise(self.pairs):
             if not (fewer < more and less <= later):
                 raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
-        known = {name: getattr(self, name) for name in ("gap_s", "draft_s", "row_gap_s", "seen_s")}
+        known = {
+            name: getattr(self, name) for name in ("gap_s", "draft_s", "draft_row_s", "row_gap_s", "seen_s")
+        }
         for name, value in (known | {"seconds": self.pairs[-1][1]}).items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
@@ -218,9 +221,10 @@ class DraftLengths:
         attending = seen * self.costs.seen_s
         seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
         best, taken, gap_s = base / seconds[0], order[:0], self.costs.gap_s + base * self.costs.row_gap_s
+        draft_s = self.costs.draft_s + len(rows) * self.costs.draft_row_s
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = gap_s + self.costs.draft_s * cap
+            drafting = gap_s + draft_s * cap
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
             if (fastest := max(speeds)) > best:
