@@ -244,13 +244,13 @@ def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: in
 
 @on_both
 def test_what_depends_on_all_tokens_before(on_gpu: bool) -> None:
-    """Drafts ignore penalties and bans, so some are wrong, where such sequences get any: on a CPU."""
+    """Drafts of a model ignore penalties and bans, so some are wrong."""
     requests = requests_of(DEPENDENT)
     expected = serve(engine_of(on_gpu=on_gpu), requests)
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 4))
     assert_same(serve(engine, requests), expected)
     num_drafts, num_accepted = totals(engine)
-    assert (num_accepted == num_drafts) is on_gpu and num_accepted > 0
+    assert 0 < num_accepted < num_drafts
 
 
 @on_both
@@ -271,7 +271,7 @@ def test_constrained_sequences(on_gpu: bool) -> None:
     for knobs in (self_draft("qwen3", 4), LOOKUP):
         engine = engine_of(on_gpu=on_gpu, **knobs)
         assert_same(serve(engine, requests), expected)
-        assert totals(engine)[0] > 0 or on_gpu, "on a GPU those without a constraint get some, if any match"
+        assert totals(engine)[0] > 0
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")

@@ -117,7 +117,7 @@ class Engine:
         self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
-        self._device, self._host = device, HostHalf(scheduler.state)
+        self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()

@@ -61,10 +61,10 @@ NOBODY = -1  # tenancy of a row that has to begin anew
 class HostHalf:
     """Makes the orders of one engine, each from the plan that follows the last."""
 
-    def __init__(self, state: BatchState, *, is_draft: bool = False) -> None:
-        """`is_draft`: for a model that drafts."""
+    def __init__(self, state: BatchState, *, window_tokens: int = 0, is_draft: bool = False) -> None:
+        """`window_tokens` as of a device (execution/device.py); `is_draft`: for a model that drafts."""
         self._state, num_rows = state, len(state.tenancy)
-        self._is_draft = is_draft
+        self._window_tokens, self._is_draft = window_tokens, is_draft
         self._tenancy = np.full(num_rows, NOBODY, dtype=np.int64)
         self._has_newest = np.zeros(num_rows, dtype=bool)
         self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
@@ -112,8 +112,9 @@ class HostHalf:
         elif self._state.num_drafts:
             has_drafts[:] = [bool(seq.drafts) for seq in sequences]
             kinds[has_drafts | (kinds == DECODE)] = VERIFY
-            # uses and masks change from one draft to the next
-            is_drawn_on_host |= has_drafts & (self._has_uses[rows] | bool(flags & AWAITS_MASKS))
+            if PROMPT in kinds or int((chunks.stops - chunks.starts).sum()) > self._window_tokens:
+                # uses and masks change from one draft to the next
+                is_drawn_on_host |= has_drafts & (self._has_uses[rows] | bool(flags & AWAITS_MASKS))
         if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
             flags |= ON_HOST
             begins |= self._has_uses[rows]
@@ -183,8 +184,8 @@ class HostHalf:
         """Note which newest tokens a device knows after this order."""
         rows = chunks.rows
         self._has_newest[rows] = False if is_on_host else chunks.draws & ~has_drafts
-        if is_on_host:  # what came of it is the host's to say
-            self._tenancy[rows[self._has_uses[rows]]] = NOBODY
+        if is_on_host or has_drafts.any():  # what came of it is the host's to say
+            self._tenancy[rows[self._has_uses[rows] & (is_on_host | has_drafts)]] = NOBODY
 
     def _lay_out(self, chunks: Chunks, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all rows that do not decode, end to end, and their slots in each table."""

@@ -10,8 +10,8 @@ none while prompts are computed or could be admitted, nor where the batch is too
 Steps overlap then as if there were no speculation. While they do, the newest ids are still on the device:
 `is_due` looks at those that are known and says if it is worth waiting for the rest.
 
-What depends on all tokens before it, a penalty or a mask, differs from one draft to the next. A device that
-samples on the host can do that; on a GPU such sequences get no drafts.
+What depends on all tokens before it, a penalty or a mask, differs from one draft to the next; devices know
+(execution/host_sampling.py, execution/gpu/lanes.py).
 """
 
 from __future__ import annotations
@@ -68,12 +68,9 @@ class Speculation:
         vocab_size: int,
         is_adaptive: bool = True,
         is_synthetic: bool = False,
-        samples_on_host: bool = True,
         prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         """`max_rows`: of a batch with drafts; `max_tokens`: of a step with drafts, None: as of any step.
-
-        `samples_on_host`: sequences may have drafts whose penalties and masks differ from one to the next.
 
         `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
         """
@@ -82,7 +79,6 @@ class Speculation:
         self._proposer, self._drafter = proposer, drafter
         self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
-        self._samples_on_host = samples_on_host
         self.prepare = prepare  # one piece of what drafting needs; False: all is there
         self._pool = scheduler.pool
         max_rows = min(max_rows, scheduler.config.max_batch_size)
@@ -210,9 +206,8 @@ class Speculation:
     def _limit(self, seq: Sequence) -> int:
         """The most drafts of a sequence; 0: it never gets any."""
         request = seq.group.request
-        params, asked = request.params, request.params.num_speculative_tokens
-        depends = params.has_penalties or params.is_guided or params.min_tokens > 0
-        if seq.is_beam or request.pooling is not None or (depends and not self._samples_on_host):
+        asked = request.params.num_speculative_tokens
+        if seq.is_beam or request.pooling is not None:
             return 0
         return self._max_drafts if asked is None else min(asked, self._max_drafts)
 

@@ -142,7 +142,6 @@ def make_speculation(
         vocab_size=vocab_size,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
-        samples_on_host=not isinstance(device, GpuDevice),
         prepare=prepare,
     )
 

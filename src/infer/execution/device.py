@@ -120,6 +120,11 @@ class DeviceHalf(Protocol):
         """True if steps pool the hidden states of embeddings."""
         ...
 
+    @property
+    def window_tokens(self) -> int:
+        """The most tokens of a step with drafts for which penalties and masks are applied on the device."""
+        ...
+
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; `DeviceLost`: every further one would fail as well."""
         ...
@@ -129,6 +134,7 @@ class SyncDevice(ABC):
     """A device half that is done when it returns."""
 
     can_embed = False
+    window_tokens = 0
     vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
 
     @abstractmethod

@@ -37,6 +37,7 @@ from infer.errors import DeviceLost
 from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
+from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import Asked, Drawn, Readback
 from infer.execution.gpu.rows import DeviceRows
@@ -106,7 +107,10 @@ class GpuDevice:
         self.max_tokens, self.backend = max_tokens, attention_backend
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
-        self.rows = DeviceRows(shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables)
+        self.window_tokens = window_tokens
+        self.rows = DeviceRows(
+            shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables, window_tokens
+        )
         self._sampler = HostSampler(model, self.rows.book, send)
         max_rows = max(max_batch_size, window_tokens)
         self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
@@ -215,7 +219,7 @@ class GpuDevice:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
         try:
             try:
-                if order.flags & AWAITS_MASKS and not order.flags & ON_HOST:
+                if order.flags & AWAITS_MASKS and not order.flags & ON_HOST and VERIFY not in order.kinds:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
@@ -353,20 +357,31 @@ class GpuDevice:
         ends = counts.cumsum()
         positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
         rows = order.rows.repeat(counts)
-        lines_YS = np.full((5 + len(order.slots), size.num_rows), -1, dtype=np.int64)
-        lines_YS[0, : len(rows)], lines_YS[3, : len(rows)] = rows, order.tokens
-        lines_YS[4, : len(rows)], lines_YS[5:, : len(rows)] = positions, order.slots
-        lines_YS[1] = lines_YS[4] + 1
-        is_advanced = order.num_sampled == 1  # no draft is judged: it goes on from its id
-        lines_YS[2, (ends - 1)[is_advanced]] = order.rows[is_advanced]
+        is_judged = order.num_sampled > 1
+        has_lanes = bool(order.flags & AWAITS_MASKS or self.rows.has_uses[order.rows[is_judged]].any())
+        if has_lanes and late is not None:  # drafts are counted
+            late.read(order)
+            late = None
+        lines_YS = np.full((6 + len(order.slots), size.num_rows), -1, dtype=np.int64)
+        lines_YS[:3, : len(rows)] = rows
+        lines_YS[4, : len(rows)], lines_YS[5, : len(rows)] = order.tokens, positions
+        lines_YS[6:, : len(rows)] = order.slots
+        lines_YS[1] = lines_YS[5] + 1
+        lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
         self.graphs.ensure(size)
+        if has_lanes:
+            lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
         self.inputs.send_window(lines_YS)
         if late is not None:
-            late.write(order, self.inputs.window(size.num_rows)[3])
+            late.write(order, self.inputs.window(size.num_rows)[4])
         self.graphs.forward(size)
         windows = partial(_windows_of, order, ends - 1)  # when the ids are there, for drafts may be late
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
+            if order.flags & AWAITS_MASKS:
+                numbers = np.asarray(masks.numbers, dtype=np.int64)
+                places = (ends - stops)[numbers] + np.asarray(masks.positions, dtype=np.int64) - 1
+                self.rows.masks.send(self.rows.first_lane + places)
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
@@ -397,8 +412,8 @@ class GpuDevice:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
         if size.has_windows:  # how those with drafts go on is the host's to say
-            rows_S, positions_S = inputs.rows_S[:num_rows], inputs.table_XT[1, :num_rows] + 1
-            self.sample_rows(logits_SV, rows_S, positions_S, inputs.window(num_rows)[2].int())
+            rows_S, advanced_S = inputs.window(num_rows)[2:4].int()
+            self.sample_rows(logits_SV, rows_S, inputs.table_XT[1, :num_rows] + 1, advanced_S)
             return
         if not size.num_tokens:  # the sampled token's place is the one after its input's
             rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1

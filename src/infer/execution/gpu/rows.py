@@ -31,17 +31,26 @@ class DeviceRows:
     """The rows on the device, brought up to date before each step."""
 
     def __init__(
-        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, num_tables: int = 1
+        self,
+        max_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        num_tables: int = 1,
+        num_lanes: int = 0,
     ) -> None:
+        """`num_lanes`: rows of sampling state behind those of sequences (lanes.py)."""
         self.device = device
         self.tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
         self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows counted through, as an order says them
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.sampling = SampleState.empty(max_rows, device, vocab_size)
+        self.first_lane = max_rows
+        self.sampling = SampleState.empty(max_rows + num_lanes, device, vocab_size)
         self.masks = DeviceMasks(self.sampling)
         self.book = RowBook()
         self.num_logprobs = np.full(max_rows, NONE, dtype=np.int64)  # alternatives asked for
+        self.has_uses, self.has_biases = np.zeros((2, max_rows), dtype=bool)
 
     def apply(self, order: StepOrder) -> None:
         """Send what an order says has changed, in the order of the stream: after every step so far.
@@ -79,6 +88,7 @@ class DeviceRows:
         row, facts = entry.line.row, entry.facts
         self.masks.forget(row)
         self.num_logprobs[row] = facts.num_logprobs
+        self.has_uses[row], self.has_biases[row] = bool(entry.line.has_uses), bool(entry.biases)
         if entry.line.has_uses:
             uses_V, tokens = self.sampling.uses_RV[row], np.frombuffer(entry.tokens, dtype=np.uintc)
             prompt, output = tokens[: facts.num_prompt], tokens[facts.num_prompt :]

@@ -5,8 +5,8 @@
     tiles                       the work of prefill attention; no tokens: padding
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
-                                row of its table, length it attends to, row that goes on from its id, and
-                                its column of tokens, positions, slots
+                                row of its table, length it attends to, row it is sampled as, row that goes
+                                on from its id, and its column of tokens, positions, slots
 
 The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
 copy for tokens and one for samples, and pads it up to the size that the step was captured for.
@@ -70,7 +70,7 @@ class DeviceInputs:
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.tiles_W4 = torch.zeros((self.num_tiles(max_graph_tokens), 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
-        self._window = torch.zeros((5 + num_tables) * max_rows, dtype=torch.int64, device=device)
+        self._window = torch.zeros((6 + num_tables) * max_rows, dtype=torch.int64, device=device)
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
@@ -97,7 +97,7 @@ class DeviceInputs:
 
     def window(self, num_tokens: int) -> torch.Tensor:
         """The lines of a step whose rows verify drafts, for this many tokens and padding."""
-        num_lines = 3 + len(self.table_XT)
+        num_lines = 4 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
     def send_window(self, lines_YS: np.ndarray) -> None:
@@ -110,8 +110,8 @@ class DeviceInputs:
         lines_YS = self.window(num_tokens)
         self.rows_S[:num_tokens].copy_(lines_YS[0])
         self.lens_S[:num_tokens].copy_(lines_YS[1].clamp(min=0))  # padding is -1 everywhere
-        self.table_XT[:2, :num_tokens].copy_(lines_YS[3:5].clamp(min=0))
-        self.table_XT[2:, :num_tokens].copy_(lines_YS[5:])
+        self.table_XT[:2, :num_tokens].copy_(lines_YS[4:6].clamp(min=0))
+        self.table_XT[2:, :num_tokens].copy_(lines_YS[6:])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
         """Send the rows that decode, padded to `size`, unless they are those of the last step."""
