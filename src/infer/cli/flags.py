@@ -119,8 +119,7 @@ def add_knob_flags(
             _add_knob(groups[row.section], row)
     for name, (nothing, *_) in FOREIGN.items():
         action = argparse.BooleanOptionalAction if isinstance(nothing, bool) else "store"
-        short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
-        parser.add_argument(flag(name), *short, dest=KNOB + name, action=action, **HIDDEN)
+        parser.add_argument(*_flags(name), dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )
@@ -147,7 +146,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
         flag(row.name), dest=KNOB + row.name, default=argparse.SUPPRESS, help=help_text, **options
     )
     for other in row.spellings:
-        group.add_argument(flag(other), dest=KNOB + other, **HIDDEN, **options)
+        group.add_argument(*_flags(other), dest=KNOB + other, **HIDDEN, **options)
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
@@ -299,6 +298,11 @@ def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warni
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     """Return what is set among the flags whose destination has this prefix."""
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+def _flags(name: str) -> list[str]:
+    """A setting of another engine as a flag, and its short form where it has one."""
+    return [flag(name), *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
 
 
 def flag(name: str) -> str:

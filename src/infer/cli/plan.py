@@ -63,6 +63,11 @@ NO_MEMORY = {
     "record_cpu_step",
     "cpu_products",
     "deterministic",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "suffix_max_answers",
+    "adaptive_speculation",
+    "synthetic_acceptance",
 }
 
 
@@ -172,6 +177,7 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "other_processes": plan.machine.others,
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
+        **({"draft_weights": draft.weights, "draft_model": draft.name} if (draft := plan.draft).name else {}),
         "activations": plan.step.activations,
         "graphs": plan.graphs,
         "workspace": plan.workspace,
@@ -211,6 +217,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
         ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
+        *([("draft model", plan.draft.weights, plan.draft.name)] if plan.draft.name else []),
         ("activations", plan.step.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -219,7 +226,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             f"{cache.num_blocks} blocks of {cache.block_size} tokens"
             + (f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else "")
             + f": {cache.num_tokens:,} tokens, "
-            f"{format_bytes(cache.bytes_per_token)} each",
+            f"{format_bytes(cache.bytes_per_token)} each"
+            + (f", {format_bytes(plan.draft.bytes_per_token)} the draft's" if plan.draft.name else ""),
         ),
     ]
     if plan.workspace:
