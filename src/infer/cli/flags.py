@@ -57,6 +57,11 @@ LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
 
+# What a chat can set: also what has no flag of its own, since the knob of that name has it.
+CHAT_HELP = SAMPLING_HELP | {
+    "num_speculative_tokens": "guess this many tokens of a step at most; 0: none; default: the engine's",
+}
+
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
 # where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
