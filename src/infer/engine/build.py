@@ -163,7 +163,7 @@ def build_engine(
         scheduler.config = config.scheduler
     if observer is not None:
         step_costs = None if speculation is None else speculation.costs
-        observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs))
+        observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs, draft))
     token_bytes = token_bytes or token_bytes_of(
         loaded.source, settings.load.tokenizer, loaded.config, loaded.eos_ids
     )
@@ -381,6 +381,7 @@ def _facts(
     size: CacheSize,
     cost: PreemptionCost,
     step_costs: StepCosts | None,
+    draft: LoadedModel | None,
 ) -> RunFacts:
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
@@ -399,5 +400,7 @@ def _facts(
         cache=size,
         cost=cost,
         step_costs=step_costs,
+        draft_model="" if draft is None else draft.name,
+        draft_fingerprint="" if draft is None else fingerprint(draft.config, draft.eos_ids),
         steps_ahead=config.steps_ahead,
     )
