@@ -129,7 +129,9 @@ class Speculation:
         num_kept = longest = 0
         for seq, kept in zip(plan.chunks.sequences, ids, strict=True):
             if seq.drafts and kept:
-                self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
+                known = self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
+                if known is not None:
+                    seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length))
                 self.totals.update(len(seq.drafts), len(kept) - 1)
                 num_kept, longest = num_kept + len(kept) - 1, max(longest, len(seq.drafts))
         num_rows, num_drafts = len(plan.chunks.sequences), plan.chunks.num_drafts
@@ -140,14 +142,13 @@ class Speculation:
         counts = self.totals.by_position
         return tuple(counts + [0] * (self._max_drafts - len(counts)))
 
-    def finish(self, seq: Sequence) -> DraftCounts | None:
-        """Forget a sequence that has ended; what became of its drafts, where it had any."""
+    def finish(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended."""
         if self._limits.pop(seq.seq_id, None) is None:
-            return None
+            return
         if self._proposer is not None:
             self._proposer.finish(self._wish(seq, 0))
-        found = self._lengths.forget(seq.seq_id)
-        return DraftCounts(found.num_drafts, tuple(found.by_length)) if found.num_drafts else None
+        self._lengths.forget(seq.seq_id)
 
     # -- who and how many -------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class CompletionOutput:
     reasoning: str | None = None  # what the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
-    drafts: DraftCounts | None = None  # what became of its drafts, where it had any and ended in the engine
+    drafts: DraftCounts | None = None  # what became of its drafts, where it had any
     events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # as they were streamed
 
 
@@ -213,7 +213,7 @@ class _SequenceText:
             if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
                 self._detokenizer.look_for(self._request.params.stop)
         self.logprobs.extend(output.logprobs[:num_taken])
-        self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts
+        self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
         if self._detokenizer.stopped is not None:
             rest = self._stop_at(self._detokenizer.stopped)
             if parser is None:

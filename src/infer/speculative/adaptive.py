@@ -216,10 +216,12 @@ class DraftLengths:
         """Count the windows of a sequence from now on, also if its lengths are not chosen here."""
         self._known[seq_id] = Acceptance()
 
-    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
+    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> Acceptance | None:
         """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
-        if seq_id in self._known:
-            self._known[seq_id].update(num_drafts, num_accepted)
+        known = self._known.get(seq_id)
+        if known is not None:
+            known.update(num_drafts, num_accepted)
+        return known
 
     def forget(self, seq_id: int) -> Acceptance:
         """What was known of a sequence that has ended."""

@@ -94,6 +94,14 @@ def test_other_routes_can_go_without(drafted: Wire, engine: InProcessClient) -> 
     assert engine.stats().num_draft_tokens == before
 
 
+def test_an_answer_that_ends_at_a_stop_string_has_its_counts(drafted: Wire) -> None:
+    whole = drafted.ok("/v1/completions", BODY)
+    text = whole["choices"][0]["text"]
+    cut = drafted.ok("/v1/completions", BODY | {"stop": [text[-4:]]})
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert check(cut)["num_spec_steps"] <= check(whole)["num_spec_steps"]
+
+
 def test_several_answers_are_counted_together(drafted: Wire) -> None:
     answer = drafted.ok("/v1/completions", BODY | {"prompt": [PROMPT, PROMPT]})
     assert "metrics" not in answer, "it is of one answer"

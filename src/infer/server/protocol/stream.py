@@ -90,7 +90,7 @@ class Generation:
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
-        self._drafts: list[DraftCounts] = []  # of each answer that had any
+        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # by prompt and answer, where it had any
         self._failure: EngineError | None = None
 
     @property
@@ -113,7 +113,7 @@ class Generation:
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
         if output.drafts is not None:
-            self._drafts.append(output.drafts)
+            self._drafts[where, output.index] = output.drafts
         pieces: list[Piece] = []
         parts = (output,) if len(output.token_ids) < 2 else one_token_each(output)
         for part in parts:
@@ -171,8 +171,8 @@ class Generation:
         if self.job.form is not None and self.job.form.think is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         if self._drafts:
-            num_kept = sum(drafts.num_accepted for drafts in self._drafts)
-            num_judged = sum(drafts.num_drafts for drafts in self._drafts)
+            num_kept = sum(drafts.num_accepted for drafts in self._drafts.values())
+            num_judged = sum(drafts.num_drafts for drafts in self._drafts.values())
             usage.setdefault("completion_tokens_details", {}).update(
                 accepted_prediction_tokens=num_kept, rejected_prediction_tokens=num_judged - num_kept
             )
@@ -180,9 +180,9 @@ class Generation:
 
     def metrics(self) -> dict[str, Any]:
         """What became of the drafts of a single answer, in vLLM's words and place."""
-        if len(self._drafts) != 1 or len(self.job.requests) * self.job.params.n > 1:
+        if not self._drafts or len(self.job.requests) * self.job.params.num_sequences > 1:
             return {}
-        return {"metrics": {"speculative_decoding": self._drafts[0].to_wire()}}
+        return {"metrics": {"speculative_decoding": self._drafts[0, 0].to_wire()}}
 
     async def _next_output(self) -> tuple[int, StepOutput]:
         if self._is_late:
