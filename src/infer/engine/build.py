@@ -40,7 +40,7 @@ from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     WINDOW_TOKENS,
-    draft_bytes_per_token,
+    draft_bytes,
     load_draft,
     make_speculation,
 )
@@ -102,8 +102,7 @@ def build_engine(
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         layout = kv_layout(loaded.config, settings.cache, config.max_seq_len)
-        draft_bytes = draft_bytes_per_token(draft, layout)
-        size = fit_to_device(config, loaded, step=step, draft_bytes_per_token=draft_bytes)
+        size = fit_to_device(config, loaded, step=step, draft=draft_bytes(config, draft, layout))
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:

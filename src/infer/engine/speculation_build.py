@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.resolve import ResolvedConfig
 from infer.config.speculation import MAX_DRAFTS, SpeculationConfig
+from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_step_costs
@@ -98,13 +100,26 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Non
     return draft
 
 
-def draft_bytes_per_token(draft: LoadedModel | LoadChoice | None, layout: KVLayout) -> int:
-    """Return what a token of each of the model's tables takes in the cache of the model that drafts."""
+def draft_bytes(
+    config: ResolvedConfig, draft: LoadedModel | LoadChoice | None, layout: KVLayout
+) -> DraftBytes:
+    """Return what the model that drafts takes: a token of each of the model's tables, and its steps."""
     if draft is None:
-        return 0
-    model = draft.config
+        return NO_DRAFT
+    model, scheduler = draft.config, config.scheduler
     each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, draft.dtype.itemsize)
-    return each * len(layout.windows)
+    step = step_bytes(
+        replace(
+            scheduler,
+            max_batch_size=min(DRAFT_ROWS, scheduler.max_batch_size),
+            max_num_batched_tokens=DRAFT_TOKENS,
+        ),
+        model,
+        max_seq_len=config.max_seq_len,
+        bytes_per_element=draft.dtype.itemsize,
+        graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
+    )
+    return DraftBytes(each * len(layout.windows), step.total)
 
 
 def make_speculation(

@@ -42,6 +42,8 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
+    NO_DRAFT,
+    DraftBytes,
     compute_step,
     fit_to_device,
     fit_to_memory,
@@ -52,7 +54,7 @@ from infer.engine.cache_fit import (
 )
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
-from infer.engine.speculation_build import draft_bytes_per_token, read_draft
+from infer.engine.speculation_build import draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES
@@ -107,10 +109,12 @@ class DraftMemory(NamedTuple):
 
     name: str = ""  # none: nothing drafts, or nothing that has weights
     weights: int = 0
-    bytes_per_token: int = 0  # of keys and values, in as many blocks as the model has
+    beside: DraftBytes = NO_DRAFT
 
-
-NO_DRAFT = DraftMemory()
+    @property
+    def total(self) -> int:
+        """All but keys and values, which are in the cache."""
+        return self.weights + self.beside.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of it, on the device."""
-        beside = self.draft.weights + self.step.total + self.workspace + self.machine.runtime
+        beside = self.draft.total + self.step.total + self.workspace + self.machine.runtime
         return self.weights + beside + self.cache.num_bytes
 
     @property
@@ -184,14 +188,14 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     resolved = resolve_for(config, choice)
     model, machine = choice.plan.skeleton, machine_on(choice.device, config.cache.device_memory)
     scratch = scratch_of(model, resolved.scheduler)
-    draft = plan_draft(config, choice, machine)
+    draft = plan_draft(resolved, choice, machine)
     try:
         fit_to_device(
             resolved,
             choice,
             weight_bytes=kept_bytes(model) + draft.weights,
             scratch=scratch,
-            draft_bytes_per_token=draft.bytes_per_token,
+            draft=draft.beside,
         )
     except NoRoom as error:
         advice = _what_fits(config, choice, machine, draft)
@@ -199,19 +203,20 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
 
 
 def plan_draft(
-    config: EngineConfig,
+    resolved: ResolvedConfig,
     choice: LoadChoice,
     machine: MachineMemory,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> DraftMemory:
     """Return what the model that drafts would take; `find` as in `read_draft`."""
+    config = resolved.settings
     headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
     if headers is None:
-        return NO_DRAFT
+        return DraftMemory()
     load = replace(config.load, quantization="auto", max_seq_len=None)
     draft = choose_load(replace(config, load=load), headers, machine)
     layout = kv_layout(choice.config, config.cache, choice.max_seq_len)
-    return DraftMemory(headers.source.name, weight_bytes(draft.plan), draft_bytes_per_token(draft, layout))
+    return DraftMemory(headers.source.name, weight_bytes(draft.plan), draft_bytes(resolved, draft, layout))
 
 
 def plan_memory(
@@ -232,17 +237,17 @@ def plan_memory(
     step = steps_of(resolved, choice)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
-    draft = plan_draft(config, choice, machine, partial(find_headers, revision=None, show_progress=True))
+    draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
     beside = machine.unloaded.with_weights(weights + draft.weights)
     left = beside.room
-    drafting = f", {format_bytes(draft.weights)} of the draft model's" if draft.weights else ""
+    drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""
     parts = f"{format_bytes(weights)} of weights{drafting} and {format_bytes(activations)} of activations"
-    needed = max(step.total, _loading_bytes(choice, machine))
-    each = bytes_per_token + draft.bytes_per_token
+    needed = max(step.total + draft.beside.step, _loading_bytes(choice, machine))
+    each = bytes_per_token + draft.beside.per_token
     if (left - needed) / (1 + share) < config.cache.block_size * each:
         needs = f"{in_form(choice.weights)} needs {parts}"
         raise NoRoom(_too_small(config, choice, machine, needs, step, draft) if advises else needs)
-    cache = fit_to_memory(resolved, choice, beside, step, draft.bytes_per_token)
+    cache = fit_to_memory(resolved, choice, beside, step, draft.beside)
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
@@ -331,10 +336,10 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
         step = steps_of(machine.resolve(settings, choice), choice)
         kept = kept_as(config.cache, choice.dtype).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
-        token += draft.bytes_per_token
+        token += draft.beside.per_token
         beside = max(step.total, _loading_bytes(choice, machine)) + 2 * config.cache.block_size * token
         share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
-        needed = weight_bytes(choice.plan) + draft.weights + int(beside / share) + machine.runtime
+        needed = weight_bytes(choice.plan) + draft.total + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
         if needed <= machine.memory:

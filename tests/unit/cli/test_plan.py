@@ -457,9 +457,13 @@ def test_a_draft_model_is_counted_and_shown(infer: Infer, shape: Path, tmp_path:
     assert both["draft_weights"] == planned(infer, draft, *where)["weights"]
     assert both["kv_bytes_per_token"] == (128 + 32) << 10, "8 layers of 8 heads beside 32"
     assert both["kv_cache"] <= alone["kv_cache"] and both["num_cache_tokens"] < alone["num_cache_tokens"]
-    assert both["total"] == pytest.approx(alone["total"] + both["draft_weights"], rel=0.01)
+    drafted = both["draft_weights"] + both["draft_steps"]
+    assert both["total"] == pytest.approx(alone["total"] + drafted, rel=0.01)
+    assert 64 * 128256 * 14 < both["draft_steps"] < 1 << 30, "logits of 64 rows, graphs and buffers"
     text = infer("plan", str(shape), *where, "--draft-model", str(draft)).out
-    assert re.search(r"draft model +\S+ MiB   llama-small", text), text
+    assert re.search(
+        r"draft model +\S+ .iB   llama-small: \S+ MiB of weights, the rest for its steps", text
+    ), text
     assert "32.0 KiB the draft's" in text
     assert f"--draft-model {draft}" in text
 
@@ -467,7 +471,7 @@ def test_a_draft_model_is_counted_and_shown(infer: Infer, shape: Path, tmp_path:
 def test_a_draft_model_that_leaves_no_room_is_named(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--draft-model", str(shape))
     assert outcome.code == 2
-    assert "15.0 GiB of weights, 15.0 GiB of the draft model's and" in outcome.err
+    assert re.search(r"15.0 GiB of weights, 1\d.\d GiB of the draft model and", outcome.err), outcome.err
 
 
 def test_a_draft_of_another_vocabulary_is_not_planned(infer: Infer, shape: Path) -> None:
