@@ -35,6 +35,8 @@ GATE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "no prefix": ("prefix_caching", {"num_blocks": 512, "use_prefix_caching": False}),
     "sessions": ("agent_session", {"num_blocks": 1024}),
     "round robin": ("w2_mixed", {"num_blocks": 1024, "scheduler_policy": "decode_round_robin"}),
+    "one by one": ("baseline", {"num_blocks": 512}),
+    "drafts": ("baseline", {"num_blocks": 512, "num_speculative_tokens": 4, "synthetic_acceptance": 0.7}),
 }
 
 

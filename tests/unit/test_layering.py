@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "bench": {
         "frontend", "tools", "client", "engine", "scheduling", "execution", "cache", "kernels", "loader",
-        "models", "sampling",
+        "models", "sampling", "speculative",
     },
     "cli": {
         "frontend", "bench", "tools", "client", "engine", "scheduling", "loader", "sampling", "constraints",

@@ -132,4 +132,13 @@ ABLATIONS = (
         is_idle_at_risk=True,
         needs=CPU_MODEL,
     ),
+    Ablation(
+        name="speculation",
+        knobs={"speculative_method": "ngram", "synthetic_acceptance": 0.7},
+        best=Look("b1_256_256", "output_tokens_per_s"),
+        risk=Look("b32_256_256", "output_tokens_per_s"),
+        why="a step judges several guesses, each right with a probability of 0.7, in hardly more time",
+        unless="a step takes longer with every token it computes, so guesses are not free",
+        price="a batch has work enough for a step, so sequences get few guesses or none",
+    ),
 )

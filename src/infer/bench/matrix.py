@@ -1,6 +1,7 @@
 """What each idea is worth on this machine: switch one on after the other, and look where it should show.
 
     static -> +continuous -> +paged -> +chunked -> +prefix -> +graphs -> +overlap -> +quant -> +program
+           -> +speculation
 
 Each ablation is run on the workload that shows it best and on one that it could hurt, before and after, with
 everything that was switched on before it. The memory is the same for all: as many tokens of KV cache as

@@ -194,6 +194,7 @@ MEASURES: dict[str, Measure] = {
     "kv_use": Measure(title="KV use", unit="%", better="higher"),
     "fragmentation": Measure(title="fragmentation", unit="%", better="lower"),
     "cache_hit_share": Measure(title="cache hits", unit="%", better="higher"),
+    "draft_share": Measure(title="drafts kept", unit="%", better="higher"),
     "gb_per_s": Measure(title="read", unit="GB/s", better="higher"),
     "call_p50_s": Measure(title="call p50", unit="ms", better="lower"),
     "weights_bytes": Measure(title="weights", unit="MiB", better="lower"),

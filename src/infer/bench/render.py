@@ -23,10 +23,12 @@ from infer.errors import ConfigError
 SHOWN: dict[str, tuple[str, ...]] = {
     "serve": (
         "output_tokens_per_s requests_per_s goodput_per_s goodput_share queue_mean_s cache_hit_share "
-        "num_preemptions num_errors client_cpu_share",
+        "draft_share num_preemptions num_errors client_cpu_share",
         "ttft itl tpot e2e",
     ),
-    "offline": ("output_tokens_per_s input_tokens_per_s seconds roofline_s roofline_share num_steps",),
+    "offline": (
+        "output_tokens_per_s input_tokens_per_s seconds roofline_s roofline_share num_steps draft_share",
+    ),
     "latency": ("ttft itl tpot e2e",),
     "backends": ("largest_difference same_tokens output_tokens_per_s ttft_p50_s itl_p50_s seconds",),
     "soak": (
@@ -43,7 +45,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
     "matrix": (
         "speed_up output_tokens_per_s ttft_p50_s ttft_p99_s itl_p99_s longest_wait_s num_starved "
-        "mean_running kv_use cache_hit_share num_preemptions",
+        "mean_running kv_use cache_hit_share draft_share num_preemptions",
     ),
 }
 SHORT = 24  # letters of a reason that a cell can hold; a longer one stands below the table

@@ -24,7 +24,10 @@ from infer.scheduling.request import Request, StepOutput
 
 SAMPLE_EVERY = 16  # steps between two looks at how full the engine is: a look takes measured time
 STARVED_S = 30.0  # without a token: longer than a user waits
-COUNTERS = ("num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens")
+COUNTERS = (
+    "num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens",
+    "num_draft_tokens", "num_accepted_tokens",
+)  # fmt: skip
 _WORD_IDS = {word: FIRST_ID + number for number, word in enumerate(WORDS)}
 
 
@@ -85,6 +88,8 @@ class OfflineResult:
             }
         if self.counters["num_queried_tokens"]:
             found["cache_hit_share"] = self.counters["num_hit_tokens"] / self.counters["num_queried_tokens"]
+        if self.counters["num_draft_tokens"]:
+            found["draft_share"] = self.counters["num_accepted_tokens"] / self.counters["num_draft_tokens"]
         return found
 
 

@@ -16,6 +16,8 @@ COUNTERS = {
     "num_preemptions": "num_preemptions_total",
     "num_queried": "prefix_cache_queries_total",
     "num_hits": "prefix_cache_hits_total",
+    "num_drafts": "spec_decode_num_draft_tokens_total",
+    "num_kept": "spec_decode_num_accepted_tokens_total",
     "gpu_bytes": "gpu_memory_used_bytes",
 }
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
@@ -54,4 +56,6 @@ def figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
         found["num_preemptions"] = change["num_preemptions"]
     if change.get("num_queried"):
         found["cache_hit_share"] = change.get("num_hits", 0.0) / change["num_queried"]
+    if change.get("num_drafts"):
+        found["draft_share"] = change.get("num_kept", 0.0) / change["num_drafts"]
     return found

@@ -35,23 +35,52 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.profile import SchedulingProfile
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig, knob_table
+from infer.config.speculation import SpeculationConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
+from infer.engine.speculation import Speculation
+from infer.errors import ConfigError
 from infer.execution.device import StepResult, SyncDevice
+from infer.execution.host_sampling import SyntheticJudge, drafts_of
 from infer.execution.order import StepMasks, StepOrder
+from infer.scheduling import sequence
+from infer.scheduling.plan import StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
+from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.tools.step_cost import StepCost
 
 VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
 
 
+class MadeUpDrafts:
+    """Drafts of a load without texts: how many of them are right is decided by chance."""
+
+    is_late = False
+
+    def __init__(self) -> None:
+        self._sequences: Sequence[sequence.Sequence] = ()
+
+    def note(self, plan: StepPlan) -> None:
+        """See a plan that is about to run."""
+
+    def begin(self, sequences: Sequence[sequence.Sequence]) -> None:
+        """Take sequences to draft for."""
+        self._sequences = sequences
+
+    def finish(self) -> list[tuple[int, ...]]:
+        """Return as many ids as each sequence has places for."""
+        return [(0,) * len(seq.drafts) for seq in self._sequences]
+
+
 class SimulatedDevice(SyncDevice):
     """A device half that makes ids up, and the clock of the run."""
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, acceptance: float = 0.0) -> None:
+        """`acceptance` is the probability that a draft is right."""
         self.cost = cost
         self.now = 0.0
+        self._judge = SyntheticJudge(acceptance)
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
@@ -59,6 +88,8 @@ class SimulatedDevice(SyncDevice):
         self.now += self.cost.seconds(order.num_tokens, num_kv_tokens, len(order.transfers))
         drawn: list[int] = (order.num_sampled * order.num_draws).tolist()
         ids = [tuple(range(VOCAB_SIZE - 1, VOCAB_SIZE - 1 - count, -1)) for count in drawn]
+        for number, drafts in drafts_of(order).items():
+            ids[number] = ids[number][: self._judge(ids[number], drafts)]
         return StepResult(ids, [(None,) * len(row) for row in ids], {})
 
     def seconds(self) -> float:
@@ -92,9 +123,40 @@ def run_simulated(
     scheduler = Scheduler(
         make_pool(config, size), scheduler_config, cost=prices, keeps_cache=config.cache.keeps_cache
     )
-    device = SimulatedDevice(cost)
-    engine = Engine(scheduler, device, context_len=max_seq_len, vocab_size=VOCAB_SIZE, clock=device.seconds)
+    device = SimulatedDevice(cost, config.speculation.synthetic_acceptance or 0.0)
+    engine = Engine(
+        scheduler,
+        device,
+        context_len=max_seq_len,
+        vocab_size=VOCAB_SIZE,
+        clock=device.seconds,
+        speculation=_make_speculation(config.speculation, scheduler, cost),
+    )
     return run_offline(engine, workload, clock=device, sample_every=1, n=n)
+
+
+def _make_speculation(
+    settings: SpeculationConfig, scheduler: Scheduler, cost: StepCost
+) -> Speculation | None:
+    """Return what gives sequences drafts that cost nothing to make; None: it is off."""
+    if not settings.is_on:
+        return None
+    if settings.synthetic_acceptance is None or settings.draft_model is not None:
+        raise ConfigError(
+            "a simulation has no texts to guess from and no draft model; give synthetic_acceptance, the "
+            "probability that a guess is right, and no draft_model, or leave speculative decoding out"
+        )
+    pairs = [(num_tokens, cost.seconds(num_tokens, 0, 0)) for num_tokens in (1, 2)]
+    return Speculation(
+        scheduler,
+        DraftLengths(StepCosts.measured(pairs)),
+        drafter=MadeUpDrafts(),
+        max_drafts=settings.max_drafts,
+        max_rows=scheduler.config.max_batch_size,
+        vocab_size=VOCAB_SIZE,
+        is_adaptive=settings.adaptive_speculation,
+        is_synthetic=True,
+    )
 
 
 # -- infer simulate: policies and cache sizes side by side -----------------------------------------------

@@ -62,7 +62,7 @@ def complete(conversation: ChatSession, text: str) -> Iterable[str]:
         takes = {name: COMMANDS[ALIASES.get(name, name)].takes for name in names}
         return [name + " " * bool(takes[name]) for name in names if name.startswith(command)]
     if command == "/set" and " " not in rest:
-        return [f"{name} " for name in flags.SAMPLING_HELP if name.startswith(rest)]
+        return [f"{name} " for name in flags.CHAT_HELP if name.startswith(rest)]
     if command == "/model":
         return [name for name in _models(conversation) if name.startswith(rest)]
     return _paths(rest.rpartition(" ")[2]) if "FILE" in COMMANDS.get(command, Command()).takes else []
@@ -107,12 +107,12 @@ def _set(conversation: ChatSession, argument: str) -> None:
     """Show the settings, or one, or change one."""
     name, _, value = argument.partition(" ")
     name = name.replace("-", "_")
-    if name and name not in flags.SAMPLING_HELP:
-        notice(f"no setting {name!r}{closest(name, flags.SAMPLING_HELP) or '; /set lists them'}")
+    if name and name not in flags.CHAT_HELP:
+        notice(f"no setting {name!r}{closest(name, flags.CHAT_HELP) or '; /set lists them'}")
         return
     if not value.strip():
-        for each in [name] if name else flags.SAMPLING_HELP:
-            notice(f"  {each:<20} {_value(conversation, each):<13} {flags.SAMPLING_HELP[each]}")
+        for each in [name] if name else flags.CHAT_HELP:
+            notice(f"  {each:<20} {_value(conversation, each):<13} {flags.CHAT_HELP[each]}")
         return
     args = conversation.args
     before = dict(vars(args))

@@ -57,6 +57,11 @@ LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
 
+# What a chat can set: also what has no flag of its own, since the knob of that name has it.
+CHAT_HELP = SAMPLING_HELP | {
+    "num_speculative_tokens": "guess this many tokens of a step at most; 0: none; default: the engine's",
+}
+
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
 # where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
@@ -119,8 +124,7 @@ def add_knob_flags(
             _add_knob(groups[row.section], row)
     for name, (nothing, *_) in FOREIGN.items():
         action = argparse.BooleanOptionalAction if isinstance(nothing, bool) else "store"
-        short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
-        parser.add_argument(flag(name), *short, dest=KNOB + name, action=action, **HIDDEN)
+        parser.add_argument(*_flags(name), dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )
@@ -147,7 +151,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
         flag(row.name), dest=KNOB + row.name, default=argparse.SUPPRESS, help=help_text, **options
     )
     for other in row.spellings:
-        group.add_argument(flag(other), dest=KNOB + other, **HIDDEN, **options)
+        group.add_argument(*_flags(other), dest=KNOB + other, **HIDDEN, **options)
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
@@ -299,6 +303,11 @@ def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warni
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     """Return what is set among the flags whose destination has this prefix."""
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+def _flags(name: str) -> list[str]:
+    """A setting of another engine as a flag, and its short form where it has one."""
+    return [flag(name), *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
 
 
 def flag(name: str) -> str:

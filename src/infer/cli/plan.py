@@ -21,7 +21,7 @@ from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, NoRoom
 
 if TYPE_CHECKING:
-    from infer.tools.memory_plan import MemoryPlan
+    from infer.tools.memory_plan import DraftMemory, MemoryPlan
     from infer.tools.scheme_plan import SchemePlan
 
 HELP = "show where a model's memory would go, without loading it"
@@ -63,6 +63,11 @@ NO_MEMORY = {
     "record_cpu_step",
     "cpu_products",
     "deterministic",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "suffix_max_answers",
+    "adaptive_speculation",
+    "synthetic_acceptance",
 }
 
 
@@ -172,6 +177,7 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "other_processes": plan.machine.others,
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
+        **_draft_json(plan.draft),
         "activations": plan.step.activations,
         "graphs": plan.graphs,
         "workspace": plan.workspace,
@@ -211,6 +217,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
         ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
+        *([("draft model", plan.draft.total, _describe_draft(plan.draft))] if plan.draft.name else []),
         ("activations", plan.step.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -219,7 +226,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             f"{cache.num_blocks} blocks of {cache.block_size} tokens"
             + (f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else "")
             + f": {cache.num_tokens:,} tokens, "
-            f"{format_bytes(cache.bytes_per_token)} each",
+            f"{format_bytes(cache.bytes_per_token)} each"
+            + (f", {format_bytes(plan.draft.beside.per_token)} the draft's" if plan.draft.name else ""),
         ),
     ]
     if plan.workspace:
@@ -254,6 +262,19 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     named = [] if model is None else ["--model", str(path.parent) if path.name == "config.json" else model]
     lines.append(f"{start} infer serve {shlex.join([*named, *flags.spell(plan.knobs())])}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _draft_json(draft: DraftMemory) -> dict[str, Any]:
+    """Return what `--json` says of a model that drafts; nothing where there is none."""
+    if not draft.name:
+        return {}
+    return {"draft_model": draft.name, "draft_weights": draft.weights, "draft_steps": draft.beside.step}
+
+
+def _describe_draft(draft: DraftMemory) -> str:
+    from infer.tools.memory_plan import format_bytes
+
+    return f"{draft.name}: {format_bytes(draft.weights)} of weights, the rest for its steps"
 
 
 def _count(number: int) -> str:

@@ -41,6 +41,7 @@ examples:
 
 FLAGS: Mapping[str, flags.Row] = {
     "--model TEXT": (str, "the model that was recorded, if it is not the default one"),
+    "--draft-model TEXT": (str, "the draft model that was recorded, if there was one"),
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
     "--until STEP": (int, "stop after this step and print the engine's state (with --orders: only stop)"),
     "--orders": (bool, "run what the device was told, without a scheduler; the record must have it"),
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--until is {args.until}, but the record ends with step {record.last_step}")
     replay: Replay | None = None
     try:
-        replay = replay_model(record, args.model, device=args.device, show_progress=True)
+        replay = replay_model(
+            record, args.model, draft_model=args.draft_model, device=args.device, show_progress=True
+        )
         if args.orders:
             return _run_orders(replay, args)
         report = replay.run(until=args.until, check=args.check)

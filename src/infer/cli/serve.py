@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     models, config = read_models(args, knobs)
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
+        if engine.speculation.is_on and engine.speculation.draft_model is not None:
+            check_model(engine.speculation.draft_model)
     try:
         with SpareEngines(0 if config.in_process else config.replicas) as spares:
             with importing():

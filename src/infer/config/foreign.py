@@ -18,13 +18,27 @@ def _unbuilt(what: str) -> str:
     return f"{what} is not built yet; leave it out"
 
 
-_SPECULATION, _LORA = _unbuilt("speculative decoding"), _unbuilt("LoRA")
+_LORA = _unbuilt("LoRA")
 _GPUS, _IMAGES = _unbuilt("an engine on several GPUs"), _unbuilt("input of images")
 _OVERRIDES = _unbuilt("overriding the config of a checkpoint")
+_ADAPTIVE = "drafts are as long as pays, also none; leave it out, or use adaptive_speculation"
+_DRAFT = "a draft model is where the model is, with as long a context; leave it out"
+_EXACT = "a draft is kept where the model draws the same token; leave it out"
 
 # setting: the value that asks for nothing, and what to do about any other
 FOREIGN: Mapping[str, tuple[object, str]] = {
-    "speculative_config": (None, _SPECULATION),
+    "speculative_num_draft_tokens": (
+        None,
+        "it counts the token before the drafts too; use num_speculative_tokens, which is one less",
+    ),
+    "speculative_eagle_topk": (1, "drafts are chains; leave it out"),
+    "speculative_accept_threshold_single": (1.0, _EXACT),
+    "speculative_accept_threshold_acc": (1.0, _EXACT),
+    "draft_min": (0, _ADAPTIVE),
+    "draft_p_min": (0.75, _ADAPTIVE),
+    "ctx_size_draft": (0, _DRAFT),
+    "gpu_layers_draft": (None, _DRAFT),
+    "device_draft": (None, _DRAFT),
     "tensor_parallel_size": (1, _GPUS),
     "tp": (1, _GPUS),
     "tp_size": (1, _GPUS),
@@ -67,6 +81,10 @@ FOREIGN: Mapping[str, tuple[object, str]] = {
 
 SHORT_FLAGS: Mapping[str, str] = {
     "n_gpu_layers": "-ngl",
+    "model_draft": "-md",
+    "ctx_size_draft": "-cd",
+    "gpu_layers_draft": "-ngld",
+    "device_draft": "-devd",
     "parallel": "-np",
     "tensor_parallel_size": "-tp",
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import logging
 import os
 import re
@@ -39,14 +40,16 @@ def knob(
     opposites: tuple[str, ...] = (),
     formerly: tuple[str, ...] = (),
     is_size: bool = False,
+    is_json: bool = False,
 ) -> Any:
     """Return a dataclass field that is a knob.
 
     `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
     the release before this one.
     """
-    metadata = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
-    return field(default=default, metadata=metadata | {"formerly": formerly, "is_size": is_size})
+    metadata: dict[str, Any] = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
+    metadata |= {"formerly": formerly, "is_size": is_size, "is_json": is_json}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class KnobRow:
     formerly: tuple[str, ...] = ()
     is_many: bool = False  # a tuple: the flag may be given several times
     is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
+    is_json: bool = False  # a text that holds a JSON object; a mapping stands for its text
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -117,6 +121,8 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         value = os.fspath(value)
     if row.is_size and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)  # whether it needs a unit is for the section to say
+    if row.is_json and isinstance(value, Mapping):
+        value = json.dumps(value)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
     return value

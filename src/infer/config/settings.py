@@ -365,6 +365,11 @@ class EngineConfig:
                 "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode phase; "
                 "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
             )
+        if self.speculation.is_on and not self.cache.keeps_cache:
+            raise ConfigError(
+                "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
+                "none; leave speculative decoding out, or use kv_cache_backend=paged"
+            )
         if self.scheduler.preemption == "swap" and self.cache.swap_blocks == 0:
             raise ConfigError(
                 "preemption=swap needs host memory to swap to, but swap_blocks is 0; "

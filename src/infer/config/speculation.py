@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from infer.config.knobs import check_choice, check_positive, knob
+from infer.config.knobs import check_choice, check_positive, knob, knob_rows, parse_knob
+from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
 
 MAX_DRAFTS: Final = 16  # drafts of one sequence in a step; tables with a window have room for them
@@ -25,28 +26,44 @@ DRAFTED: Final = ("draft_model", "eagle3")  # methods that compute them, from fi
 class SpeculationConfig:
     """What proposes tokens that a step then judges together."""
 
-    speculative_decoding: bool = knob(
-        False,
+    speculative_decoding: bool | None = knob(
+        None,
         "let cheap guesses of the next tokens be judged by one step; the text stays the same; default: off, "
-        "unless a method or a draft model is named",
+        "unless a method, a number of tokens or a draft model is named",
     )
     speculative_method: str = knob(
         "auto",
         "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
         "a small model; eagle3: a head trained for the model; auto: draft_model or eagle3 where draft_model "
         "names one, else ngram",
-        choices=("auto", *LOOKUPS, *DRAFTED),
+        choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
+        aliases=("speculative_algorithm",),
     )
     num_speculative_tokens: int | None = knob(
         None,
         f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); default: 8 looked up, "
         "5 computed",
-        aliases=("spec_length", "speculative_num_draft_tokens"),
+        aliases=("spec_length", "draft_max", "draft", "draft_n", "speculative_num_steps"),
     )
     draft_model: str | None = knob(
         None,
         "directory, GGUF file or hub id of a small model with the same vocabulary, or of an EAGLE-3 head",
         aliases=("speculative_model", "model_draft", "speculative_draft_model_path"),
+    )
+    prompt_lookup_max: int = knob(
+        16,
+        "for ngram: tokens at the end of a text that are looked for earlier in it, at most",
+        aliases=("ngram_prompt_lookup_max", "speculative_ngram_max_match_window_size"),
+    )
+    prompt_lookup_min: int = knob(
+        2,
+        "for ngram: tokens that must be the same for what followed them to be guessed",
+        aliases=("ngram_prompt_lookup_min", "speculative_ngram_min_match_window_size"),
+    )
+    suffix_max_answers: int = knob(
+        4096,
+        "for suffix: recent answers that guesses come from; 0: the text of the request alone",
+        aliases=("suffix_decoding_max_cached_requests",),
     )
     adaptive_speculation: bool = knob(
         True,
@@ -58,15 +75,32 @@ class SpeculationConfig:
         "for benchmarks alone: keep each guess with this probability, whatever the model says; the text is "
         "wrong then",
     )
+    speculative_config: str | None = knob(
+        None,
+        "the same knobs as one JSON object with vLLM's names, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}',
+        is_json=True,
+    )
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            self._take_json(self.speculative_config)
+        method = METHODS.get(self.speculative_method, self.speculative_method)
+        object.__setattr__(self, "speculative_method", method)
         check_choice(self, "speculative_method")
-        check_positive(self, "num_speculative_tokens")
+        check_positive(self, "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
         count, share = self.num_speculative_tokens, self.synthetic_acceptance
         if count is not None and count > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens must be at most {MAX_DRAFTS}, got {count}")
         if share is not None and not 0 <= share <= 1:
             raise ConfigError(f"synthetic_acceptance must be from 0 to 1, got {share!r}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is "
+                f"{self.prompt_lookup_max}; the shortest match must not be longer than the longest"
+            )
+        if self.suffix_max_answers < 0:
+            raise ConfigError(f"suffix_max_answers must be >= 0 (0: none), got {self.suffix_max_answers}")
         if self.speculative_method in DRAFTED and self.draft_model is None:
             raise ConfigError(
                 f"speculative_method={self.speculative_method} needs the files of what drafts; name them "
@@ -78,15 +112,35 @@ class SpeculationConfig:
                 "leave one of the two out"
             )
 
+    def _take_json(self, text: str) -> None:
+        """Set the knobs that vLLM's JSON stands for; it asks for speculation even if it names none."""
+        rows = {row.name: row for row in knob_rows("speculation", SpeculationConfig)}
+        for name, value in read_speculative_config(text).items():
+            asked, given = parse_knob(rows[name], value), getattr(self, name)
+            if given not in (rows[name].default, asked):
+                raise ConfigError(
+                    f"speculative_config asks for {name}={asked!r}, and {name} is {given!r}; "
+                    "leave one of the two out"
+                )
+            object.__setattr__(self, name, asked)
+        object.__setattr__(self, "speculative_config", None)
+        if self.speculative_decoding is None:
+            object.__setattr__(self, "speculative_decoding", True)
+
     @property
     def is_on(self) -> bool:
         """Whether sequences get drafts."""
-        return (
-            self.speculative_decoding
-            or self.speculative_method != "auto"
-            or self.draft_model is not None
-            or self.num_speculative_tokens is not None
-        )
+        if self.speculative_decoding is not None:
+            return self.speculative_decoding
+        named = self.speculative_method != "auto", self.draft_model is not None
+        return any(named) or self.num_speculative_tokens is not None
+
+    @property
+    def method(self) -> str:
+        """What proposes drafts, where they are on; `draft_model` may name a head, which loading it shows."""
+        if self.speculative_method != "auto":
+            return self.speculative_method
+        return "ngram" if self.draft_model is None else "draft_model"
 
     @property
     def max_drafts(self) -> int:

@@ -9,9 +9,11 @@ A knob counts as given when its value is not its default.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from infer.config.settings import EngineConfig, knob_table
+from infer.config.speculation import SpeculationConfig
 
 
 class UnusedKnob(NamedTuple):
@@ -29,6 +31,16 @@ def _serves_all(knobs: dict[str, Any]) -> bool:
 
 def _is_naive(knobs: dict[str, Any]) -> bool:
     return bool(knobs["kv_cache_backend"] == "naive")
+
+
+def _has_no_drafts(knobs: dict[str, Any]) -> bool:
+    known = (field.name for field in fields(SpeculationConfig))
+    return not SpeculationConfig(**{name: knobs[name] for name in known}).is_on
+
+
+def _not_by(*methods: str) -> Callable[[dict[str, Any]], bool]:
+    """Return what tells if another method than these proposes drafts."""
+    return lambda knobs: bool(knobs["draft_model"]) or knobs["speculative_method"] not in methods
 
 
 UNUSED = (
@@ -61,6 +73,22 @@ UNUSED = (
         lambda k: k["scheduler_policy"] == "prefill_first" and k["batching_mode"] == "static",
         "batching_mode is static, which puts prompts first under every policy",
     ),
+    *(
+        UnusedKnob(name, _has_no_drafts, "speculative decoding is off")
+        for name in (
+            "speculative_method",
+            "num_speculative_tokens",
+            "draft_model",
+            "prompt_lookup_max",
+            "prompt_lookup_min",
+            "suffix_max_answers",
+            "adaptive_speculation",
+            "synthetic_acceptance",
+        )
+    ),
+    UnusedKnob("prompt_lookup_max", _not_by("auto", "ngram"), "the speculative method is not ngram"),
+    UnusedKnob("prompt_lookup_min", _not_by("auto", "ngram"), "the speculative method is not ngram"),
+    UnusedKnob("suffix_max_answers", _not_by("suffix"), "the speculative method is not suffix"),
 )
 
 

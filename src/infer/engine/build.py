@@ -40,7 +40,7 @@ from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     WINDOW_TOKENS,
-    draft_bytes_per_token,
+    draft_bytes,
     load_draft,
     make_speculation,
 )
@@ -102,8 +102,7 @@ def build_engine(
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         layout = kv_layout(loaded.config, config)
-        draft_bytes = draft_bytes_per_token(draft, layout)
-        size = fit_to_device(config, loaded, step=step, draft_bytes_per_token=draft_bytes)
+        size = fit_to_device(config, loaded, step=step, draft=draft_bytes(config, draft, layout))
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
@@ -163,7 +162,7 @@ def build_engine(
         scheduler.config = config.scheduler
     if observer is not None:
         step_costs = None if speculation is None else speculation.costs
-        observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs))
+        observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs, draft))
     token_bytes = token_bytes or token_bytes_of(
         loaded.source, settings.load.tokenizer, loaded.config, loaded.eos_ids
     )
@@ -381,6 +380,7 @@ def _facts(
     size: CacheSize,
     cost: PreemptionCost,
     step_costs: StepCosts | None,
+    draft: LoadedModel | None,
 ) -> RunFacts:
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
@@ -399,5 +399,7 @@ def _facts(
         cache=size,
         cost=cost,
         step_costs=step_costs,
+        draft_model="" if draft is None else draft.name,
+        draft_fingerprint="" if draft is None else fingerprint(draft.config, draft.eos_ids),
         steps_ahead=config.steps_ahead,
     )

@@ -43,6 +43,16 @@ SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are ad
 SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
 
 
+class DraftBytes(NamedTuple):
+    """What a model that drafts takes beside its weights."""
+
+    per_token: int = 0  # of keys and values, in as many blocks as the model has
+    step: int = 0  # its largest steps, their graphs and buffers
+
+
+NO_DRAFT = DraftBytes()
+
+
 def fit_to_device(
     config: ResolvedConfig,
     loaded: LoadedModel | LoadChoice,
@@ -50,18 +60,18 @@ def fit_to_device(
     weight_bytes: int = 0,
     step: StepBytes | None = None,
     scratch: Scratch = NO_SCRATCH,
-    draft_bytes_per_token: int = 0,
+    draft: DraftBytes = NO_DRAFT,
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
     `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
     steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
-    A token takes `draft_bytes_per_token` more where another model drafts.
+    `draft` is what another model takes that drafts.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
-    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft_bytes_per_token)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes
     check_host_blocks(config.settings.cache.swap_blocks, size, free_host)
     return size
@@ -72,7 +82,7 @@ def fit_to_memory(
     loaded: LoadedModel | LoadChoice,
     memory: DeviceMemory,
     step: StepBytes,
-    draft_bytes_per_token: int = 0,
+    draft: DraftBytes = NO_DRAFT,
 ) -> CacheSize:
     """Return the size of the cache in this memory, of which the weights are taken off already."""
     cache = config.settings.cache
@@ -80,9 +90,9 @@ def fit_to_memory(
     return fit_cache(
         cache,
         config.scheduler,
-        step,
+        step._replace(buffers=step.buffers + draft.step),
         max_seq_len=config.max_seq_len,
-        bytes_per_token=kept.bytes_per_token + draft_bytes_per_token,
+        bytes_per_token=kept.bytes_per_token + draft.per_token,
         free_bytes=memory.room,
         share=cache.kv_cache_share or cache_share(loaded.device),
         workspace=kept.workspace,

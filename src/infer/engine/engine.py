@@ -54,7 +54,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infer.constraints.compiler import Compiler, Grammar
 from infer.constraints.compiling import CompilingRequests
@@ -249,8 +249,21 @@ class Engine:
             num_grammar_failures=self._compiling.num_failures,
             grammar_s=self._compile_s.total,
             grammar_times=tuple(self._compile_s.counts),
+            **self._draft_counts(),
             **self._form,
         )
+
+    def _draft_counts(self) -> dict[str, Any]:
+        if self.speculation is None:
+            return {}
+        totals = self.speculation.totals
+        return {
+            "num_draft_windows": totals.num_windows,
+            "num_draft_tokens": totals.num_drafts,
+            "num_accepted_tokens": totals.num_accepted,
+            "accepted_by_position": self.speculation.accepted_by_position(),
+            "draft_saved_s": self.speculation.saved_s,
+        }
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""

@@ -114,7 +114,7 @@ class RequestTable:
         sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
         if self.waiting_for_ids:
             sampled = self._fork_leaders(sampled, offers)
-        is_guided = bool(self.guided.guides)
+        is_guided, has_drafts = bool(self.guided.guides), plan.chunks.num_drafts > 0
         if is_guided:
             sampled = self.guided.report(sampled, outputs)
         for seq, ids, logprobs in sampled:
@@ -127,12 +127,13 @@ class RequestTable:
                     break
             else:
                 if len(tokens) < seq.bare_until:
-                    outputs.append(StepOutput(seq.request_id, seq.index, ids))
+                    counts = seq.draft_counts if has_drafts else None
+                    outputs.append(StepOutput(seq.request_id, seq.index, ids, drafts=counts))
                     continue
             outputs.append(self.describe(seq, ids, logprobs))
         self.num_output_tokens += (
             sum(len(output.token_ids) for output in outputs)
-            if plan.chunks.num_drafts or is_guided  # a constraint that fails gives outputs without ids
+            if has_drafts or is_guided  # a constraint that fails gives outputs without ids
             else len(outputs)
         )
         for group, beams in offers.values():
@@ -267,7 +268,7 @@ class RequestTable:
         seq.finish_reason = reason
         self.guided.drop(seq)
         if self.speculation is not None:
-            seq.draft_counts = self.speculation.finish(seq)
+            self.speculation.finish(seq)
         self._scheduler.remove(seq)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:

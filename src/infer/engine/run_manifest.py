@@ -45,6 +45,8 @@ class RunFacts:
     cache: CacheSize
     cost: PreemptionCost
     step_costs: StepCosts | None = None  # where sequences get drafts: seconds of steps
+    draft_model: str = ""  # the name of the model that drafts; none: none does
+    draft_fingerprint: str = ""
     steps_ahead: int  # launched before one is read: a sequence that stops at an id is in so many plans more
 
 

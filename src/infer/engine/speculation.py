@@ -92,6 +92,7 @@ class Speculation:
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
+        self.saved_s = 0.0  # estimated, as the costs have it: less than nothing where drafts were wrong
 
     @property
     def costs(self) -> StepCosts:
@@ -168,19 +169,29 @@ class Speculation:
 
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Learn what became of a step's drafts, before they are taken back."""
+        num_kept = longest = 0
         for seq, kept in zip(plan.chunks.sequences, ids, strict=True):
             if seq.drafts and kept:
-                self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
+                known = self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
+                if known is not None:
+                    seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length))
                 self.totals.update(len(seq.drafts), len(kept) - 1)
+                num_kept, longest = num_kept + len(kept) - 1, max(longest, len(seq.drafts))
+        num_rows, num_drafts = len(plan.chunks.sequences), plan.chunks.num_drafts
+        self.saved_s += self.costs.saved(num_rows, num_drafts, num_kept, longest)
 
-    def finish(self, seq: Sequence) -> DraftCounts | None:
-        """Forget a sequence that has ended; what became of its drafts, where it had any."""
+    def accepted_by_position(self) -> tuple[int, ...]:
+        """How many drafts were kept at each position of a window that a sequence can have."""
+        counts = self.totals.by_position
+        return tuple(counts + [0] * (self._max_drafts - len(counts)))
+
+    def finish(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended."""
         if self._limits.pop(seq.seq_id, None) is None:
-            return None
+            return
         if self._proposer is not None:
             self._proposer.finish(self._wish(seq, 0))
-        found = self._lengths.forget(seq.seq_id)
-        return DraftCounts(found.num_drafts, tuple(found.by_length)) if found.num_drafts else None
+        self._lengths.forget(seq.seq_id)
 
     # -- who and how many -------------------------------------------------------------------------
 
@@ -199,6 +210,7 @@ class Speculation:
             limit = self._limits.get(seq.seq_id)
             if limit is None:
                 limit = self._limits[seq.seq_id] = self._limit(seq)
+                self._lengths.begin(seq.seq_id)
             limit = min(limit, seq.max_total - 1 - seq.num_tokens)
             if limit > 0 and seq.num_samples == 1 and seq.num_output > 0:
                 yield seq, self._wish(seq, limit)

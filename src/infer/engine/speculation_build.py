@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,8 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.resolve import ResolvedConfig
-from infer.config.speculation import MAX_DRAFTS
+from infer.config.speculation import MAX_DRAFTS, SpeculationConfig
+from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_step_costs
@@ -27,9 +29,12 @@ from infer.execution.host_sampling import SyntheticJudge
 from infer.execution.torch_device import TorchDevice
 from infer.layers.bind import bind
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model
+from infer.loader.formats.hf_config import read_hf_config
+from infer.loader.headers import ModelHeaders, headers_of_config, read_headers
+from infer.loader.load import LoadChoice, LoadedModel, load_model
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
+from infer.models.config import ModelConfig
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.ngram import NgramProposer
@@ -43,36 +48,81 @@ DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
 HOST_GAP_S: Final = 0.3e-3  # that a GPU waits for the host where steps do not overlap, and
 ROW_GAP_S: Final = 80e-6  # more for each sequence
-LOOKUPS: Final[dict[str, type[Proposer]]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+
+
+def read_draft(
+    settings: SpeculationConfig,
+    model: ModelConfig,
+    name: str,
+    find: Callable[[str], ModelHeaders] | None = None,
+) -> ModelHeaders | None:
+    """Return what the files say of the model that drafts, if there is one; one that cannot is refused.
+
+    `find` replaces how they are found: a plan and a benchmark may have a config.json alone.
+    """
+    if not settings.is_on or settings.draft_model is None:
+        return None
+    headers = _find_draft(settings, settings.draft_model) if find is None else find(settings.draft_model)
+    if headers.config.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"draft_model={settings.draft_model} has {headers.config.vocab_size} tokens and {name} has "
+            f"{model.vocab_size}: a model can only draft for one with the same vocabulary"
+        )
+    return headers
+
+
+def _find_draft(settings: SpeculationConfig, name: str) -> ModelHeaders:
+    """Return the headers of a model that drafts; a head on the hidden states of another is refused."""
+    source = resolve_model(name, show_progress=False)
+    raw = {} if source.is_gguf else read_hf_config(source.path)
+    is_head = "draft_vocab_size" in raw or "speculators_model_type" in raw
+    if is_head or settings.method == "eagle3" or "Eagle3" in str(raw.get("architectures")):
+        raise ConfigError(
+            f"draft_model={name}: EAGLE-3 heads are not served yet; use a whole model with the same "
+            "vocabulary, or speculative_method=ngram or suffix"
+        )
+    return read_headers(source)
+
+
+def _find_shape(name: str) -> ModelHeaders:
+    return headers_of_config(Path(name) / "config.json", name)
 
 
 def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | None:
     """Load the model that drafts, if there is one, beside the one it drafts for."""
-    settings = config.settings.speculation
-    if settings.draft_model is None:
+    settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
+    headers = read_draft(settings, loaded.config, loaded.name, _find_shape if is_made_up else None)
+    if headers is None:
         return None
     dtype, device = config.settings.load.dtype, str(loaded.device)
-    if loaded.source is None:  # weights out of thin air: of a benchmark
-        draft = load_random(Path(settings.draft_model), dtype=dtype, device=device)
+    if is_made_up:
+        draft = load_random(headers.source.path.parent, dtype=dtype, device=device)
     else:
-        source = resolve_model(settings.draft_model, show_progress=False)
-        draft = load_model(source, dtype=dtype, device=device, quantization="auto")
-    if draft.config.vocab_size != loaded.config.vocab_size:
-        raise ConfigError(
-            f"draft_model={settings.draft_model} has {draft.config.vocab_size} tokens and {loaded.name} has "
-            f"{loaded.config.vocab_size}: a model can only draft for one with the same vocabulary"
-        )
+        draft = load_model(headers.source, dtype=dtype, device=device, quantization="auto", headers=headers)
     bind(draft.model, draft.device, deterministic=config.deterministic)()
     return draft
 
 
-def draft_bytes_per_token(draft: LoadedModel | None, layout: KVLayout) -> int:
-    """Return what a token of each of the model's tables takes in the cache of the model that drafts."""
+def draft_bytes(
+    config: ResolvedConfig, draft: LoadedModel | LoadChoice | None, layout: KVLayout
+) -> DraftBytes:
+    """Return what the model that drafts takes: a token of each of the model's tables, and its steps."""
     if draft is None:
-        return 0
-    model = draft.config
+        return NO_DRAFT
+    model, scheduler = draft.config, config.scheduler
     each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, draft.dtype.itemsize)
-    return each * len(layout.windows)
+    step = step_bytes(
+        replace(
+            scheduler,
+            max_batch_size=min(DRAFT_ROWS, scheduler.max_batch_size),
+            max_num_batched_tokens=DRAFT_TOKENS,
+        ),
+        model,
+        max_seq_len=config.max_seq_len,
+        bytes_per_element=draft.dtype.itemsize,
+        graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
+    )
+    return DraftBytes(each * len(layout.windows), step.total)
 
 
 def make_speculation(
@@ -106,9 +156,7 @@ def make_speculation(
             target=device if isinstance(device, GpuDevice) else None,
         )
     else:
-        proposer = LOOKUPS[
-            "ngram" if settings.speculative_method == "auto" else settings.speculative_method
-        ]()
+        proposer = _make_proposer(settings)
     if costs is None:
         overlaps = config.steps_ahead > 0
         costs = measure_step_costs(
@@ -144,6 +192,13 @@ def make_speculation(
         is_synthetic=settings.synthetic_acceptance is not None,
         prepare=prepare,
     )
+
+
+def _make_proposer(settings: SpeculationConfig) -> Proposer:
+    """Return what looks drafts up."""
+    if settings.method == "suffix":
+        return SuffixProposer(settings.suffix_max_answers)
+    return NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)
 
 
 def _make_device(

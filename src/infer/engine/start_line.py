@@ -3,7 +3,7 @@
     engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
         kv_cache_tokens=130112 prefix_caching=on preemption=recompute device=cpu threads=4 attention=c
         decode_attention=c mlp=kernels weights="Q4_1+Q8_0 92.0MiB, kept as int4 ..." products=exact
-        dtype=float32 kv_cache_dtype=float32
+        dtype=float32 kv_cache_dtype=float32 speculation=ngram,8
 
 It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
 setting turns off is named at the end, as `note="..."`.
@@ -45,6 +45,7 @@ def describe_engine(
         "kv_cache_dtype": '"fp8, scales of the checkpoint"'
         if config.has_fixed_kv_scales
         else kv_cache_dtype(config),
+        **_speculation(config),
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
     notes = [f"{name} is {why}" for name, why in config.overruled.items()]
@@ -80,6 +81,12 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
         name = torch.cuda.get_device_name(config.device)
         return {"device": config.device, "gpu": name.replace(" ", "_")}
     return {"device": config.device, "threads": torch.get_num_threads()}
+
+
+def _speculation(config: ResolvedConfig) -> dict[str, object]:
+    """What proposes drafts, and how many at most; nothing where there are none."""
+    settings = config.settings.speculation
+    return {"speculation": f"{settings.method},{settings.max_drafts}"} if settings.is_on else {}
 
 
 def _preemption(config: ResolvedConfig) -> str:

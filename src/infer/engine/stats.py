@@ -43,6 +43,11 @@ class EngineStats(EngineForm):
     num_grammar_failures: int = 0  # counter: constraints that could not be compiled
     grammar_s: float = 0.0  # counter: seconds of compiling, and
     grammar_times: tuple[int, ...] = ()  # counters: how often, one per bucket of GRAMMAR_SECONDS
+    num_draft_windows: int = 0  # counter: sequences' steps with drafts
+    num_draft_tokens: int = 0  # counter: drafts that steps have judged
+    num_accepted_tokens: int = 0  # counter: of these, kept
+    accepted_by_position: tuple[int, ...] = ()  # counters: kept at each position of a window
+    draft_saved_s: float = 0.0  # seconds saved in all, estimated; falls where drafts are wrong
     block_size: int = 0  # tokens
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences

@@ -30,7 +30,7 @@ from infer.dialects.events import (
 from infer.dialects.parser import AnswerParser
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
-from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.request import DraftCounts, Request, StepOutput
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -58,6 +58,7 @@ class CompletionOutput:
     reasoning: str | None = None  # what the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
+    drafts: DraftCounts | None = None  # what became of its drafts, where it had any
     events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # as they were streamed
 
 
@@ -120,6 +121,7 @@ class RequestOutput:
                     "logprobs": _plain_rows(output.logprobs),
                     "cumulative_logprob": output.cumulative_logprob,
                     "reasoning": output.reasoning,
+                    "speculative_decoding": None if output.drafts is None else output.drafts.to_wire(),
                     "tool_calls": [
                         {"id": call.call_id, "name": call.name, "arguments": call.arguments}
                         for call in output.tool_calls
@@ -180,6 +182,7 @@ class _SequenceText:
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.drafts: DraftCounts | None = None
 
     @property
     def text(self) -> str:
@@ -210,7 +213,7 @@ class _SequenceText:
             if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
                 self._detokenizer.look_for(self._request.params.stop)
         self.logprobs.extend(output.logprobs[:num_taken])
-        self.cumulative_logprob = output.cumulative_logprob
+        self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
         if self._detokenizer.stopped is not None:
             rest = self._stop_at(self._detokenizer.stopped)
             if parser is None:
@@ -268,6 +271,7 @@ class _SequenceText:
             reasoning=reasoning or None,
             tool_calls=join_calls(self.events),
             num_reasoning_tokens=self.num_reasoning,
+            drafts=self.drafts,
             events=tuple(self.events),
         )
 

@@ -8,7 +8,7 @@ request with a `pooling`: its one output comes with the last chunk of its prompt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,27 @@ class DraftCounts(NamedTuple):
     num_drafts: int
     by_length: tuple[int, ...]  # windows by the number of drafts kept, from 0
 
+    @property
+    def num_windows(self) -> int:
+        """The number of steps in which the sequence had drafts."""
+        return sum(self.by_length)
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of drafts that were kept."""
+        return sum(length * count for length, count in enumerate(self.by_length))
+
+    def to_wire(self) -> dict[str, Any]:
+        """The counts and what follows from them, in vLLM's words."""
+        return {
+            "mean_acceptance_length": 1 + self.num_accepted / self.num_windows,
+            "draft_acceptance_rate": self.num_accepted / self.num_drafts,
+            "acceptance_histogram": list(self.by_length),
+            "num_spec_steps": self.num_windows,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_draft_tokens": self.num_drafts,
+        }
+
 
 class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one step made for one sequence of a request; made and sent by the thousand, so no dataclass.
@@ -57,5 +78,5 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
     param: str | None = None  # the field of the request that is to blame for it; None: the engine is
-    drafts: DraftCounts | None = None  # with the last output of a sequence that had any
+    drafts: DraftCounts | None = None  # all so far, with each step that judged some, and with the last
     embedding: tuple[float, ...] = ()  # pooled hidden states of a prompt, where the request asked for them

@@ -49,6 +49,10 @@ GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "num_requests_running": ("sequences being computed", lambda c: c.stats().num_running),
     "num_requests_waiting": ("sequences waiting for room", lambda c: c.stats().num_waiting),
     "kv_cache_usage_perc": ("share of KV-cache blocks in use, 0 to 1", _cache_use),
+    "spec_decode_seconds_saved": (
+        "by drafts, estimated; falls where they are wrong",
+        lambda c: c.stats().draft_saved_s,
+    ),
     "engine_up": ("1 if the engine is alive and makes progress", lambda c: c.failure is None),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -56,6 +60,9 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_hits": ("of these, found", lambda s: s.num_hit_tokens),
     "num_preemptions": ("sequences that gave back blocks", lambda s: s.num_preemptions),
     "engine_restarts": ("times the engine was started again", lambda s: s.num_restarts),
+    "spec_decode_num_drafts": ("steps of a sequence with drafts", lambda s: s.num_draft_windows),
+    "spec_decode_num_draft_tokens": ("drafts judged", lambda s: s.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": ("of these, kept", lambda s: s.num_accepted_tokens),
     "grammar_failures": ("constraints not compiled", lambda s: s.num_grammar_failures),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
@@ -165,6 +172,16 @@ class ServerMetrics(Collector):
             yield self._gauge(name, text, [(meter.labels, gauge(meter)) for meter, _ in meters])
         for name, (text, counter) in COUNTERS.items():
             yield self._counter(name, text, [(meter.labels, counter(stats)) for meter, stats in meters])
+        yield self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "drafts kept, by their position in a window",
+            [
+                ((*meter.labels, str(position)), count)
+                for meter, stats in meters
+                for position, count in enumerate(stats.accepted_by_position)
+            ],
+            (*LABELS, "position"),
+        )
         for name, text in COUNTED.items():
             yield self._counter(name, text, [(meter.labels, meter.counts[name]) for meter, _ in meters])
         for name, (text, _) in MEASURED.items():

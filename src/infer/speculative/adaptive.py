@@ -94,6 +94,12 @@ class StepCosts:
         slope = (later - less) / (more - fewer) if more > fewer else 0.0
         return less + slope * max(num_tokens - fewer, 0)
 
+    def saved(self, num_rows: int, num_drafts: int, num_kept: int, longest: int) -> float:
+        """The seconds that the drafts of a step saved: what they kept took none, and they took longer."""
+        plain = self.seconds(num_rows)
+        drafting = self.gap_s + self.draft_s * longest
+        return num_kept * plain / num_rows - (self.seconds(num_rows + num_drafts) - plain + drafting)
+
 
 @dataclass(slots=True)
 class Acceptance:
@@ -233,10 +239,16 @@ class DraftLengths:
             counts[place % len(rows)] += 1
         return counts
 
-    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> None:
+    def begin(self, seq_id: int) -> None:
+        """Count the windows of a sequence from now on, also if its lengths are not chosen here."""
+        self._known[seq_id] = Acceptance()
+
+    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> Acceptance | None:
         """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
-        if seq_id in self._known:
-            self._known[seq_id].update(num_drafts, num_accepted)
+        known = self._known.get(seq_id)
+        if known is not None:
+            known.update(num_drafts, num_accepted)
+        return known
 
     def forget(self, seq_id: int) -> Acceptance:
         """What was known of a sequence that has ended."""

@@ -1,6 +1,7 @@
 """Will it fit? The memory of a model on a machine, from its config and headers alone.
 
-    memory = weights + activations of the largest step + graphs + KV cache (+ workspace) + runtime
+    memory = weights (+ a draft model's) + activations of the largest step + graphs + KV cache (+ workspace)
+             + runtime
 
 Weights, activations and bytes per token are arithmetic (cache/memory.py); what `device_memory` leaves is the
 cache, and the cache divided by a context is how many sequences of that length run at once. The plan ends in
@@ -16,8 +17,11 @@ all? What cannot is refused before minutes are spent on reading weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,9 +41,20 @@ from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import compute_step, fit_to_device, fit_to_memory, kept_as, kept_cache, scratch_of
+from infer.engine.cache_fit import (
+    NO_DRAFT,
+    DraftBytes,
+    compute_step,
+    fit_to_device,
+    fit_to_memory,
+    kept_as,
+    kept_cache,
+    kv_layout,
+    scratch_of,
+)
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
+from infer.engine.speculation_build import draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES
@@ -89,6 +104,19 @@ class MachineMemory:
         return resolve(config, machine, facts_of(choice))
 
 
+class DraftMemory(NamedTuple):
+    """What a model that drafts takes beside the one it drafts for, in bytes."""
+
+    name: str = ""  # none: nothing drafts, or nothing that has weights
+    weights: int = 0
+    beside: DraftBytes = NO_DRAFT
+
+    @property
+    def total(self) -> int:
+        """All but keys and values, which are in the cache."""
+        return self.weights + self.beside.step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Where the memory goes; all sizes in bytes."""
@@ -99,6 +127,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     weights: int
+    draft: DraftMemory
     step: StepBytes
     graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
     workspace: int
@@ -109,7 +138,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of it, on the device."""
-        beside = self.step.total + self.workspace + self.machine.runtime
+        beside = self.draft.total + self.step.total + self.workspace + self.machine.runtime
         return self.weights + beside + self.cache.num_bytes
 
     @property
@@ -157,13 +186,37 @@ class MemoryPlan:
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
     resolved = resolve_for(config, choice)
-    model = choice.plan.skeleton
+    model, machine = choice.plan.skeleton, machine_on(choice.device, config.cache.device_memory)
     scratch = scratch_of(model, resolved.scheduler)
+    draft = plan_draft(resolved, choice, machine)
     try:
-        fit_to_device(resolved, choice, weight_bytes=kept_bytes(model), scratch=scratch)
+        fit_to_device(
+            resolved,
+            choice,
+            weight_bytes=kept_bytes(model) + draft.weights,
+            scratch=scratch,
+            draft=draft.beside,
+        )
     except NoRoom as error:
-        advice = _what_fits(config, choice, machine_on(choice.device, config.cache.device_memory))
+        advice = _what_fits(config, choice, machine, draft)
         raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
+
+
+def plan_draft(
+    resolved: ResolvedConfig,
+    choice: LoadChoice,
+    machine: MachineMemory,
+    find: Callable[[str], ModelHeaders] | None = None,
+) -> DraftMemory:
+    """Return what the model that drafts would take; `find` as in `read_draft`."""
+    config = resolved.settings
+    headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
+    if headers is None:
+        return DraftMemory()
+    load = replace(config.load, quantization="auto", max_seq_len=None)
+    draft = choose_load(replace(config, load=load), headers, machine)
+    layout = kv_layout(choice.config, resolved)
+    return DraftMemory(headers.source.name, weight_bytes(draft.plan), draft_bytes(resolved, draft, layout))
 
 
 def plan_memory(
@@ -184,14 +237,17 @@ def plan_memory(
     step = steps_of(resolved, choice)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
-    beside = machine.unloaded.with_weights(weights)
+    draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
+    beside = machine.unloaded.with_weights(weights + draft.weights)
     left = beside.room
-    parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    needed = max(step.total, _loading_bytes(choice, machine))
-    if (left - needed) / (1 + share) < config.cache.block_size * bytes_per_token:
+    drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""
+    parts = f"{format_bytes(weights)} of weights{drafting} and {format_bytes(activations)} of activations"
+    needed = max(step.total + draft.beside.step, _loading_bytes(choice, machine))
+    each = bytes_per_token + draft.beside.per_token
+    if (left - needed) / (1 + share) < config.cache.block_size * each:
         needs = f"{in_form(choice.weights)} needs {parts}"
-        raise NoRoom(_too_small(config, choice, machine, needs, step) if advises else needs)
-    cache = fit_to_memory(resolved, choice, beside, step)
+        raise NoRoom(_too_small(config, choice, machine, needs, step, draft) if advises else needs)
+    cache = fit_to_memory(resolved, choice, beside, step, draft.beside)
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
@@ -201,6 +257,7 @@ def plan_memory(
         num_parameters=num_weights(choice.plan.skeleton),
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
         weights=weights,
+        draft=draft,
         step=step,
         graphs=step.total - activations,
         workspace=int(cache.num_bytes * share),
@@ -239,7 +296,12 @@ def _loading_bytes(choice: LoadChoice, machine: MachineMemory) -> int:
 
 
 def _too_small(
-    config: EngineConfig, choice: LoadChoice, machine: MachineMemory, parts: str, step: StepBytes
+    config: EngineConfig,
+    choice: LoadChoice,
+    machine: MachineMemory,
+    parts: str,
+    step: StepBytes,
+    draft: DraftMemory,
 ) -> str:
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
     graphs, runtime = step.total - step.activations, machine.runtime
@@ -249,7 +311,7 @@ def _too_small(
         + (f", and {format_bytes(runtime)} of the GPU's runtime" if runtime else "")
         + f", but there are {format_bytes(machine.memory)}"
         + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
-        + f"; {_what_fits(config, choice, machine)}"
+        + f"; {_what_fits(config, choice, machine, draft)}"
     )
 
 
@@ -258,7 +320,7 @@ def in_form(weight_format: str) -> str:
     return weight_format if weight_format == AS_STORED else f"in {weight_format}"
 
 
-def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory) -> str:
+def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory, draft: DraftMemory) -> str:
     """The first change of knobs with which the model fits, or how far the last one is from it.
 
     Of the forms that weights can be rounded to, every one that fits is named.
@@ -274,9 +336,10 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory)
         step = steps_of(machine.resolve(settings, choice), choice)
         kept = kept_as(config.cache, choice.dtype).itemsize
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
+        token += draft.beside.per_token
         beside = max(step.total, _loading_bytes(choice, machine)) + 2 * config.cache.block_size * token
         share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
-        needed = weight_bytes(choice.plan) + int(beside / share) + machine.runtime
+        needed = weight_bytes(choice.plan) + draft.total + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
         if needed <= machine.memory:

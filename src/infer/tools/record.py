@@ -217,6 +217,8 @@ class _Header(msgspec.Struct, kw_only=True):
     cache: CacheSize
     cost: PreemptionCost
     step_costs: StepCosts | None = None
+    draft_model: str = ""
+    draft_fingerprint: str = ""
     steps_ahead: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
 
     def to_facts(self) -> RunFacts:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infer.config.knobs import own_names
 from infer.config.settings import EngineConfig, knob_table
@@ -30,6 +30,9 @@ from infer.errors import ConfigError, InferError
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence
 from infer.tools.record import Aborted, Added, Failed, Masked, Ordered, Ran, Record, Reset
+
+if TYPE_CHECKING:
+    from infer.loader.headers import ModelHeaders
 
 MAX_SHOWN_BLOCKS = 12
 
@@ -175,7 +178,14 @@ def _first_difference(what: str, before: Seq[Any], after: Seq[Any]) -> str:
     return f"{what}, number {place}: in the record {shown(before)}, now {shown(after)}"
 
 
-def replay_model(record: Record, model: str | None, *, device: str | None, show_progress: bool) -> Replay:
+def replay_model(
+    record: Record,
+    model: str | None,
+    *,
+    draft_model: str | None = None,
+    device: str | None,
+    show_progress: bool,
+) -> Replay:
     """Load the model of a record and build its engine, or say why this is another model."""
     import torch
 
@@ -184,15 +194,14 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
     from infer.loader.load import load_model, read_headers
 
     facts = record.facts
-    config = replay_config(facts, model, device=device)
+    config = replay_config(facts, model, draft_model=draft_model, device=device)
     check_threads(facts.num_threads)
     torch.set_num_threads(facts.num_threads)
     headers = read_headers(resolve_model(model, show_progress=show_progress))
-    if (found := fingerprint(headers.config, headers.eos_ids)) != facts.fingerprint:
-        raise ConfigError(
-            f"the record was made with {facts.model} (fingerprint {facts.fingerprint}), but "
-            f"{headers.source.name} has fingerprint {found}; give the recorded model with --model"
-        )
+    _check_model(headers, facts.model, facts.fingerprint, "--model")
+    if draft_model is not None:
+        draft = read_headers(resolve_model(draft_model, show_progress=show_progress))
+        _check_model(draft, facts.draft_model, facts.draft_fingerprint, "--draft-model")
     loaded = load_model(
         headers.source,
         dtype=facts.dtype,
@@ -215,6 +224,15 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
     )
 
 
+def _check_model(headers: ModelHeaders, name: str, recorded: str, flag: str) -> None:
+    """Refuse a model that is not the recorded one."""
+    if (found := fingerprint(headers.config, headers.eos_ids)) != recorded:
+        raise ConfigError(
+            f"the record was made with {name} (fingerprint {recorded}), but {headers.source.name} has "
+            f"fingerprint {found}; give the recorded model with {flag}"
+        )
+
+
 def check_threads(num_threads: int) -> None:
     """Refuse a record that wants more threads than this machine can run: it may come from a stranger."""
     num_cores = os.cpu_count() or 1
@@ -225,14 +243,23 @@ def check_threads(num_threads: int) -> None:
         )
 
 
-def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:
+def replay_config(
+    facts: RunFacts, model: str | None, *, draft_model: str | None = None, device: str | None = None
+) -> EngineConfig:
     """Return the config of the recorded engine, with all that was chosen at its start given."""
+    if facts.draft_model and draft_model is None:
+        raise ConfigError(
+            f"the record was made with the draft model {facts.draft_model}; give it with --draft-model"
+        )
+    if draft_model is not None and not facts.draft_model:
+        raise ConfigError("the record was made without a draft model; leave --draft-model out")
     table = knob_table()
     known = {name for row in table.values() for name in (row.name, *row.spellings)}
     unknown = set(facts.knobs) - known
     if unknown:
         raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
+    knobs["draft_model"] = draft_model
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.

@@ -35,6 +35,8 @@ def test_each_idea_does_what_it_is_for(found: dict[str, dict[str, float]]) -> No
     assert found["sessions"]["num_hit_tokens"] > 0.5 * found["sessions"]["num_queried_tokens"]
     assert found["paged, small cache"]["num_preemptions"] > 0
     assert found["swap"]["num_preemptions"] > 0
+    assert found["drafts"]["num_steps"] < 0.6 * found["one by one"]["num_steps"]
+    assert found["drafts"]["num_accepted_tokens"] < found["drafts"]["num_draft_tokens"]
     assert all(row["num_errors"] == 0 for row in found.values())
 
 

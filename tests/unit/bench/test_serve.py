@@ -321,6 +321,8 @@ def test_counters_of_any_server_are_read() -> None:
     assert scrape.figures({}, {"num_preemptions": 5.0}) == {}
     before = {"num_queried": 10.0, "num_hits": 0.0}
     assert scrape.figures(before, {"num_queried": 110.0, "num_hits": 25.0}) == {"cache_hit_share": 0.25}
+    drafts = {"num_drafts": 0.0, "num_kept": 0.0}
+    assert scrape.figures(drafts, {"num_drafts": 10.0, "num_kept": 7.0}) == {"draft_share": 0.7}
 
 
 def test_an_independent_client_sees_the_same(server: ThreadServer) -> None:

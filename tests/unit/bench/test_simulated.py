@@ -271,3 +271,23 @@ def test_too_few_steps_are_no_basis(tmp_path: Path) -> None:
     write_timed_record(tmp_path / "r.jsonl", StepCost(), 5)
     with pytest.raises(ConfigError, match="has 5 timed steps; fitting a cost needs 20"):
         fit_cost(Record(tmp_path / "r.jsonl"))
+
+
+def test_drafts_that_are_right_take_no_steps_of_their_own() -> None:
+    cost = StepCost(base=1.0, per_token=0.01, per_kv_token=0, per_block=0)
+    load = [ask(0, 8, 61)]
+    plain = run(load, cost)
+    fast = run(load, cost, num_speculative_tokens=4, synthetic_acceptance=1.0, adaptive_speculation=False)
+    assert plain.num_steps == 61
+    assert fast.num_steps == 1 + 12, "60 tokens, five at a time"
+    assert fast.seconds < plain.seconds / 4
+    wrong = run(load, cost, num_speculative_tokens=4, synthetic_acceptance=0.0, adaptive_speculation=False)
+    assert wrong.num_steps == plain.num_steps and wrong.seconds > plain.seconds
+    adaptive = run(load, cost, num_speculative_tokens=4, synthetic_acceptance=0.0)
+    assert plain.seconds < adaptive.seconds < wrong.seconds
+
+
+def test_a_simulation_has_no_texts_to_guess_from() -> None:
+    for knobs in ({"speculative_method": "ngram"}, {"draft_model": "x", "synthetic_acceptance": 0.5}):
+        with pytest.raises(ConfigError, match="give synthetic_acceptance, .* leave speculative decoding out"):
+            run([ask(0, 8, 4)], **knobs)

@@ -300,6 +300,7 @@ def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
         "stop 'END NOW' HALT",
         "ignore_eos on",
         "logit_bias 5=-1",
+        "num_speculative_tokens 0",
     )
     lines = "".join(f"/set {setting}\n" for setting in settings)
     outcome = infer("chat", "--seed", "7", stdin=f"{lines}one\n/set stop default\n/set seed 9\ntwo\n")
@@ -310,7 +311,7 @@ def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
         ("END NOW", "HALT"),
         True,
     )
-    assert (first.seed, first.logit_bias) == (7, {5: -1.0})
+    assert (first.seed, first.logit_bias, first.num_speculative_tokens) == (7, {5: -1.0}, 0)
     assert (second.stop, second.seed, second.temperature) == ((), 9, 0.25)
     assert "[temperature is 0.25]\n[max_tokens is none]\n[stop is 'END NOW' HALT]\n" in outcome.err
 
@@ -324,6 +325,7 @@ def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
         ("/set temperature -1", "[not set: temperature must be"),
         ("/set ignore_eos maybe", "[not set: ignore_eos must be on or off, or 'default', got 'maybe']"),
         ("/set top_k", "  top_k                0  "),
+        ("/set num_speculative_tokens 99", "[not set: num_speculative_tokens must be"),
         ("/set", "  temperature          0.7 "),
     ],
 )

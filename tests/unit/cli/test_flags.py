@@ -66,7 +66,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
 
 
 def test_every_sampling_field_has_a_flag_except_those_the_command_line_cannot_show() -> None:
-    assert {f.name for f in fields(SamplingParams)} == set(flags.SAMPLING_HELP) | flags.LIBRARY_ONLY
+    assert {f.name for f in fields(SamplingParams)} == set(flags.CHAT_HELP) | flags.LIBRARY_ONLY
 
 
 def test_without_flags_sampling_has_the_command_lines_defaults() -> None:

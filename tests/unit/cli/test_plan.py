@@ -443,3 +443,38 @@ def test_a_bandwidth_that_is_none(infer: Infer, shape: Path) -> None:
 def test_one_layer_is_a_layer(infer: Infer, tmp_path: Path) -> None:
     make_checkpoint("gemma3", tmp_path / "m")  # one layer with a window and one without: a table for each
     assert " tokens in 1 layer: " in infer("plan", str(tmp_path / "m")).out
+
+
+def test_a_draft_model_is_counted_and_shown(infer: Infer, shape: Path, tmp_path: Path) -> None:
+    small = LLAMA_8B | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    draft = tmp_path / "llama-small"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(small | {"num_attention_heads": 8, "head_dim": 128}))
+    where = ("--gpu-memory", "40GiB", "--kv-cache-memory", "1GiB")
+    alone = planned(infer, shape, *where)
+    both = planned(infer, shape, *where, "--draft-model", draft)
+    assert both["draft_model"] == "llama-small"
+    assert both["draft_weights"] == planned(infer, draft, *where)["weights"]
+    assert both["kv_bytes_per_token"] == (128 + 32) << 10, "8 layers of 8 heads beside 32"
+    assert both["kv_cache"] <= alone["kv_cache"] and both["num_cache_tokens"] < alone["num_cache_tokens"]
+    drafted = both["draft_weights"] + both["draft_steps"]
+    assert both["total"] == pytest.approx(alone["total"] + drafted, rel=0.01)
+    assert 64 * 128256 * 14 < both["draft_steps"] < 1 << 30, "logits of 64 rows, graphs and buffers"
+    text = infer("plan", str(shape), *where, "--draft-model", str(draft)).out
+    assert re.search(
+        r"draft model +\S+ .iB   llama-small: \S+ MiB of weights, the rest for its steps", text
+    ), text
+    assert "32.0 KiB the draft's" in text
+    assert f"--draft-model {draft}" in text
+
+
+def test_a_draft_model_that_leaves_no_room_is_named(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--draft-model", str(shape))
+    assert outcome.code == 2
+    assert re.search(r"15.0 GiB of weights, 1\d.\d GiB of the draft model and", outcome.err), outcome.err
+
+
+def test_a_draft_of_another_vocabulary_is_not_planned(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--draft-model", "SmolLM2-135M-Instruct")
+    assert outcome.code == 2
+    assert "a model can only draft for one with the same vocabulary" in outcome.err

@@ -159,3 +159,51 @@ def test_ctrl_c_while_the_model_of_a_replay_is_loaded_says_so(
     monkeypatch.setattr("infer.tools.replay.replay_model", press)
     outcome = infer("replay", str(record))
     assert outcome.err == "interrupted while the model was loaded; nothing was replayed\n"
+
+
+@pytest.mark.parametrize("words", [["--speculative-method", "ngram"], ["--speculative-method", "suffix"]])
+def test_drafts_from_texts_are_replayed_identically(
+    infer: Infer, model: Path, tmp_path: Path, words: list[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    prompt = "the river the river the river the river the"
+    assert main(["generate", prompt, "--model", str(model), "--record", str(path), *DRAFTED, *words]) == 0
+    assert has_windows(path)
+    outcome = infer("replay", str(path), "--model", str(model))
+    assert outcome.code == 0, outcome.out
+    assert outcome.out.endswith("tokens, identical\n")
+
+
+def test_a_draft_model_is_replayed_if_it_is_named(infer: Infer, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    words = ["--model", str(model), "--draft-model", str(model), "--record", str(path)]
+    assert main(["generate", "the river", *words, *DRAFTED]) == 0
+    assert has_windows(path)
+    assert str(model) not in path.read_text("utf-8"), "a record names no place of this machine"
+    where = ("replay", str(path), "--model", str(model))
+    missing = infer(*where)
+    assert missing.code == 2
+    assert "made with the draft model tiny-qwen3; give it with --draft-model" in missing.err
+    outcome = infer(*where, "--draft-model", str(model))
+    assert outcome.code == 0, outcome.out
+    assert outcome.out.endswith("tokens, identical\n")
+    make_checkpoint("llama", tmp_path / "other")
+    other = infer(*where, "--draft-model", str(tmp_path / "other"))
+    assert other.code == 2
+    assert "give the recorded model with --draft-model" in other.err
+
+
+def test_a_draft_model_of_a_record_without_one_is_refused(infer: Infer, model: Path, record: Path) -> None:
+    outcome = infer("replay", str(record), "--model", str(model), "--draft-model", str(model))
+    assert outcome.code == 2
+    assert "made without a draft model; leave --draft-model out" in outcome.err
+
+
+DRAFTED = [*FLAGS, "--max-tokens", "40", "--temperature", "0", "--no-adaptive-speculation", "--ignore-eos"]
+
+
+def has_windows(path: Path) -> bool:
+    """Whether a step after the prompt computed several tokens of the sequence."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"][1:]
+    return any(stop - start > 1 for line in steps for _, start, stop, _ in line["chunks"])

@@ -112,6 +112,8 @@ def test_a_model_that_does_not_exist_is_refused_before_anything_is_started(
     (tmp_path / "good.gguf").write_bytes(b"GGUF")
     assert main(["serve", "--model", "a=good.gguf", "--model", "b=nope"]) == 2
     assert "model 'nope': there is no such file or directory" in capsys.readouterr().err
+    assert main(["serve", "--model", "good.gguf", "--draft-model", "small"]) == 2
+    assert "model 'small': there is no such file or directory" in capsys.readouterr().err
 
 
 def test_a_start_that_fails_leaves_no_engine_process_behind(

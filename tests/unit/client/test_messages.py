@@ -37,7 +37,7 @@ from infer.constraints.description import Reasoning, Structured
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
-from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.request import DraftCounts, Request, StepOutput
 
 WORDS = st.text(min_size=1, max_size=20)
 TEXT = st.text(max_size=20)  # hypothesis makes no lone surrogates
@@ -60,6 +60,7 @@ PARAMS = st.builds(
     top_p=st.floats(0.001, 1.0),
     top_k=st.integers(-1, MAX_INT),
     min_p=st.floats(0, 1),
+    num_speculative_tokens=some(st.integers(0, 16)),
     repetition_penalty=st.floats(0.01, 100),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
@@ -109,12 +110,14 @@ OUTPUTS = st.builds(
     prompt_logprobs=some(tuples_of(some(ROWS))),
     error=some(TEXT),
     param=some(TEXT),
+    drafts=some(st.builds(DraftCounts, num_drafts=COUNTS, by_length=tuples_of(COUNTS))),
     embedding=tuples_of(FLOATS),
 )
 STATS = st.builds(
     EngineStats,
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
     | {"step_sizes": tuples_of(COUNTS), "grammar_times": tuples_of(COUNTS), "grammar_s": FLOATS}
+    | {"accepted_by_position": tuples_of(COUNTS), "draft_saved_s": FLOATS}
     | dict.fromkeys(("dtype", "weights", "kv_cache_dtype", "products", "gpu"), TEXT),
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))

@@ -88,6 +88,13 @@ SPELLINGS = [
     ("mixed_prefill_tokens", 9, "prefill_tokens_while_decoding", 9),
     ("max_waiting", 9, "max_queue", 9),
     ("num_host_blocks", 9, "swap_blocks", 9),
+    ("spec_length", 4, "num_speculative_tokens", 4),
+    ("draft", 4, "num_speculative_tokens", 4),
+    ("draft_max", 4, "num_speculative_tokens", 4),
+    ("speculative_num_steps", 4, "num_speculative_tokens", 4),
+    ("speculative_draft_model_path", "org/name", "draft_model", "org/name"),
+    ("speculative_model", "org/name", "draft_model", "org/name"),
+    ("ngram_prompt_lookup_max", 5, "prompt_lookup_max", 5),
 ]
 
 
@@ -128,14 +135,10 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "taken", "refused"),
     [
-        ("speculative_decoding", False, True),
-        ("draft_model", None, "org/name"),
-        ("spec_length", 0, 4),
         ("tp", 1, 2),
         ("max_loras", 1, 4),
         ("tensor_parallel_size", 1, 2),
         ("enable_lora", False, True),
-        ("speculative_config", None, "{}"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:
@@ -156,6 +159,9 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
         ({"n_gpu_layers": 0}, "n_gpu_layers must be None, got 0: .* use device=cpu or device=cuda"),
         ({"parallel": 4}, "parallel must be None, got 4: .* use max_batch_size"),
         ({"swap_space": 4}, "use swap_blocks"),
+        ({"speculative_num_draft_tokens": 4}, "use num_speculative_tokens, which is one less"),
+        ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4: drafts are chains"),
+        ({"draft_min": 2}, "draft_min must be 0, got 2: .* use adaptive_speculation"),
         ({"trust_remote_code": True}, "code of a checkpoint is never run; leave it out"),
     ],
 )

@@ -75,6 +75,11 @@ def test_a_knob_said_to_have_no_effect_has_none(knobs: dict[str, Any]) -> None:
         ({"max_decode_gap": 2}, "max_decode_gap"),
         ({"prefill_tokens_while_decoding": 9, "batching_mode": "static"}, "prefill_tokens_while_decoding"),
         ({"scheduler_policy": "decode_round_robin"}, "scheduler_policy"),
+        ({"adaptive_speculation": False}, "adaptive_speculation"),
+        ({"synthetic_acceptance": 0.7}, "synthetic_acceptance"),
+        ({"speculative_decoding": False, "speculative_method": "ngram"}, "speculative_method"),
+        ({"speculative_method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max"),
+        ({"speculative_decoding": True, "suffix_max_answers": 4}, "suffix_max_answers"),
     ],
 )
 def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
@@ -91,6 +96,9 @@ def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
         {"max_decode_gap": 2, "max_num_batched_tokens": 4},
         {"max_decode_gap": 8},  # the default
         {"scheduler_policy": "decode_round_robin", "max_num_batched_tokens": 4},
+        {"speculative_decoding": True, "adaptive_speculation": False, "prompt_lookup_min": 3},
+        {"speculative_method": "suffix", "suffix_max_answers": 4},
+        {"num_speculative_tokens": 4, "synthetic_acceptance": 0.7},
     ],
 )
 def test_what_has_an_effect_is_not_named(knobs: dict[str, Any]) -> None:

@@ -367,6 +367,7 @@ class TunedBody(AskingBody):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    num_speculative_tokens: Int | None = None  # drafts of a step, at most; 0: none
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

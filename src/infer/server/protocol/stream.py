@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 from infer.dialects.events import TextDelta
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
 from infer.frontend.outputs import OutputBuilder, RequestOutput
-from infer.scheduling.request import StepOutput
+from infer.scheduling.request import DraftCounts, StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.schemas import AskingBody, SamplingBody
 from infer.server.protocol.translate import Job
@@ -90,6 +90,7 @@ class Generation:
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
+        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # by prompt and answer, where it had any
         self._failure: EngineError | None = None
 
     @property
@@ -111,6 +112,8 @@ class Generation:
         self.first_at = self.first_at or perf_counter()
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
+        if output.drafts is not None:
+            self._drafts[where, output.index] = output.drafts
         pieces: list[Piece] = []
         parts = (output,) if len(output.token_ids) < 2 else one_token_each(output)
         for part in parts:
@@ -167,7 +170,19 @@ class Generation:
         }
         if self.job.form is not None and self.job.form.think is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        if self._drafts:
+            num_kept = sum(drafts.num_accepted for drafts in self._drafts.values())
+            num_judged = sum(drafts.num_drafts for drafts in self._drafts.values())
+            usage.setdefault("completion_tokens_details", {}).update(
+                accepted_prediction_tokens=num_kept, rejected_prediction_tokens=num_judged - num_kept
+            )
         return usage
+
+    def metrics(self) -> dict[str, Any]:
+        """What became of the drafts of a single answer, in vLLM's words and place."""
+        if not self._drafts or len(self.job.requests) * self.job.params.num_sequences > 1:
+            return {}
+        return {"metrics": {"speculative_decoding": self._drafts[0, 0].to_wire()}}
 
     async def _next_output(self) -> tuple[int, StepOutput]:
         if self._is_late:
@@ -319,7 +334,8 @@ class ChunkWriter(FrameWriter):
         """The frame of usage where it was asked for, and [DONE]."""
         if not self._ends_with_usage:
             return [DONE]
-        return [self._before + b'],"usage":' + orjson.dumps(self.last_usage()) + b"}\n\n", DONE]
+        rest = {"usage": self.last_usage()} | self.generation.metrics()
+        return [self._before + b"]," + orjson.dumps(rest)[1:] + b"\n\n", DONE]
 
     def error(self, error: BaseException) -> bytes:
         """The error as a frame, and [DONE]."""

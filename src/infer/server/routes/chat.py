@@ -97,7 +97,7 @@ class ChatWriter(ChunkWriter):
         """The body of an answer that is not streamed."""
         choices = [self._choice(output) for output in answers[0].outputs]
         fields = job_fields(self.generation.job, "chat.completion")
-        fields |= {"choices": choices, "usage": self.generation.usage()}
+        fields |= {"choices": choices, "usage": self.generation.usage()} | self.generation.metrics()
         if (rows := answers[0].prompt_logprobs) is not None:
             ids = answers[0].prompt_token_ids
             fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, ids, rows)

@@ -148,7 +148,8 @@ class CompletionWriter(ChunkWriter):
             for prompt, answer in enumerate(answers)
             for output in answer.outputs
         ]
-        return job_fields(self.generation.job, self.kind) | {"choices": choices, "usage": self.last_usage()}
+        rest = {"choices": choices, "usage": self.last_usage()} | self.generation.metrics()
+        return job_fields(self.generation.job, self.kind) | rest
 
     def is_slow(self, piece: Piece) -> bool:
         """The first piece of a choice whose prompt is echoed: the prompt may be long."""

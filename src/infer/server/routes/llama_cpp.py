@@ -83,8 +83,9 @@ class LlamaCompletion(AskingBody):
         {
             "api_key", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
             "dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
-            "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "sse_ping_interval",
-            "timings_per_token", "xtc_threshold",
+            "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "speculative.n_max",
+            "speculative.n_min", "speculative.p_min", "sse_ping_interval", "timings_per_token",
+            "xtc_threshold",
         }
     )  # fmt: skip
     elsewhere = {
@@ -106,6 +107,7 @@ class LlamaCompletion(AskingBody):
     seed: Int | None = None
     stop: StopField | None = None
     ignore_eos: bool | None = None
+    num_speculative_tokens: Int | None = None
     logit_bias: list[list[int | float | bool | str]] | dict[str, float] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
@@ -252,6 +254,10 @@ class LlamaWriter(FrameWriter):
                 f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
                 f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
             }
+        details = usage.get("completion_tokens_details", {})
+        if (num_kept := details.get("accepted_prediction_tokens")) is not None:
+            num_drafts = num_kept + details["rejected_prediction_tokens"]
+            timings |= {"draft_n": num_drafts, "draft_n_accepted": num_kept}
         return timings
 
 

@@ -198,6 +198,7 @@ class MessagesRequest(CountTokensRequest, AskingBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
+    num_speculative_tokens: Int | None = None
     cache_salt: Name | None = None
 
 
@@ -231,7 +232,9 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     if body.thinking is not None:  # says more than the effort
         fields |= _thinking(turns, body.thinking)
     if isinstance(body, MessagesRequest):
-        names = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt")
+        names = (
+            "max_tokens", "temperature", "top_p", "top_k", "num_speculative_tokens", "stream", "cache_salt",
+        )  # fmt: skip
         fields |= {name: getattr(body, name) for name in names}
         fields["stop"] = body.stop_sequences
     body.note_ignored(turns.ignored)

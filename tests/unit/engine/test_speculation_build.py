@@ -1,0 +1,102 @@
+"""From knobs to drafts: what is refused before weights are read, and what an engine then says of itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
+from infer.frontend.llm import LLM
+from infer.frontend.prompts import open_model
+from infer.loader import load
+from infer.sampling.params import SamplingParams
+from scripts.make_checkpoint import Sizes, make_checkpoint
+
+KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 128, "block_size": 4}
+PROMPT = "the cat sat on the mat and the cat sat on the mat and the cat sat"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+
+
+def make_head(folder: Path, **fields: Any) -> Path:
+    """A checkpoint whose config is that of a head on another model's hidden states."""
+    make_checkpoint("llama", folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        ({"draft_vocab_size": 32}, "auto"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "draft_model"),
+        ({"speculators_model_type": "eagle3"}, "auto"),
+        ({}, "eagle3"),
+    ],
+)
+def test_a_head_is_refused_before_weights_are_read(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], method: str
+) -> None:
+    head = make_head(tmp_path / "head", **fields)
+    monkeypatch.setattr(load, "plan_moves", None)
+    config = EngineConfig.from_knobs(
+        model=checkpoint, draft_model=str(head), speculative_method=method, **KNOBS
+    )
+    with pytest.raises(ConfigError, match="EAGLE-3 heads are not served yet; use a whole model"):
+        open_model(config, show_progress=False)
+
+
+def test_another_vocabulary_is_refused_before_weights_are_read(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("llama", tmp_path / "other", sizes=Sizes(vocab_size=640))
+    monkeypatch.setattr(load, "plan_moves", None)
+    config = EngineConfig.from_knobs(model=checkpoint, draft_model=str(tmp_path / "other"), **KNOBS)
+    with pytest.raises(ConfigError, match="640 tokens and .* a model can only draft for one with the same"):
+        open_model(config, show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 3}, "speculation=ngram,3"),
+        ({"method": "suffix"}, "speculation=suffix,8"),
+        ({"model": ""}, "speculation=draft_model,5"),
+    ],
+)
+def test_the_text_is_the_same_and_drafts_are_counted(
+    checkpoint: str, caplog: pytest.LogCaptureFixture, config: dict[str, Any], said: str
+) -> None:
+    plain = LLM(checkpoint, **KNOBS).generate(PROMPT, GREEDY)[0]
+    caplog.set_level(logging.INFO, logger="infer")
+    asked = config | ({"model": checkpoint} if "model" in config else {})
+    llm = LLM(checkpoint, speculative_config=asked, adaptive_speculation=False, **KNOBS)
+    (line,) = [record.getMessage() for record in caplog.records if "engine built" in record.getMessage()]
+    assert line.endswith(said)
+    (found,) = llm.generate(PROMPT, GREEDY)
+    assert found.token_ids == plain.token_ids and plain.outputs[0].drafts is None
+    drafts = found.outputs[0].drafts
+    assert drafts is not None
+    if "model" in config:
+        assert drafts.num_accepted == drafts.num_drafts, "a model agrees with itself"
+    told = found.to_dict()["outputs"][0]["speculative_decoding"]
+    assert told["num_draft_tokens"] == drafts.num_drafts > 0
+    stats = llm.engine.stats()
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (drafts.num_drafts, drafts.num_accepted)
+    assert len(stats.accepted_by_position) == config.get(
+        "num_speculative_tokens", 5 if "model" in config else 8
+    )
+    llm.close()
+
+
+def test_a_request_goes_without_drafts(checkpoint: str) -> None:
+    llm = LLM(checkpoint, speculative_method="ngram", adaptive_speculation=False, **KNOBS)
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, num_speculative_tokens=0)
+    assert llm.generate(PROMPT, params)[0].outputs[0].drafts is None
+    assert llm.engine.stats().num_draft_tokens == 0
+    llm.close()
