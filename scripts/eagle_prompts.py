@@ -147,11 +147,12 @@ def _topics(*, held_out: bool) -> list[str]:
 
 
 def _compose(topics: list[str], count: int, seed: int) -> list[str]:
-    """All templates about one topic first, then pairs of topics and numbers until there are enough."""
+    """All templates about one topic, then pairs of topics and numbers until there are enough."""
     rng = random.Random(seed)
     made = dict.fromkeys(template.format(a=topic) for template in ABOUT_ONE for topic in topics)
-    for _ in range(4 * count):
-        if len(made) >= 2 * count:
+    wanted = max(count, len(made) * 5 // 4)
+    for _ in range(4 * wanted):
+        if len(made) >= wanted:
             break
         a, b = rng.sample(topics, 2)
         template = rng.choice(ABOUT_TWO * 4 + WITHOUT)

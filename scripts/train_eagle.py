@@ -4,7 +4,7 @@
     python scripts/train_eagle.py MODEL --out HEAD_DIR --prompts prompts.jsonl --tokens 40M
 
     prompts     a line each, or JSONL with "prompt" or "messages"; without a file, scripts/eagle_prompts.py
-    answers     by the engine, with the chat template: one greedy, others at temperatures of 0.7 to 1
+    answers     by the engine, with the chat template: one greedy, one or more at temperatures of 0.7 to 1
     states      of three layers, and logits, computed again for each batch: nothing of it is kept
     training    the head drafts several tokens in a row on the known text, each from its own state of the
                 step before ("training-time test"), and is compared with the model's distribution
@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from infer.models.config import ModelConfig  # noqa: E402
 from infer.models.eagle3 import default_layers  # noqa: E402
 from scripts import eagle_prompts  # noqa: E402
 
-TEMPERATURES = (0.0, 0.7, 0.85, 1.0)  # of the first, second, ... answer to a prompt
+TEMPERATURES = (0.7, 0.85, 1.0)  # of the answers behind the first, which is greedy
 CHAIN = 5  # drafts in a row that are judged
 LOGIT_ROWS = 8192  # rows of the whole vocabulary that are in memory together
 SAVE_SECONDS = 10.0  # kept back for the last evaluation and the files
@@ -74,10 +75,10 @@ class Recipe:
     warm_up: float = 0.03  # share of the training
     clip: float = 0.5
     generate_share: float = 0.4  # of the minutes
-    round_prompts: int = 4096  # prompts in the engine together
+    round_prompts: int = 2048  # each has two answers
     answer_tokens: int = 320
     prompt_tokens: int = 256  # longer prompts are left out
-    num_prompts: int = 12_000
+    num_prompts: int = 24_000
     num_held_out: int = 200
     eval_seconds: float = 30.0
 
@@ -137,17 +138,32 @@ def encode(llm: LLM, prompts: Sequence[Any], recipe: Recipe) -> list[list[int]]:
     return made
 
 
-def answer(llm: LLM, prompts: Sequence[list[int]], tries: Sequence[int], recipe: Recipe) -> list[Text]:
-    """An answer to each prompt; the number of the try decides temperature and seed."""
-    longest = max(map(len, prompts))
-    max_tokens = min(recipe.answer_tokens, llm.context_len - longest)
+def answer(
+    llm: LLM, prompts: Sequence[list[int]], temperatures: Sequence[float], recipe: Recipe, seed: int = 0
+) -> list[Text]:
+    """An answer to each prompt at its temperature; each has a seed of its own, from `seed` on."""
+    max_tokens = min(recipe.answer_tokens, llm.context_len - max(map(len, prompts)))
     params = [
-        SamplingParams(temperature=TEMPERATURES[min(n, 3)], top_p=1.0, seed=n, max_tokens=max_tokens)
-        for n in tries
+        SamplingParams(temperature=heat, top_p=1.0, seed=own, max_tokens=max_tokens)
+        for own, heat in enumerate(temperatures, seed)
     ]
     outputs = llm.generate(list(prompts), params)
     texts = [Text(ids + out.token_ids, len(ids)) for ids, out in zip(prompts, outputs, strict=True)]
     return [text for text in texts if len(text.tokens) >= text.num_prompt + 3]  # else there is no guess
+
+
+def ask(llm: LLM, prompts: Sequence[Any], recipe: Recipe) -> Iterator[list[tuple[list[int], float]]]:
+    """Rounds of prompts and temperatures: each prompt greedy and sampled, later sampled again and again."""
+    heats, done = cycle(TEMPERATURES), list[list[int]]()
+    for first in range(0, len(prompts), recipe.round_prompts):
+        fresh = encode(llm, prompts[first : first + recipe.round_prompts], recipe)
+        done += fresh
+        if fresh:
+            yield [(ids, heat) for ids in fresh for heat in (0.0, next(heats))]
+    while done:
+        yield [(ids, next(heats)) for ids in done[: recipe.round_prompts]]
+        done = done[recipe.round_prompts :] + done[: recipe.round_prompts]
+    raise ConfigError(f"no prompt is short enough: {recipe.prompt_tokens} tokens are allowed")
 
 
 def generate(
@@ -170,30 +186,29 @@ def generate(
             random.Random(args.seed).shuffle(training)
             cut = min(recipe.num_held_out, len(training) // 10)
             groups, training = {"held_out": training[:cut]}, training[cut:]
-        say(f"engine ready after {progress.seconds['start']:.0f} s; encoding {len(training)} prompts")
+        say(f"engine ready after {progress.seconds['start']:.0f} s; {len(training)} prompts")
         held_out = {name: encode(llm, prompts, recipe) for name, prompts in groups.items()}
-        ids = encode(llm, training, recipe)
-        if not ids or not all(held_out.values()):
-            raise ConfigError(f"no prompt is short enough: {recipe.prompt_tokens} tokens are allowed")
-        judged = {name: answer(llm, own, [0] * len(own), recipe) for name, own in held_out.items()}
+        if not all(held_out.values()):
+            raise ConfigError(
+                f"no held-out prompt is short enough: {recipe.prompt_tokens} tokens are allowed"
+            )
+        judged = {name: answer(llm, own, [0.0] * len(own), recipe) for name, own in held_out.items()}
         texts: list[Text] = []
-        asked = 0
-        began = time.perf_counter()
-        half_round = 0.0  # seconds: a round that would end far behind the deadline is not begun
-        while not texts or (
-            time.perf_counter() + half_round < deadline and progress.tokens_generated < args.tokens
-        ):
+        asked, seconds, began = 0, 0.0, time.perf_counter()
+        for asking in ask(llm, training, recipe):
             round_began = time.perf_counter()
-            numbers = range(asked, asked + min(recipe.round_prompts, len(ids)))
-            prompts = [ids[number % len(ids)] for number in numbers]
-            texts += answer(llm, prompts, [number // len(ids) for number in numbers], recipe)
-            asked, half_round = numbers.stop, (time.perf_counter() - round_began) / 2
+            seed = args.seed * 2**24 + asked
+            texts += answer(llm, [ids for ids, _ in asking], [heat for _, heat in asking], recipe, seed)
+            asked, seconds = asked + len(asking), time.perf_counter() - round_began
             progress.tokens_generated = sum(len(text.tokens) - text.num_prompt for text in texts)
             rate = progress.tokens_generated / (time.perf_counter() - began)
             say(
                 f"answers {len(texts)}  tokens {progress.tokens_generated / 1e6:.2f}M  {rate / 1e3:.1f}k/s  "
                 f"left {max(0.0, deadline - time.perf_counter()):.0f} s"
             )
+            is_late = time.perf_counter() + seconds / 2 > deadline  # another round would end far behind it
+            if is_late or progress.tokens_generated >= args.tokens:
+                break
     progress.seconds["generate"] = time.perf_counter() - started
     return texts, judged
 
