@@ -20,8 +20,9 @@ from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.load import LoadedModel
 from infer.models.eagle3 import Eagle3, Guess
 from tests.support.tiny import VOCAB_SIZE, tiny_model
+from tests.unit.execution.test_layout import World
 
-D, HEADS, KV_HEADS, HEAD, FF, DRAFTS = 32, 4, 2, 12, 40, 50
+D, HEADS, KV_HEADS, HEAD, FF, DRAFTS = 32, 4, 2, 8, 40, 50  # heads as in the store of test_layout.py
 EPS, THETA = 1e-5, 5000.0
 TOKENS = [(place * 37 + 11) % VOCAB_SIZE for place in range(14)]
 
@@ -31,24 +32,24 @@ def target() -> LoadedModel:
     return tiny_model("llama")
 
 
-def layout(width: int, vocab_size: int, *, draft_size: int = DRAFTS) -> dict[str, tuple[int, ...]]:
+def layout(width: int, size: int = D) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the reference's layout."""
     rows = HEADS * HEAD, KV_HEADS * HEAD
     return {
-        "fc.weight": (D, 3 * width),
-        "midlayer.input_layernorm.weight": (D,),
-        "midlayer.hidden_norm.weight": (D,),
-        "midlayer.self_attn.q_proj.weight": (rows[0], 2 * D),
-        "midlayer.self_attn.k_proj.weight": (rows[1], 2 * D),
-        "midlayer.self_attn.v_proj.weight": (rows[1], 2 * D),
-        "midlayer.self_attn.o_proj.weight": (D, rows[0]),
-        "midlayer.post_attention_layernorm.weight": (D,),
-        "midlayer.mlp.gate_proj.weight": (FF, D),
-        "midlayer.mlp.up_proj.weight": (FF, D),
-        "midlayer.mlp.down_proj.weight": (D, FF),
-        "norm.weight": (D,),
-        "lm_head.weight": (draft_size, D),
-        "embed_tokens.weight": (vocab_size, D),
+        "fc.weight": (size, 3 * width),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.hidden_norm.weight": (size,),
+        "midlayer.self_attn.q_proj.weight": (rows[0], 2 * size),
+        "midlayer.self_attn.k_proj.weight": (rows[1], 2 * size),
+        "midlayer.self_attn.v_proj.weight": (rows[1], 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, rows[0]),
+        "midlayer.post_attention_layernorm.weight": (size,),
+        "midlayer.mlp.gate_proj.weight": (FF, size),
+        "midlayer.mlp.up_proj.weight": (FF, size),
+        "midlayer.mlp.down_proj.weight": (size, FF),
+        "norm.weight": (size,),
+        "lm_head.weight": (DRAFTS, size),
+        "embed_tokens.weight": (VOCAB_SIZE, size),
     }
 
 
@@ -187,7 +188,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_description(variant: str, tmp_path: Path, target: LoadedModel) -> None:
     width, changes = target.config.hidden_size, VARIANTS[variant]
-    shapes = layout(width, VOCAB_SIZE)
+    shapes = layout(width)
     if changes.get("norm_before_fc"):
         shapes["input_norm.weight"] = (3 * width,)
     if changes.get("fc_norm"):
@@ -206,7 +207,7 @@ def test_logits_are_those_of_the_description(variant: str, tmp_path: Path, targe
 
 def test_a_nested_config_with_other_names_is_the_same_head(tmp_path: Path, target: LoadedModel) -> None:
     """The layout of `speculators`: `layers.0` for `midlayer`, the block's config in an object of its own."""
-    tensors = random_tensors(layout(target.config.hidden_size, VOCAB_SIZE))
+    tensors = random_tensors(layout(target.config.hidden_size))
     flat = raw_config(target)
     outer = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
     nested = {name: flat[name] for name in outer} | {
@@ -226,11 +227,7 @@ def test_a_nested_config_with_other_names_is_the_same_head(tmp_path: Path, targe
 
 def test_qwen_blocks_shared_parts_and_outputs_of_layers(tmp_path: Path, target: LoadedModel) -> None:
     size = target.config.hidden_size
-    shapes = layout(size, VOCAB_SIZE) | {f"midlayer.self_attn.{n}_norm.weight": (HEAD,) for n in "qk"}
-    shapes = {
-        n: tuple(size if s == D else 2 * size if s == 2 * D else s for s in shape)
-        for n, shape in shapes.items()
-    }
+    shapes = layout(size, size) | {f"midlayer.self_attn.{n}_norm.weight": (HEAD,) for n in "qk"}
     del shapes["embed_tokens.weight"], shapes["lm_head.weight"]
     config = raw_config(target, hidden_size=size, draft_vocab_size=None)
     del config["eagle_aux_hidden_state_layer_ids"], config["target_hidden_size"]
@@ -252,10 +249,46 @@ def test_qwen_blocks_shared_parts_and_outputs_of_layers(tmp_path: Path, target: 
         assert head.logits(guess.hidden_SD).shape == (len(TOKENS) - 1, VOCAB_SIZE)
 
 
+def test_rows_of_several_sequences_on_the_paged_store(tmp_path: Path, target: LoadedModel) -> None:
+    """Chunks of two sequences in one batch, then a draft of both, whose keys the next true row replaces."""
+    width, config = target.config.hidden_size, raw_config(target)
+    tensors = random_tensors(layout(width)) | vocabulary()
+    head = load_eagle(write(tmp_path / "head", config, tensors), target, num_drafts=8)
+    states = torch.randn(2, len(TOKENS), 3 * width, generator=torch.Generator().manual_seed(1))
+    world = World()
+    for number in (0, 1):
+        world.add(number)
+    made: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    with torch.no_grad():
+        rows = head.combine(states)
+        for lengths, are_kept in (({0: 5, 1: 3}, True), ({1: 1, 0: 1}, False), ({0: 2, 1: 1}, True)):
+            step, parts, own = world.step(lengths), list[torch.Tensor](), list[int]()
+            for number, length in lengths.items():
+                part = slice(world.computed[number], world.computed[number] + length)
+                parts.append(rows[number, part] if are_kept else torch.ones(length, D))
+                own += TOKENS[part]
+            guess = head(torch.tensor(own), torch.cat(parts), step)
+            for (number, length), logits in zip(
+                lengths.items(),
+                torch.split(head.logits(guess.hidden_SD), list(lengths.values())),
+                strict=True,
+            ):
+                if are_kept:
+                    made[number].append(logits)
+                    world.computed[number] += length
+                    world.pool.commit(number, [], world.computed[number])
+        for number in (0, 1):
+            count = world.computed[number]
+            alone = WholeSequence(attend_naive, torch.device("cpu"))
+            alone.advance(count)
+            expected = head.logits(head(torch.tensor(TOKENS[:count]), rows[number, :count], alone).hidden_SD)
+            torch.testing.assert_close(torch.cat(made[number]), expected, rtol=1e-5, atol=1e-5)
+
+
 def broken(what: str, target: LoadedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A config and tensors in which one thing is wrong."""
     config = raw_config(target)
-    tensors = random_tensors(layout(target.config.hidden_size, VOCAB_SIZE)) | vocabulary()
+    tensors = random_tensors(layout(target.config.hidden_size)) | vocabulary()
     match what:
         case "missing":
             del tensors["midlayer.mlp.up_proj.weight"]
@@ -294,7 +327,7 @@ def broken(what: str, target: LoadedModel) -> tuple[dict[str, Any], dict[str, to
     [
         ("missing", r"1 missing: midlayer.mlp.up_proj.weight"),
         ("unused", r"1 not part of this model: fc.bias"),
-        ("shape", r"q_proj.weight is \[48, 32\], not \[48, 64\]"),
+        ("shape", r"q_proj.weight is \[32, 32\], not \[32, 64\]"),
         ("no offsets", "has no d2t"),
         ("ids for offsets", "do not tell the same"),
         ("a token twice", "offsets, not ids"),
