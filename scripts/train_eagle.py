@@ -71,7 +71,7 @@ class Recipe:
     ttt_steps: int = 5  # drafts in a row while training
     step_weight: float = 0.8  # of each step's loss, relative to the step before
     batch_tokens: int = 16_384
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warm_up: float = 0.03  # share of the training
     clip: float = 0.5
     generate_share: float = 0.4  # of the minutes
@@ -489,10 +489,12 @@ def judge(head: TrainedHead, teacher: Teacher, texts: Sequence[Text], recipe: Re
                 right[number] += float(is_right.sum())
                 alive_BL = torch.zeros_like(alive_BL).flatten().index_fill(0, places[is_right], True)
                 alive_BL = alive_BL.view(batch.tokens_BL.shape)
+    accepted = float(right.sum()) / max(chains, 1)
     return {
         "conditional": [round(float(a / max(b, 1)), 4) for a, b in zip(right, tried, strict=True)],
         "cumulative": [round(float(a / max(b, 1)), 4) for a, b in zip(right, reached, strict=True)],
-        "accepted": round(float(right.sum()) / max(chains, 1), 4),
+        "accepted": round(accepted, 4),
+        "tokens_per_step": round(1 + accepted, 4),  # the one that is drawn behind the drafts included
         "chains": int(chains),
     }
 
