@@ -309,21 +309,29 @@ class TrainedBlock(nn.Module):
 
 
 class TrainedHead(nn.Module):
-    """An EAGLE-3 head whose parameters have the published names (models/eagle3.py has the served one)."""
+    """An EAGLE-3 head whose parameters have the published names (models/eagle3.py has the served one).
 
-    def __init__(self, config: ModelConfig, draft_ids_W: torch.Tensor, rows_WD: torch.Tensor) -> None:
+    States of high layers are many times larger than those of low ones. They are divided by their `scales`,
+    one for each layer, so that `fc` learns from all of them; `published` has `fc` for states as they are.
+    """
+
+    scales_F: torch.Tensor
+
+    def __init__(self, config: ModelConfig, rows_WD: torch.Tensor, scales: Sequence[float]) -> None:
         super().__init__()
         size = config.hidden_size
+        scales_F = torch.tensor(scales).repeat_interleave(size)
+        self.register_buffer("scales_F", scales_F, persistent=False)
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = TrainedBlock(config)
         self.norm = TrainedNorm(size, config.norm_eps)
-        self.lm_head = nn.Linear(size, len(draft_ids_W), bias=False)
+        self.lm_head = nn.Linear(size, len(rows_WD), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(rows_WD)
 
     def start(self, states_BLF: torch.Tensor) -> torch.Tensor:
         """The states of step 0, from those of the model's layers."""
-        g_BLD: torch.Tensor = self.fc(states_BLF)
+        g_BLD: torch.Tensor = self.fc(states_BLF / self.scales_F)
         return g_BLD.float()  # the residual stream stays in float32
 
     def step(
@@ -343,6 +351,10 @@ class TrainedHead(nn.Module):
         """The logits of draft tokens."""
         logits: torch.Tensor = self.lm_head(self.norm(y))
         return logits
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """The weights by their published names."""
+        return self.state_dict() | {"fc.weight": self.fc.weight.detach() / self.scales_F}
 
 
 # -- the model that is drafted for ------------------------------------------------------------------------
@@ -424,6 +436,13 @@ class Teacher:
         return Batch(
             tokens_BL, counts_BL, lengths_B, states_BLF, torch.cat(logits), torch.cat(inside), row_BL
         )
+
+    def scales(self, texts: Sequence[Text]) -> list[float]:
+        """The size of a typical number in the states of each layer, in answers."""
+        batch = self.run(texts)
+        rows_RF = batch.states_BLF[batch.row_BL >= 0].float()
+        rows_RCD = rows_RF.view(len(rows_RF), len(self.layers), -1)
+        return rows_RCD.square().mean((0, 2)).sqrt().tolist()
 
     @torch.no_grad()
     def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:
@@ -697,10 +716,12 @@ def run(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     config, rows_WD = loaded.config, loaded.model.head.stored.dequantized()[draft_ids_W.to(loaded.device)]
     if loaded.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    head = TrainedHead(config, draft_ids_W, rows_WD.float()).to(loaded.device)
+    scales = teacher.scales(next(batches(texts, recipe.batch_tokens, random.Random(args.seed))))
+    head = TrainedHead(config, rows_WD.float(), scales).to(loaded.device)
+    num_weights = sum(parameter.numel() for parameter in head.parameters())
     say(
         f"{len(texts)} answers, {progress.tokens_generated} tokens, {len(draft_ids_W)} draft tokens cover "
-        f"{coverage:.2%}; head of {sum(p.numel() for p in head.parameters()) / 1e6:.1f}M weights"
+        f"{coverage:.2%}; head of {num_weights / 1e6:.1f}M weights, states of {[round(x, 2) for x in scales]}"
     )
     best = train(
         teacher, head, texts, judged, recipe,
@@ -708,7 +729,7 @@ def run(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         seed=args.seed, progress=progress,
     )  # fmt: skip
     head.load_state_dict(best)
-    num_bytes = save_head(args.out, best, draft_ids_W, config)
+    num_bytes = save_head(args.out, head.published(), draft_ids_W, config)
     held_out = {name: judge(head, teacher, own, recipe) for name, own in judged.items()}
     for name, found in held_out.items():
         say(f"{name}: accepted {found['accepted']:.3f} of {CHAIN}, by position {found['conditional']}")

@@ -56,7 +56,7 @@ def texts(target: LoadedModel, lengths: list[int]) -> list[Text]:
 def random_head(target: LoadedModel, ids: torch.Tensor) -> TrainedHead:
     """A head whose weights bfloat16 holds exactly, so that nothing is lost when it is saved."""
     torch.manual_seed(1)
-    head = TrainedHead(target.config, ids, torch.randn(len(ids), target.config.hidden_size))
+    head = TrainedHead(target.config, torch.randn(len(ids), target.config.hidden_size), (0.5, 2.0, 4.0))
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape) * 0.3
@@ -69,7 +69,7 @@ def test_every_row_drafts_in_training_as_it_does_when_served(tmp_path: Path, tar
     given = texts(target, [19, 14])
     ids = torch.arange(3, target.config.vocab_size, 4)
     head, teacher = random_head(target, ids), Teacher(target, ids)
-    save_head(tmp_path, head.state_dict(), ids, target.config)
+    save_head(tmp_path, head.published(), ids, target.config)
     served = load_eagle(tmp_path, target, num_drafts=8)
     assert torch.equal(served.token_ids_W, ids)
     batch = teacher.run(given)
