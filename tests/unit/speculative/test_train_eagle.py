@@ -15,12 +15,12 @@ from infer.loader.eagle import load_eagle
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from scripts import eagle_prompts
+from scripts.eagle_head import TrainedHead
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from scripts.train_eagle import (
     Recipe,
     Teacher,
     Text,
-    TrainedHead,
     batches,
     choose_vocabulary,
     count,
