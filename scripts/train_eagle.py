@@ -70,7 +70,7 @@ class Recipe:
     ttt_steps: int = 5  # drafts in a row while training
     step_weight: float = 0.8  # of each step's loss, relative to the step before
     batch_tokens: int = 16_384
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     warm_up: float = 0.03  # share of the training
     clip: float = 0.5
     generate_share: float = 0.4  # of the minutes
