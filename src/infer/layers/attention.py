@@ -13,12 +13,16 @@ take the projection as it is (`attend_projected`) does all of it at once.
 A step also says which of its tokens need logits (`logit_indices`). Behind the attention of the last layer the
 others are gone: `LastLayerStep` returns their rows alone, and takes the others out of the residual stream.
 
-Shapes:  T tokens of all sequences laid end to end, S of them that need logits, N query heads, G kv heads,
-H head size, X = (N + 2 G) H.
+A step may ask for the residual stream as some layers are given it (`layer_inputs`): what an EAGLE head reads.
+
+Shapes:  T tokens of all sequences laid end to end, S of them that need logits, D hidden size, C layers whose
+input is kept, N query heads, G kv heads, H head size, X = (N + 2 G) H.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,11 +39,33 @@ class AttentionLayer(NamedTuple):
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
 
 
+class LayerInputs:
+    """The residual stream of all tokens of a step as some layers are given it.
+
+    Nothing is copied: these are the sums that the model computes anyway. Whoever holds them keeps them from
+    being reused, in the memory of a CUDA graph and of a recorded program, too.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._found: dict[int, torch.Tensor] = {}
+
+    def watch(self, layer: int, stream: ResidualStream) -> None:
+        """Keep the stream's sum if this layer's input is asked for; called before the layer runs."""
+        if layer in self.layers:
+            stream.on_sum = partial(self._found.__setitem__, layer)
+
+    def states(self) -> torch.Tensor:
+        """The inputs of all layers side by side in the order in which they were asked for: [T, C D]."""
+        return torch.cat([self._found[layer] for layer in self.layers], dim=-1)
+
+
 class StepContext(Protocol):
     """What a model needs to know about the step it is part of."""
 
     positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
+    layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: nobody reads them
 
     def slots(self, layer: int) -> CacheSlots | None:
         """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,7 @@ from infer.errors import CheckpointError
 from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.headers import ModelHeaders
+from infer.loader.headers import ModelHeaders, WeightSource
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
@@ -58,14 +58,14 @@ class Move:
     place: Place
     transposed: bool
 
-    def projection(self, model: Model) -> Projection | None:
+    def projection(self, model: nn.Module) -> Projection | None:
         """The projection that the tensor is a leaf of; None: it is a parameter of its module."""
         module = model.get_submodule(self.place.module)
         if isinstance(module, Embedding):
             return module.table
         return module.stored if isinstance(module, Projected) and self.place.leaf != "bias" else None
 
-    def run(self, model: Model) -> None:
+    def run(self, model: nn.Module) -> None:
         """Bring the tensor into its place."""
         module, projection = model.get_submodule(self.place.module), self.projection(model)
         leaf, part, expert = self.place.leaf, self.place.part, self.place.expert
@@ -86,6 +86,14 @@ def _complaint(names: list[str], what: str) -> str:
 
 
 def plan_moves(model: Model, headers: ModelHeaders) -> list[Move]:
+    """Match the tensors of a checkpoint with the places of its model, as `match_tensors` does."""
+    name, is_tied = headers.source.name, model.config.tie_embeddings
+    return match_tensors(model, headers.sources, headers.family.weight_map, name=name, is_tied=is_tied)
+
+
+def match_tensors(
+    model: nn.Module, tensors: Iterable[WeightSource], weight_map: WeightMap, *, name: str, is_tied: bool
+) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
@@ -95,12 +103,11 @@ def plan_moves(model: Model, headers: ModelHeaders) -> list[Move]:
     unexpected, misshapen, unreadable = list[str](), list[str](), list[str]()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
-    name = headers.source.name
-    for tensor_name, tensor, target, leaf in headers.sources:
+    for tensor_name, tensor, target, leaf in tensors:
         if target is None:
             unexpected.append(tensor_name)
             continue
-        is_tied_copy = model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
+        is_tied_copy = is_tied and (target.module, leaf) == ("head", "weight")
         if target.ignored or is_tied_copy:
             continue
         module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
@@ -130,7 +137,7 @@ def plan_moves(model: Model, headers: ModelHeaders) -> list[Move]:
         else:
             moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
     complaints = {
-        "missing": _missing(model, modules, leaves, taken, headers.family.weight_map),
+        "missing": _missing(modules, leaves, taken, weight_map, is_tied=is_tied),
         "not part of this model": unexpected,
         "of the wrong shape": misshapen,
         "in a format that cannot be read": unreadable,
@@ -183,22 +190,25 @@ def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> st
 
 
 def _missing(
-    model: Model,
     modules: Mapping[str, nn.Module],
     leaves: Mapping[str, Collection[str]],
     taken: Collection[Place],
     weight_map: WeightMap,
+    *,
+    is_tied: bool,
 ) -> list[str]:
     """The checkpoint's names of all places that no tensor fills."""
     spelling: dict[tuple[str, str | None, bool], str] = {}
     for key, target in weight_map.items():
         spelling.setdefault((target.module, target.part, names_an_expert(key, target)), key)
+    literal = {target.module for target in weight_map.values()}
     missing = []
     for name, leaf in ((module, leaf) for module, found in leaves.items() for leaf in found):
         module = modules[name]
-        if module is model.head and model.config.tie_embeddings:
+        if is_tied and name == "head":
             continue
         generic, numbers = re.sub(r"\.\d+(?=\.)", ".{}", name), re.findall(r"\.(\d+)(?=\.)", name)
+        generic = name if name in literal else generic
         for place in _places(module, Place(name, leaf)):
             if place in taken:
                 continue

@@ -57,9 +57,11 @@ class Model(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states after the final norm: of all tokens [T, D], or of some of them [S, D]."""
-        stream = self.embed(tokens_T, step)
+        stream, inputs = self.embed(tokens_T, step), step.layer_inputs
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
+            if inputs is not None:
+                inputs.watch(number, stream)
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)

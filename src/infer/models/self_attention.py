@@ -27,17 +27,26 @@ from infer.quant.residual import NormedInput, as_tensor
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; G kv heads serve N query heads.
 
-    `norm_offset` is 1 where the weights of a QK-norm are stored centred on zero (Gemma).
+    `norm_offset` is 1 where the weights of a QK-norm are stored centred on zero (Gemma). `in_features` is the
+    width of the input where it is not the hidden size (EAGLE).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        rotary: Rotary,
+        *,
+        norm_offset: float = 0.0,
+        in_features: int | None = None,
+    ) -> None:
         super().__init__()
         self.layer = AttentionLayer(layer, config.scale, config.window(layer))
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps, self.norm_offset = config.norm_eps, norm_offset
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear(
-            config.hidden_size,
+            in_features or config.hidden_size,
             q_rows + 2 * kv_rows,
             bias=config.qkv_bias,
             parts={"q": q_rows, "k": kv_rows, "v": kv_rows},

@@ -10,13 +10,15 @@ file knows no projections: projection.py, which does, is above it.
                                                    the norm; or the product, alone or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
-Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower.
+Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Who wants to
+see the sum itself sets `on_sum` and is given it by whichever kernel computes it: fusion, and the bits, stay.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -95,13 +97,14 @@ class PendingUpdate(Deferred):
 class ResidualStream:
     """The sum of everything so far, and at most one update that has not been added to it."""
 
-    __slots__ = ("_selected", "residual_TD", "unread", "update")
+    __slots__ = ("_selected", "on_sum", "residual_TD", "unread", "update")
 
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingUpdate | None = None
         self.unread: NormedInput | None = None  # of the stream as it is now
         self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
+        self.on_sum: Callable[[torch.Tensor], None] | None = None  # told the sum when it is next computed
 
     def add(self, update: torch.Tensor | PendingUpdate) -> None:
         """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum.
@@ -123,7 +126,14 @@ class ResidualStream:
         if self.update is not None:
             self.residual_TD = self.residual_TD + as_tensor(self.update)
             self.update = None
+        self.tell_sum()
         return self.residual_TD
+
+    def tell_sum(self) -> None:
+        """Tell the sum, which is complete now, to the one who asked for it: once, and no update is added."""
+        if self.on_sum is not None:
+            tell, self.on_sum = self.on_sum, None
+            tell(self.residual_TD)
 
     def select(self, indices_S: torch.Tensor) -> None:
         """Keep the rows of some tokens, and their order."""
@@ -156,6 +166,7 @@ class NormedInput(Deferred):
         self._total_TD, self._normed_TD = total_TD, normed_TD
         stream = self.stream
         stream.residual_TD, stream.update, stream.unread = total_TD, None, None
+        stream.tell_sum()
 
     def tensor(self) -> torch.Tensor:
         """Compute the norm by itself, with the addition before it."""

@@ -1,0 +1,98 @@
+"""Read an EAGLE-3 head from its directory: config.json and one or several safetensors files.
+
+Everything that does not fit is said before a weight is read: tensors that are missing, unused or of the wrong
+shape, and draft tokens outside the model's vocabulary. The head has the dtype and the device of its model.
+
+Two tensors are not weights. `d2t` says which tokens can be guessed, as *offsets*: draft token w is token
+w + d2t[w] of the model. `t2d` has a flag for each token of the model, which must tell the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.formats.hf_config import read_hf_config
+from infer.loader.headers import find_sources
+from infer.loader.load import LoadedModel
+from infer.loader.placement import match_tensors
+from infer.models.eagle3 import WEIGHT_MAP, Eagle3, EagleConfig, read_config
+
+
+def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, layer: int = 0) -> Eagle3:
+    """Load the head in a directory for a model; rotary tables reach `num_drafts` beyond its longest text.
+
+    `layer` is the number of the head's layer in the store that has its keys and values.
+    """
+    config, tensors = read_eagle_headers(directory, target)
+    token_ids_W = _read_token_ids(directory, config, tensors)
+    block = replace(config.block, context_len=target.max_seq_len + num_drafts)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(target.dtype)
+    try:
+        with target.device:
+            head = Eagle3(replace(config, block=block), layer=layer)
+    finally:
+        torch.set_default_dtype(before)
+    sources = find_sources(tensors, WEIGHT_MAP)
+    with torch.no_grad():
+        for move in match_tensors(head, sources, WEIGHT_MAP, name=directory.name, is_tied=False):
+            move.run(head)
+        head.token_ids_W.copy_(token_ids_W)
+    head.share(target.model)
+    return head.eval()
+
+
+def read_eagle_headers(directory: Path, target: LoadedModel) -> tuple[EagleConfig, dict[str, StoredTensor]]:
+    """The config of a head, checked against its model, and its tensors by name."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory; a head is one with config.json and weights")
+    if not any(directory.glob("*.safetensors")) and (found := sorted(directory.glob("*.bin"))):
+        raise CheckpointError(
+            f"{directory} has {found[0].name} and no *.safetensors; pickles are not opened: convert it "
+            f"with scripts/unpickle.py {found[0]} {directory}"
+        )
+    tensors = open_checkpoint(directory)
+    return read_config(read_hf_config(directory), tensors, target.config), tensors
+
+
+def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, StoredTensor]) -> torch.Tensor:
+    """The model's ids of all draft tokens; the two tensors that tell them are taken out of `tensors`."""
+    size, vocab_size = config.draft_vocab_size, config.block.vocab_size
+    token_ids_W = torch.arange(size)
+    offsets = _take(directory, tensors, "d2t", torch.int64, size)
+    flags = _take(directory, tensors, "t2d", torch.bool, vocab_size)
+    if offsets is not None:
+        token_ids_W += offsets
+    elif size != vocab_size:
+        raise CheckpointError(
+            f"{directory} has no d2t: which of the model's {vocab_size} tokens are its {size} draft tokens?"
+        )
+    if int(token_ids_W.min()) < 0 or int(token_ids_W.max()) >= vocab_size:
+        low, high = int(token_ids_W.min()), int(token_ids_W.max())
+        raise CheckpointError(f"d2t of {directory} names tokens {low}..{high}, the model has {vocab_size}")
+    if len(set(token_ids_W.tolist())) != size:
+        raise CheckpointError(f"d2t of {directory} names some tokens twice; it must hold offsets, not ids")
+    if flags is not None and not (int(flags.sum()) == size and bool(flags[token_ids_W].all())):
+        raise CheckpointError(f"t2d and d2t of {directory} do not tell the same draft tokens")
+    return token_ids_W
+
+
+def _take(
+    directory: Path, tensors: dict[str, StoredTensor], name: str, dtype: torch.dtype, size: int
+) -> torch.Tensor | None:
+    """One of the two tensors that are not weights; None: there is none."""
+    stored = tensors.pop(name, None)
+    if stored is None:
+        return None
+    if stored.shape != (size,) or stored.dtype is not dtype:
+        raise CheckpointError(
+            f"{name} of {directory} is {stored.type_name} {list(stored.shape)}, not {dtype} [{size}]"
+        )
+    values = torch.empty(size, dtype=dtype)
+    stored.copy_to(values)
+    return values
