@@ -25,6 +25,7 @@ from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.readback import PendingIds, PendingTensor
 from infer.execution.gpu.warm_up import WarmUp
+from infer.execution.host_sampling import num_kept
 from infer.execution.order import StepOrder
 from infer.kernels.runtime.profiles import using_profile
 from infer.models.model import Model
@@ -266,7 +267,7 @@ class LateDevice:
         work = functools.partial(buffer.copy_, ids_S)
         self.queue.append(work)
         event = SimpleNamespace(synchronize=lambda: self.arrive(work))
-        return PendingIds(step, PendingTensor(buffer, event), num_rows)  # type: ignore[arg-type]
+        return PendingIds(step, PendingTensor(buffer, event), num_rows, num_kept)  # type: ignore[arg-type]
 
     def arrive(self, work: Callable[[], object]) -> None:
         self.longest = max(self.longest, len(self.queue))

@@ -564,3 +564,23 @@ def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on
     engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
     assert_same(serve(engine, requests), expected)
     assert engine.scheduler.state.num_drafts == 0
+
+
+@on_both
+@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+def test_sequences_without_drafts_go_on_beside_many_windows(is_adaptive: bool, on_gpu: bool) -> None:
+    """However many drafts there are in a step: what a row without any has drawn is known to the device."""
+    kinds: list[dict[str, Any]] = [{"max_tokens": 16}] * 16
+    alone: dict[str, Any] = {"num_speculative_tokens": 0, "max_tokens": 40}
+    kinds += [
+        alone,
+        alone | {"temperature": 1.0, "seed": 1},
+        alone | {"repetition_penalty": 1.3, "logprobs": 1},
+    ]
+    requests = requests_of(kinds, seed=8)
+    expected = serve(engine_of(on_gpu=on_gpu, max_batch_size=20), requests)
+    knobs = self_draft("qwen3", 12, max_batch_size=20, num_blocks=400)
+    engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 100

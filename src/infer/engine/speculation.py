@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+from infer.config.speculation import WINDOW_TOKENS
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
@@ -70,7 +71,10 @@ class Speculation:
         self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
         self._samples_on_host = samples_on_host
         self._pool = scheduler.pool
-        max_rows = min(max_rows, scheduler.config.max_batch_size)
+        self._max_tokens = min(
+            WINDOW_TOKENS, scheduler.config.max_num_batched_tokens
+        )  # of a step with drafts
+        max_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
@@ -197,7 +201,7 @@ class Speculation:
             num_blocks += self._pool.blocks_of(max(num_short, 0))
         if num_blocks > self._pool.num_free_blocks:
             return [0] * len(available)
-        room = max(scheduler.config.max_num_batched_tokens - len(scheduler.running), 0)
+        room = self._max_tokens - len(scheduler.running)
         if self._is_adaptive:
             return self._lengths.lengths(scheduler.step, asked, len(scheduler.running) - len(asked), room)
         ends = [min(end, room) for end in accumulate(available, initial=0)]

@@ -14,7 +14,7 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.resolve import ResolvedConfig
-from infer.config.speculation import MAX_DRAFTS
+from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_step_costs
@@ -35,7 +35,6 @@ from infer.speculative.suffix import SuffixProposer
 
 logger = logging.getLogger(__name__)
 
-WINDOW_TOKENS: Final = 128  # of a captured step that verifies drafts: more than pays anywhere
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
 HOST_GAP_S: Final = 0.25e-3  # what a GPU waits for the host where steps do not overlap
