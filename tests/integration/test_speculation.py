@@ -38,6 +38,7 @@ from infer.speculative.proposer import Proposer, Wish
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.kv_store import fill_store
 
 ALL_FAMILIES = FAMILIES + MOE_FAMILIES
@@ -510,6 +511,23 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
     assert totals(engine)[0] > 0
     for key, answer in answers.items():
         assert answer.tokens == expected[key].tokens[: len(answer.tokens)], key
+
+
+@on_both
+@pytest.mark.parametrize("of_drafts", [False, True], ids=["model", "draft model"])
+@pytest.mark.parametrize("first", [20, 90])
+def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) -> None:
+    """Steps with drafts are run in halves, and so are those of the model that drafts; windows stay whole."""
+    requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    every = 701 if on_gpu else 151  # allocations, of which a step there makes more
+    allocator = FailingAllocator(lambda number: number % every == first)
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    FailingEngine(drafter if of_drafts else engine, allocator)
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 50 and allocator.num_failed > 0
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------
