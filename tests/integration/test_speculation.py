@@ -38,6 +38,7 @@ from infer.speculative.proposer import Proposer, Wish
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.kv_store import fill_store
 
 ALL_FAMILIES = FAMILIES + MOE_FAMILIES
@@ -512,6 +513,23 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
         assert answer.tokens == expected[key].tokens[: len(answer.tokens)], key
 
 
+@on_both
+@pytest.mark.parametrize("of_drafts", [False, True], ids=["model", "draft model"])
+@pytest.mark.parametrize("first", [20, 90])
+def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) -> None:
+    """Steps with drafts are run in halves, and so are those of the model that drafts; windows stay whole."""
+    requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
+    every = 701 if on_gpu else 151  # allocations, of which a step there makes more
+    allocator = FailingAllocator(lambda number: number % every == first)
+    drafter: Any = engine.speculation and engine.speculation._drafter
+    FailingEngine(drafter if of_drafts else engine, allocator)
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 50 and allocator.num_failed > 0
+
+
 # -- when there are drafts, and when steps overlap --------------------------------------------------------
 
 
@@ -564,3 +582,23 @@ def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on
     engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
     assert_same(serve(engine, requests), expected)
     assert engine.scheduler.state.num_drafts == 0
+
+
+@on_both
+@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+def test_sequences_without_drafts_go_on_beside_many_windows(is_adaptive: bool, on_gpu: bool) -> None:
+    """However many drafts there are in a step: what a row without any has drawn is known to the device."""
+    kinds: list[dict[str, Any]] = [{"max_tokens": 16}] * 16
+    alone: dict[str, Any] = {"num_speculative_tokens": 0, "max_tokens": 40}
+    kinds += [
+        alone,
+        alone | {"temperature": 1.0, "seed": 1},
+        alone | {"repetition_penalty": 1.3, "logprobs": 1},
+    ]
+    requests = requests_of(kinds, seed=8)
+    expected = serve(engine_of(on_gpu=on_gpu, max_batch_size=20), requests)
+    knobs = self_draft("qwen3", 12, max_batch_size=20, num_blocks=400)
+    engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 100

@@ -7,6 +7,7 @@
 
 A *case* is a world and its traffic, made from a seed: a row of the toggle matrix (every policy, cache and
 kind of preemption), squeezed or not, with or without windows, drafts, steps under way and steps that raise.
+Drafts come from outside before any step that can take some, or from the engine's own speculation.
 Every token is checked against the oracle, every book after every step.
 
 A case that fails is made smaller as long as it still fails: fewer requests, then one feature less at a time.
@@ -36,12 +37,13 @@ from infer.scheduling.request import StepOutput
 from tests.stress.test_drafts import Speculation
 from tests.stress.test_token_oracle import SQUEEZED, Traffic, make_world
 from tests.support.oracle import OracleWorld
+from tests.support.oracle_drafts import KINDS, speculation_of
 from tests.support.toggles import pairwise_rows
 
 SIZE = 300  # requests of a case
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((7,), (None, 6, 6), (5, 12), (None, None, 1))
 OF_REQUESTS = ("beams", "forks", "embeddings", "salts", "priorities", "aborts", "resets")
-OF_WORLDS = ("drafts", "ahead", "faults", "windows", "placement", "squeeze")
+OF_WORLDS = ("drafts", "speculation", "ahead", "faults", "windows", "placement", "squeeze")
 FEATURES = (*OF_WORLDS, *OF_REQUESTS)
 FAULT_EVERY = 61  # steps
 SHRINK_S = 120.0
@@ -84,7 +86,14 @@ def run_case(case: Case) -> Counter[str]:
         changes["num_blocks"] = row["cache_tokens"] // row["block_size"] * len(windows)
     if case.has("placement", 0.5, rng):
         changes["placement_seed"] = placement
-    has_drafts = case.has("drafts", 0.4, rng) and row["kv_cache_backend"] != "naive"
+    has_drafts = case.has("drafts", 0.3, rng) and row["kv_cache_backend"] != "naive"
+    speculates = case.has("speculation", 0.7, rng) and not has_drafts
+    make_speculation = speculation_of(
+        rng.choice(KINDS), seed=case.seed, share=rng.choice((0.3, 0.7, 0.95)), is_adaptive=rng.random() < 0.5,
+        max_drafts=rng.randint(1, 8),
+    )  # fmt: skip
+    if speculates:
+        changes["speculation"] = make_speculation
     if case.has("ahead", 0.5, rng) and not has_drafts:
         changes["steps_ahead"] = ahead
     has_faults = case.has("faults", 0.15, rng)
@@ -93,7 +102,7 @@ def run_case(case: Case) -> Counter[str]:
     speculation = Speculation(world, case.seed, max_drafts=rng.randint(1, 6)) if has_drafts else None
     traffic = Traffic(
         world, case.seed, case.size, without=case.without, plain_share=rng.choice((0.0, 0.6, 0.95, 1.0)),
-        pace=rng.choice((0.1, 0.4, 0.8)),
+        pace=rng.choice((0.05, 0.1, 0.3) if speculates else (0.1, 0.4, 0.8)),  # drafts are for quiet moments
     )  # fmt: skip
     traffic.run()
     world.aborted |= failed  # they have no tokens to check
@@ -116,7 +125,12 @@ def run_case(case: Case) -> Counter[str]:
     events["embeddings"] += sum(request.pooling is not None for request in world.requests.values())
     events["several steps under way"] += world.most_late > 1
     if speculation is not None:
-        events["drafts"] += speculation.events["drafts"]
+        events["drafts from outside"] += speculation.events["drafts"]
+        events["requests with drafts from outside"] += traffic.num_sent
+    if (own := world.engine.speculation) is not None:
+        assert not (own._limits or own._lengths._known), "sequences that have ended are remembered"
+        events.update({"drafts": own.totals.num_drafts, "drafts kept": own.totals.num_accepted})
+        events["requests with speculation"] += traffic.num_sent
     return events
 
 

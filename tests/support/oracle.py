@@ -14,7 +14,7 @@ knows, without any cache, what each request must get.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -29,6 +29,7 @@ from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.build import shape_of
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
+from infer.engine.speculation import Speculation
 from infer.execution.device import StepResult, SyncDevice
 from infer.execution.host_sampling import drafts_of, given_tokens, num_kept
 from infer.execution.layout import HostRows, TokenLayout, lay_out
@@ -291,6 +292,7 @@ class OracleWorld:
         steps_ahead: int = 0,
         windows: tuple[int | None, ...] = (None,),
         profile: SchedulingProfile = GENERIC.scheduling,
+        speculation: Callable[[Scheduler], Speculation] | None = None,
         **scheduler_knobs: Any,
     ) -> None:
         settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
@@ -335,6 +337,7 @@ class OracleWorld:
             eos_ids=eos_ids,
             observer=self.observer,
             steps_ahead=steps_ahead,
+            speculation=None if speculation is None else speculation(self.scheduler),
         )
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}

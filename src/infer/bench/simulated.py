@@ -68,7 +68,7 @@ class MadeUpDrafts:
         """Take sequences to draft for."""
         self._sequences = sequences
 
-    def finish(self) -> list[tuple[int, ...]]:
+    def collect(self) -> list[tuple[int, ...]]:
         """Return as many ids as each sequence has places for."""
         return [(0,) * len(seq.drafts) for seq in self._sequences]
 

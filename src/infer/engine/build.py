@@ -26,6 +26,7 @@ from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_byt
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
+from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
@@ -38,12 +39,7 @@ from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
-from infer.engine.speculation_build import (
-    WINDOW_TOKENS,
-    draft_bytes,
-    load_draft,
-    make_speculation,
-)
+from infer.engine.speculation_build import draft_bytes, load_draft, make_speculation
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
 from infer.errors import ConfigError

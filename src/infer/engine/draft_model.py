@@ -88,7 +88,7 @@ class DraftModel:
             self._changes, self._host = [], HostHalf(self._state, is_draft=True)
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Launch what drafts for these sequences, as many as each has places for; `finish` brings them."""
+        """Launch what drafts for these sequences, as many as each has places for; `collect` brings them."""
         starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
         known = np.array([len(seq.tokens) for seq in sequences])
         chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
@@ -109,7 +109,7 @@ class DraftModel:
         if self._target is not None:
             self._target.expect(late)
 
-    def finish(self) -> list[list[int]]:
+    def collect(self) -> list[list[int]]:
         """The drafts that were begun, sequence by sequence."""
         drafts: list[list[int]] = [[] for _ in self._sequences]
         for numbers, step in self._turns:

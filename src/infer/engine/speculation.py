@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.order import StepOrder
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
@@ -36,14 +37,14 @@ class Drafter(Protocol):
 
     @property
     def is_late(self) -> bool:
-        """Whether `finish` may come after the step that verifies the drafts is launched."""
+        """Whether `collect` may come after the step that verifies the drafts is launched."""
         ...
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Begin to draft for these sequences, as many ids as each has places for."""
         ...
 
-    def finish(self) -> Seq[Seq[int]]:
+    def collect(self) -> Seq[Seq[int]]:
         """The drafts that were begun, sequence by sequence."""
         ...
 
@@ -64,13 +65,12 @@ class Speculation:
         *,
         max_drafts: int,
         max_rows: int,
-        max_tokens: int | None = None,
         vocab_size: int,
         is_adaptive: bool = True,
         is_synthetic: bool = False,
         prepare: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_rows`: of a batch with drafts; `max_tokens`: of a step with drafts, None: as of any step.
+        """`max_rows`: of a batch with drafts.
 
         `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
         """
@@ -81,14 +81,12 @@ class Speculation:
         self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
         self.prepare = prepare  # one piece of what drafting needs; False: all is there
         self._pool = scheduler.pool
-        max_rows = min(max_rows, scheduler.config.max_batch_size)
+        # tokens of a step with drafts: more than pay anywhere
+        self._max_tokens = min(WINDOW_TOKENS, scheduler.config.max_num_batched_tokens)
+        max_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
-        most = scheduler.config.max_num_batched_tokens
-        self._max_tokens = most if max_tokens is None else min(most, max_tokens)
-        self._chosen: tuple[list[tuple[int, int]], list[int]] = (
-            [],
-            [],
-        )  # wishes of the next step, and counts
+        # wishes of the next step, and how many drafts each gets
+        self._chosen: tuple[list[tuple[int, int]], list[int]] = ([], [])
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
@@ -160,7 +158,7 @@ class Speculation:
     def _fill(self) -> None:
         """Wait for drafts, and let sequences have them in place of what they have."""
         assert self._drafter is not None
-        for seq, drafts in zip(self._drafted, self._drafter.finish(), strict=True):
+        for seq, drafts in zip(self._drafted, self._drafter.collect(), strict=True):
             assert len(drafts) == len(seq.drafts), "each place gets one draft"
             seq.drafts = tuple(draft if draft != NO_TOKEN else 0 for draft in drafts)
         self._drafted = []

@@ -16,7 +16,7 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.resolve import ResolvedConfig
-from infer.config.speculation import MAX_DRAFTS, SpeculationConfig
+from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS, SpeculationConfig
 from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
@@ -43,7 +43,6 @@ from infer.speculative.suffix import SuffixProposer
 
 logger = logging.getLogger(__name__)
 
-WINDOW_TOKENS: Final = 128  # of a captured step that verifies drafts: more than pays anywhere
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
 HOST_GAP_S: Final = 0.3e-3  # that a GPU waits for the host where steps do not overlap, and
@@ -186,7 +185,6 @@ def make_speculation(
         drafter,
         max_drafts=settings.max_drafts,
         max_rows=DRAFT_ROWS,
-        max_tokens=WINDOW_TOKENS if isinstance(device, GpuDevice) else None,
         vocab_size=vocab_size,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,

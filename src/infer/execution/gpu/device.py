@@ -506,8 +506,7 @@ class GpuDevice:
             return lambda masks: self._sample_none(order, asked, pooled)
         sampled = order.num_sampled.astype(np.int64)
         ends = sampled.cumsum()
-        if ends[-1] > self._scratch.max_rows:  # drafts of many rows, more than are ever worth computing
-            return lambda masks: self._sample_on_host(order, last_rows, hidden_CD, pooled, masks)
+        assert ends[-1] <= self._scratch.max_rows, f"{ends[-1]} positions are sampled at once"
         back = (ends.repeat(sampled) - 1) - np.arange(ends[-1])  # places before each row's last
         rows = order.rows.repeat(sampled)
         lasts = np.array(last_rows, dtype=np.int64).repeat(sampled) - back
