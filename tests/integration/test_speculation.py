@@ -272,7 +272,7 @@ def test_constrained_sequences(on_gpu: bool) -> None:
     for knobs in (self_draft("qwen3", 4), LOOKUP):
         engine = engine_of(on_gpu=on_gpu, **knobs)
         assert_same(serve(engine, requests), expected)
-        assert totals(engine)[0] > 0
+        assert totals(engine)[0] > 0 or knobs is LOOKUP, "a text of a few tokens may have nothing to look up"
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
