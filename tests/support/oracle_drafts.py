@@ -1,7 +1,8 @@
 """What drafts for the token oracle: an engine's own `Speculation`, over a proposer or a model that knows it.
 
 `Knowing` asks the oracle and is right with a given probability at each place, so windows of all lengths are
-kept, in part or whole. As a proposer it may also be silent, say ids that are no tokens, or say too many.
+kept, in part or whole. A `KnowingProposer` may also be silent, say ids that are no tokens, or say too many; a
+`KnowingModel` may raise.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ COSTS = StepCosts(((1, 1e-3), (64, 3e-3)))  # drafts pay if some are right
 
 
 class Knowing:
-    """Drafts what the oracle will say, as a proposer or as a model, with a probability at each place."""
+    """Knows what the oracle will say, with a probability at each place."""
 
     def __init__(self, scheduler: Scheduler, share: float, seed: object) -> None:
         self._scheduler, self._share = scheduler, share
         self._rng = random.Random(str(seed))
-        self.fails = 0.0  # how likely it raises as a model
-        self.is_late = False
-        self._sequences: Seq[Sequence] = ()
 
     def _drafts(self, seq: Sequence, count: int) -> list[int]:
         seed, text = sequence_seed(seq.group.seed, seq.index), list(seq.tokens)
@@ -41,8 +39,12 @@ class Knowing:
             text.append(next_token(text, seed) if is_right else self._rng.randrange(VOCAB_SIZE))
         return text[len(seq.tokens) :]
 
+
+class KnowingProposer(Knowing):
+    """Proposes what it knows."""
+
     def propose(self, wishes: Seq[Wish]) -> list[Seq[int]]:
-        """Drafts of a proposer: too few, too many, or ids that no vocabulary has among them."""
+        """Drafts of wishes: too few, too many, or ids that no vocabulary has among them."""
         found: list[Seq[int]] = []
         for wish in wishes:
             drafts = self._drafts(
@@ -60,15 +62,23 @@ class Knowing:
     def finish(self, wish: Wish) -> None:
         """Forget nothing: nothing is kept."""
 
+
+class KnowingModel(Knowing):
+    """Fills places with what it knows."""
+
+    is_late = False
+    fails = 0.0  # how likely it raises
+    _begun: Seq[Sequence] = ()
+
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Take sequences to draft for as a model."""
+        """Take sequences whose places are to be filled."""
         if self._rng.random() < self.fails:
             raise RuntimeError("the draft model was told to fail")
-        self._sequences = sequences
+        self._begun = sequences
 
     def collect(self) -> list[list[int]]:
-        """Drafts of a model: one for each place."""
-        return [self._drafts(seq, len(seq.drafts)) for seq in self._sequences]
+        """One draft for each place."""
+        return [self._drafts(seq, len(seq.drafts)) for seq in self._begun]
 
     def note(self, plan: StepPlan) -> None:
         """See a plan: nothing to do."""
@@ -80,13 +90,14 @@ def speculation_of(
     """What makes the `Speculation` of a world; `kind` is one of KINDS."""
 
     def make(scheduler: Scheduler) -> Speculation:
-        knowing = Knowing(scheduler, share, seed)
-        proposer: Proposer = NgramProposer(1, 8) if kind == "ngram" else knowing
+        proposer: Proposer = NgramProposer(1, 8)
+        if kind == "proposer":
+            proposer = KnowingProposer(scheduler, share, seed)
         return Speculation(
             scheduler,
             DraftLengths(COSTS),
             None if kind == "drafter" else proposer,
-            knowing if kind == "drafter" else None,
+            KnowingModel(scheduler, share, seed) if kind == "drafter" else None,
             max_drafts=max_drafts,
             max_rows=64,
             vocab_size=VOCAB_SIZE,

@@ -248,17 +248,17 @@ def test_a_model_of_no_family_uses_the_template_it_was_shipped_with(
         assert find_template(model_type, tokenizer, "family").encode_chat(messages) == ids
 
 
-CALLS = [
+V7_CALLS = [
     {"id": f"abcdef00{i}", "function": {"name": "get_weather", "arguments": {"city": city}}}
     for i, city in enumerate(("Paris", "Rome"))
 ]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
-WITH_TOOLS = [
+WITH_TOOLS: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hi"},
     {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "assistant", "content": "", "tool_calls": V7_CALLS},
     {"role": "tool", "content": "21", "tool_call_id": "abcdef000"},
     {"role": "tool", "content": "22", "tool_call_id": "abcdef001"},
 ]
@@ -417,7 +417,6 @@ def test_keywords_are_honoured_or_refused() -> None:
 # -- tools where the published template knows none -----------------------------------------------------
 
 ASK = {"role": "user", "content": "Weather in Zürich?"}
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 CALLS = {
     "role": "assistant",
     "content": None,

@@ -34,7 +34,7 @@ class LateDrafts:
 
     def read(self, order: StepOrder) -> None:
         """Wait for them and write them into the order."""
-        order.tokens[self._places(order)] = torch.cat(self._ids).cpu().numpy()
+        order.tokens[self._places(order)] = torch.cat(self._ids).cpu().numpy()  # never below 0: see `newest`
 
     def _places(self, order: StepOrder) -> np.ndarray:
         """Where each turn's drafts stand among the tokens of an order in which no row decodes."""
