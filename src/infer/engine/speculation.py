@@ -31,6 +31,8 @@ from infer.scheduling.sequence import Sequence
 from infer.speculative.adaptive import Acceptance, DraftLengths, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
+LONGEST_PAUSE = 16  # steps that overlap after ids were waited for and no draft was found
+
 
 class Drafter(Protocol):
     """A model that drafts: it fills places whose blocks are reserved."""
@@ -87,6 +89,9 @@ class Speculation:
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
         # wishes of the next step, and how many drafts each gets
         self._chosen: tuple[list[tuple[int, int]], list[int]] = ([], [])
+        self._pause = self._pause_end = (
+            0  # steps that overlap again after a wait in vain, and the last of them
+        )
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
@@ -100,8 +105,11 @@ class Speculation:
     # -- before a step ----------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether the next step should have drafts, as far as the ids that are known can tell."""
-        if not self._is_quiet():
+        """Whether the next step should have drafts, as far as the ids that are known can tell.
+
+        Steps that were waited for in vain are followed by a pause, twice as long each time.
+        """
+        if self._scheduler.step < self._pause_end or not self._is_quiet():
             return False
         wishes = [wish for _, wish in self._wishes()]
         if self._proposer is not None and not self._is_synthetic:
@@ -130,6 +138,8 @@ class Speculation:
         for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):
             if count:
                 self._scheduler.propose(seq, drafts[:count])
+        self._pause = 0 if any(counts) else min(max(2 * self._pause, 2), LONGEST_PAUSE)
+        self._pause_end = self._scheduler.step + self._pause
 
     def complete(self, plan: StepPlan) -> None:
         """Fill the places of a plan whose blocks are reserved, where a model drafts."""
