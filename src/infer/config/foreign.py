@@ -137,4 +137,5 @@ def check_foreign(name: str, value: object) -> None:
     no_number = ("none", "0", "false") if nothing is not None and not nothing else ()
     if str(value).lower() in {str(nothing).lower(), *no_number}:
         return
-    raise ConfigError(f"{name} must be {nothing}, got {value!r}: {advice}")
+    allowed = "left out" if nothing is None else nothing
+    raise ConfigError(f"{name} must be {allowed}, got {value!r}: {advice}")

@@ -21,7 +21,7 @@ from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_step_costs
-from infer.errors import ConfigError
+from infer.errors import ConfigError, ModelSourceError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
@@ -72,7 +72,10 @@ def read_draft(
 
 def _find_draft(settings: SpeculationConfig, name: str) -> ModelHeaders:
     """Return the headers of a model that drafts; a head on the hidden states of another is refused."""
-    source = resolve_model(name, show_progress=False)
+    try:
+        source = resolve_model(name, show_progress=False)
+    except ModelSourceError as error:
+        raise ModelSourceError(f"draft_model: {error}") from None
     raw = {} if source.is_gguf else read_hf_config(source.path)
     is_head = "draft_vocab_size" in raw or "speculators_model_type" in raw
     if is_head or settings.method == "eagle3" or "Eagle3" in str(raw.get("architectures")):

@@ -291,3 +291,9 @@ def test_a_simulation_has_no_texts_to_guess_from() -> None:
     for knobs in ({"speculative_method": "ngram"}, {"draft_model": "x", "synthetic_acceptance": 0.5}):
         with pytest.raises(ConfigError, match="give synthetic_acceptance, .* leave speculative decoding out"):
             run([ask(0, 8, 4)], **knobs)
+
+
+def test_a_probability_without_guesses_is_refused_unless_they_are_turned_off() -> None:
+    with pytest.raises(ConfigError, match="is off; turn it on with speculative_decoding"):
+        run([ask(0, 8, 4)], synthetic_acceptance=0.5)
+    run([ask(0, 8, 4)], synthetic_acceptance=0.5, speculative_decoding=False)

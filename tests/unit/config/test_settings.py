@@ -155,9 +155,9 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"n_gpu_layers": 99}, "n_gpu_layers must be None, got 99: .* use device=cpu or device=cuda"),
-        ({"n_gpu_layers": 0}, "n_gpu_layers must be None, got 0: .* use device=cpu or device=cuda"),
-        ({"parallel": 4}, "parallel must be None, got 4: .* use max_batch_size"),
+        ({"n_gpu_layers": 99}, "n_gpu_layers must be left out, got 99: .* use device=cpu or device=cuda"),
+        ({"n_gpu_layers": 0}, "n_gpu_layers must be left out, got 0: .* use device=cpu or device=cuda"),
+        ({"parallel": 4}, "parallel must be left out, got 4: .* use max_batch_size"),
         ({"swap_space": 4}, "use swap_blocks"),
         ({"speculative_num_draft_tokens": 4}, "use num_speculative_tokens, which is one less"),
         ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4: drafts are chains"),
@@ -173,9 +173,9 @@ def test_what_is_done_another_way_says_how(knobs: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-ngl", "99"], "n_gpu_layers must be None, got '99': .* use device=cpu or device=cuda"),
+        (["-ngl", "99"], "n_gpu_layers must be left out, got '99': .* use device=cpu or device=cuda"),
         (["-tp", "2"], "tensor_parallel_size must be 1, got '2': .* is not built yet"),
-        (["-np", "4"], "parallel must be None, got '4': .* use max_batch_size"),
+        (["-np", "4"], "parallel must be left out, got '4': .* use max_batch_size"),
     ],
 )
 def test_a_short_flag_of_another_engine_is_explained(words: list[str], message: str) -> None:

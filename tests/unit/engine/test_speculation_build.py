@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer.config.settings import EngineConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, ModelSourceError
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model
 from infer.loader import load
@@ -48,6 +48,12 @@ def test_a_head_is_refused_before_weights_are_read(
         model=checkpoint, draft_model=str(head), speculative_method=method, **KNOBS
     )
     with pytest.raises(ConfigError, match="EAGLE-3 heads are not served yet; use a whole model"):
+        open_model(config, show_progress=False)
+
+
+def test_files_that_are_not_there_are_said_to_be_those_of_the_draft_model(checkpoint: str) -> None:
+    config = EngineConfig.from_knobs(model=checkpoint, draft_model="/nope", **KNOBS)
+    with pytest.raises(ModelSourceError, match=r"^draft_model: model '/nope': .*, or leave it out$"):
         open_model(config, show_progress=False)
 
 

@@ -204,7 +204,7 @@ def test_a_model_is_checked_without_being_fetched(tmp_path: Path, monkeypatch: p
         with pytest.raises(InferError) as resolved:
             resolve_model(model, revision=revision)
         assert str(checked.value) == str(resolved.value)
-    assert refusal("nope").endswith("; check the spelling, or name no model to get the default one")
+    assert refusal("nope").endswith("; check the spelling, or leave it out")
 
 
 def test_a_snapshot_of_a_hub_has_the_commit_as_its_revision(tmp_path: Path) -> None:

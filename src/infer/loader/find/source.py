@@ -199,7 +199,7 @@ def _no_such_path(model: str, path: Path) -> ModelSourceError:
         if is_bare
         else "it does not look like a hub id (org/name or org/name:file.gguf)"
     )
-    advice = nearest_sibling(path) or "; check the spelling, or name no model to get the default one"
+    advice = nearest_sibling(path) or "; check the spelling, or leave it out"
     return ModelSourceError(f"model {model!r}: there is no such file or directory, and {reason}{advice}")
 
 
