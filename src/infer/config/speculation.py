@@ -35,7 +35,7 @@ class SpeculationConfig:
     speculative_method: str = knob(
         "auto",
         "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
-        "a small model; eagle3: a head trained for the model; auto: draft_model or eagle3 where draft_model "
+        "a small model; eagle3: a head trained for the model (not served yet); auto: draft_model where it "
         "names one, else ngram",
         choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
         aliases=("speculative_algorithm",),
@@ -48,7 +48,7 @@ class SpeculationConfig:
     )
     draft_model: str | None = knob(
         None,
-        "directory, GGUF file or hub id of a small model with the same vocabulary, or of an EAGLE-3 head",
+        "directory, GGUF file or hub id of a small model with the same vocabulary",
         aliases=("speculative_model", "model_draft", "speculative_draft_model_path"),
     )
     prompt_lookup_max: int = knob(

@@ -138,7 +138,8 @@ class Speculation:
         for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):
             if count:
                 self._scheduler.propose(seq, drafts[:count])
-        self._pause = 0 if any(counts) else min(max(2 * self._pause, 2), LONGEST_PAUSE)
+        is_in_vain = self._proposer is not None and not any(counts)
+        self._pause = min(max(2 * self._pause, 2), LONGEST_PAUSE) if is_in_vain else 0
         self._pause_end = self._scheduler.step + self._pause
 
     def complete(self, plan: StepPlan) -> None:
