@@ -1,0 +1,116 @@
+"""Speculative decoding on real weights and texts: tokens per second of one stream, with and without drafts.
+
+    python -m benchmarks.speculation_texts --out benchmarks/reports/speculation-cpu.json
+
+Three kinds of prompts: code that is to be repeated with one name changed, a text that is to be repeated in
+parts, and questions whose answers repeat nothing. The engines have the same weights and take turns, prompt by
+prompt; a ratio is the median over rounds of the time without drafts by the time with. Answers must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import facts, parse, write
+from infer import LLM, SamplingParams
+from infer.scheduling import plan, preemption
+from infer.speculative import adaptive, ngram
+
+METHODS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "ngram": {"speculative_method": "ngram"},
+    "suffix": {"speculative_method": "suffix"},
+}
+
+
+def prompts() -> dict[str, list[str]]:
+    """Prompts by kind."""
+    sources: list[Any] = [
+        ngram.repeat_from,
+        preemption.PreemptionCost,
+        plan.Transfer,
+        adaptive.Acceptance.update,
+    ]
+    code = [textwrap.dedent(inspect.getsource(source)) for source in sources]
+    notes = [str(inspect.getdoc(module)) for module in (preemption, ngram)]
+    return {
+        "edits of code": [
+            f"Repeat this code exactly, but rename the first name to `renamed`:\n```python\n{text}```"
+            for text in code
+        ],
+        "summaries that repeat": [
+            f"List the main sentences of this text, word for word:\n\n{text}" for text in notes
+        ],
+        "free answers": [
+            "Tell me a story about a fox who learns to read.",
+            "Why is the sky blue? Explain it to a child.",
+            "Write a letter to a friend about a journey to the mountains.",
+            "What should I cook with rice, eggs and spinach?",
+        ],
+    }
+
+
+def measure(
+    engines: dict[str, LLM], kind: str, texts: list[str], rounds: int, max_tokens: int
+) -> dict[str, Any]:
+    """The speed of each method on some prompts, and its ratio to no drafts."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    num_tokens = 0
+    for turn in range(rounds + 1):  # the first is not counted
+        spent = dict.fromkeys(engines, 0.0)
+        num_tokens = 0
+        for text in texts:
+            answers = {}
+            for name, llm in engines.items():
+                llm.engine.reset_prefix_cache()
+                start = time.perf_counter()
+                answer = llm.chat([{"role": "user", "content": text}], params)[0].outputs[0]
+                spent[name] += time.perf_counter() - start
+                answers[name] = answer.text
+            num_tokens += len(answer.token_ids)
+            assert len(set(answers.values())) == 1, f"drafts have changed the answer to {text[:60]!r}"
+        if turn:
+            for name, value in spent.items():
+                seconds[name].append(value)
+    rows: dict[str, Any] = {}
+    for name, found in seconds.items():
+        ratios = [base / mine for base, mine in zip(seconds["off"], found, strict=True)]
+        rows[name] = {
+            "out_tok_s": round(num_tokens / statistics.median(found), 1),
+            "ratio": round(statistics.median(ratios), 3),
+            "least": round(min(ratios), 3),
+            "largest": round(max(ratios), 3),
+        }
+        print(f"  {kind:24} {name:8} {rows[name]}", flush=True)
+    return {"num_tokens": num_tokens, **rows}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="directory, GGUF file or hub id; default: the default model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    args = parse(parser)
+    engines = {
+        name: LLM(args.model, max_seq_len=2048, num_blocks=512, **knobs) for name, knobs in METHODS.items()
+    }
+    report: dict[str, Any] = {"model": engines["off"].name, **facts(), "rounds": args.rounds, "kinds": {}}
+    for kind, texts in prompts().items():
+        report["kinds"][kind] = measure(engines, kind, texts, args.rounds, args.max_tokens)
+    write(report, args.out)
+    print(json.dumps(report["kinds"]) if args.out is None else f"written to {Path(args.out)}")
+
+
+if __name__ == "__main__":
+    main()
