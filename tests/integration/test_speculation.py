@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 from infer.config.settings import EngineConfig
 from infer.engine import draft_model, machine
@@ -27,6 +28,7 @@ from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.order import StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.loader.find.source import resolve_model
@@ -528,6 +530,38 @@ def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) 
     assert_same(serve(engine, requests), expected)
     num_drafts, num_accepted = totals(engine)
     assert num_accepted == num_drafts > 50 and allocator.num_failed > 0
+
+
+def test_late_drafts_of_a_step_that_finds_no_memory_at_once() -> None:
+    """The rows' state is sent before the drafts: the halves get drafts that are known."""
+    requests = requests_of([{"max_tokens": 20}] * 3)
+    expected = serve(engine_of(on_gpu=True), requests)
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
+    assert isinstance(engine.device, GpuDevice)
+    apply, numbers = engine.device.rows.apply, itertools.count()
+
+    def apply_some(order: StepOrder) -> None:
+        if next(numbers) % 5 == 4:
+            raise torch.OutOfMemoryError("no memory")
+        apply(order)
+
+    with mock.patch.object(engine.device.rows, "apply", apply_some):
+        assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 20
+
+
+def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
+    first, second = requests_of([{"max_tokens": 20}] * 2)
+    expected = serve(engine_of(on_gpu=True), [second])
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
+    engine.add(first)
+    engine.step()
+    with mock.patch.object(engine._host, "order", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert_same(serve(engine, [second]), expected)
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

@@ -179,8 +179,8 @@ class GpuDevice:
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
 
-    def expect(self, late: LateDrafts) -> None:
-        """Let the drafts of the next order be these, whatever it says."""
+    def expect(self, late: LateDrafts | None) -> None:
+        """Let the drafts of the next order be these, whatever it says; None: those that it says."""
         self._late = late
 
     def newest(self, rows: np.ndarray, *, is_same: bool) -> torch.Tensor:
@@ -203,19 +203,22 @@ class GpuDevice:
 
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; see the module's docstring for the order of things."""
+        late, self._late = self._late, None
         try:
             if len(order.transfers):
                 self.store.transfer(order.moves())
             try:
-                sample = self._start(order)
+                sample = self._start(order, late)
             except torch.OutOfMemoryError as error:  # it is run in halves when all is there that these need
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
         memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
-        return PendingStep(order.flags, partial(self._launch_sampler, order, sample), memory)
+        return PendingStep(order.flags, partial(self._launch_sampler, order, late, sample), memory)
 
-    def _launch_sampler(self, order: StepOrder, sample: Sampler, masks: StepMasks) -> Pending[StepResult]:
+    def _launch_sampler(
+        self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
+    ) -> Pending[StepResult]:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
         try:
             try:
@@ -223,6 +226,8 @@ class GpuDevice:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
+                if late is not None:
+                    late.read(order)  # a half would look for the drafts of the whole
                 self._readback.settle()  # the halves take the buffers of steps that have not been read
                 kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
                 result = self._smaller.run(order, kept, error)
@@ -252,7 +257,7 @@ class GpuDevice:
         """Memory for the masks of a step that the host samples, which may have one for each position."""
         return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
-    def _start(self, order: StepOrder) -> Sampler:
+    def _start(self, order: StepOrder, late: LateDrafts | None) -> Sampler:
         """Launch a step up to its logits; returns what launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
@@ -264,7 +269,6 @@ class GpuDevice:
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
                 return _nothing
             self._clear_masks(order)
-            late, self._late = self._late, None
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
             window = self.graphs.window_size_for(order.num_tokens) if is_verified and runs_plain else None
             if window is not None:
