@@ -27,8 +27,9 @@ from infer.engine.build import build_engine
 from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
+from infer.execution.device import PendingStep
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.order import StepOrder
+from infer.execution.order import VERIFY, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.loader.find.source import resolve_model
@@ -455,6 +456,65 @@ def test_what_a_draft_model_has_to_hear_of_is_bounded(on_gpu: bool, monkeypatch:
     assert num_accepted == num_drafts > 20
 
 
+@on_both
+def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_can_see(
+    on_gpu: bool, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen3", tmp_path / "short", sizes=replace(SIZES, context_len=32), seed=1)
+    requests = requests_of([{"max_tokens": 60}] * 2)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    knobs = self_draft("qwen3", 5, draft_model=str(tmp_path / "short"))
+    engine = engine_of(on_gpu=on_gpu, **knobs)
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 5
+
+
+@on_both
+@pytest.mark.parametrize(
+    ("family", "knobs", "longest"),
+    [
+        ("mistral", {"num_blocks": 12, "max_batch_size": 1, "prefill_chunk_size": 8}, 32),
+        ("qwen3", {"block_size": 64, "num_blocks": 8}, 64),
+    ],
+    ids=["more places in a table than blocks", "context that ends inside a block"],
+)
+def test_steps_are_measured_within_cache_and_context(
+    family: str, knobs: dict[str, Any], longest: int, on_gpu: bool
+) -> None:
+    usual = {"block_size": 4, "max_num_batched_tokens": 8, "speculative_method": "ngram"}
+    settings = EngineConfig.from_knobs(**usual | knobs)
+    with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
+        engine = build_engine(settings, target(family))
+    assert engine.speculation is not None and engine.context_len == SIZES.context_len
+    assert engine.speculation.costs.pairs[-1][0] == longest
+
+
+def test_lengths_chosen_for_a_smaller_batch_are_not_used() -> None:
+    """Sequences without drafts have joined since: all of them have a place in every step."""
+    kinds: list[dict[str, Any]] = [{"max_tokens": 60}]
+    kinds += [{"num_speculative_tokens": 0, "max_tokens": 30}] * 7
+    first, *others = requests_of(kinds, seed=2)
+    knobs = self_draft("qwen3", 5, max_num_batched_tokens=9, max_batch_size=9, prefill_chunk_size=9)
+    engine = engine_of(on_gpu=True, **knobs | {"adaptive_speculation": True})
+    engine.add(first)
+    while not totals(engine)[0]:
+        engine.step()
+    for request in others:
+        engine.add(request)
+    run, are_whole = engine.device.run, list[bool]()
+
+    def note(order: StepOrder) -> PendingStep:
+        if VERIFY in order.kinds:
+            are_whole.append(order.num_rows == len(engine.scheduler.running))
+        return run(order)
+
+    with mock.patch.object(engine.device, "run", note):
+        while engine.has_work:
+            engine.step()
+    assert are_whole and all(are_whole)
+
+
 # -- what a request may ask for ---------------------------------------------------------------------------
 
 
@@ -556,10 +616,11 @@ def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
     expected = serve(engine_of(on_gpu=True), [second])
     engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
     engine.add(first)
-    engine.step()
-    with mock.patch.object(engine._host, "order", side_effect=KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
+    while not totals(engine)[0]:
+        engine.step()
+    interrupted = mock.patch.object(engine._host, "order", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step()
     assert [output.finish_reason for output in engine.step()] == ["error"]
     assert_same(serve(engine, [second]), expected)
 
