@@ -490,6 +490,21 @@ def test_steps_are_measured_within_cache_and_context(
     assert engine.speculation.costs.pairs[-1][0] == longest
 
 
+@pytest.mark.parametrize(("knobs", "is_windowed"), [({}, False), ({"speculative_decoding": False}, True)])
+def test_only_a_model_that_drafts_keeps_blocks_behind_a_window(
+    knobs: dict[str, Any], is_windowed: bool
+) -> None:
+    """A draft model that is named and not used changes nothing."""
+    engine = engine_of("mistral", **self_draft("mistral", 3, **knobs))
+    (asked,) = requests_of([{"max_tokens": 60}])
+    engine.add(asked)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.scheduler.pool.usage().num_used)
+    assert (most * 4 < 60) is is_windowed
+
+
 def test_lengths_chosen_for_a_smaller_batch_are_not_used() -> None:
     """Sequences without drafts have joined since: all of them have a place in every step."""
     kinds: list[dict[str, Any]] = [{"max_tokens": 60}]
