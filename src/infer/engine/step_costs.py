@@ -86,7 +86,7 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, vocab_size: int) -> fl
 
 
 def _seconds(device: DeviceHalf, shape: StateShape, vocab_size: int, num_tokens: int) -> float:
-    """Return the shortest time of a step with one window of so many tokens."""
+    """Return the shortest time of a step with one window of `num_tokens` tokens."""
     order, best = _window(shape, vocab_size, num_tokens), float("inf")
     device.run(order).wait()  # the first one compiles, captures and allocates
     for _ in range(NUM_PROBES):
