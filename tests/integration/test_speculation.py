@@ -28,6 +28,7 @@ from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
 from infer.execution.device import PendingStep
+from infer.execution.gpu import device as gpu_device
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import VERIFY, StepOrder
 from infer.execution.torch_device import TorchDevice
@@ -528,6 +529,22 @@ def test_lengths_chosen_for_a_smaller_batch_are_not_used() -> None:
         while engine.has_work:
             engine.step()
     assert are_whole and all(are_whole)
+
+
+@pytest.mark.parametrize(("knobs", "num_rows"), [({}, 2), (LOOKUP, 128)], ids=["without", "with"])
+def test_attention_is_compiled_for_as_many_rows_as_windows_have(
+    knobs: dict[str, Any], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token of a window is a row: with a batch of two there may be 128."""
+    found = list[int]()
+
+    def note(chosen: str, config: Any, store: Any, block_size: int, max_rows: int) -> str:
+        found.append(max_rows)
+        return chosen
+
+    monkeypatch.setattr(gpu_device, "compile_backend", note)
+    engine_of(on_gpu=True, max_batch_size=2, **knobs)
+    assert set(found) == {num_rows}
 
 
 # -- what a request may ask for ---------------------------------------------------------------------------
