@@ -415,7 +415,7 @@ def train(
     seed: int,
     progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    """Train until the deadline or so many tokens; returns the weights that were best on held-out prompts."""
+    """Train until the deadline or `max_tokens`; returns the weights that were best on held-out prompts."""
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
         fused=teacher.device.type == "cuda",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 from infer.config.settings import EngineConfig
 from infer.engine import draft_model, machine
@@ -26,7 +27,10 @@ from infer.engine.build import build_engine
 from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
+from infer.execution.device import PendingStep
+from infer.execution.gpu import device as gpu_device
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.order import VERIFY, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.loader.find.source import resolve_model
@@ -453,6 +457,96 @@ def test_what_a_draft_model_has_to_hear_of_is_bounded(on_gpu: bool, monkeypatch:
     assert num_accepted == num_drafts > 20
 
 
+@on_both
+def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_can_see(
+    on_gpu: bool, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen3", tmp_path / "short", sizes=replace(SIZES, context_len=32), seed=1)
+    requests = requests_of([{"max_tokens": 60}] * 2)
+    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    knobs = self_draft("qwen3", 5, draft_model=str(tmp_path / "short"))
+    engine = engine_of(on_gpu=on_gpu, **knobs)
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 5
+
+
+@on_both
+@pytest.mark.parametrize(
+    ("family", "knobs", "longest"),
+    [
+        ("mistral", {"num_blocks": 12, "max_batch_size": 1, "prefill_chunk_size": 8}, 32),
+        ("qwen3", {"block_size": 64, "num_blocks": 8}, 64),
+    ],
+    ids=["more places in a table than blocks", "context that ends inside a block"],
+)
+def test_steps_are_measured_within_cache_and_context(
+    family: str, knobs: dict[str, Any], longest: int, on_gpu: bool
+) -> None:
+    usual = {"block_size": 4, "max_num_batched_tokens": 8, "speculative_method": "ngram"}
+    settings = EngineConfig.from_knobs(**usual | knobs)
+    with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
+        engine = build_engine(settings, target(family))
+    assert engine.speculation is not None and engine.context_len == SIZES.context_len
+    assert engine.speculation.costs.pairs[-1][0] == longest
+
+
+@pytest.mark.parametrize(("knobs", "is_windowed"), [({}, False), ({"speculative_decoding": False}, True)])
+def test_only_a_model_that_drafts_keeps_blocks_behind_a_window(
+    knobs: dict[str, Any], is_windowed: bool
+) -> None:
+    """A draft model that is named and not used changes nothing."""
+    engine = engine_of("mistral", **self_draft("mistral", 3, **knobs))
+    (asked,) = requests_of([{"max_tokens": 60}])
+    engine.add(asked)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.scheduler.pool.usage().num_used)
+    assert (most * 4 < 60) is is_windowed
+
+
+def test_lengths_chosen_for_a_smaller_batch_are_not_used() -> None:
+    """Sequences without drafts have joined since: all of them have a place in every step."""
+    kinds: list[dict[str, Any]] = [{"max_tokens": 60}]
+    kinds += [{"num_speculative_tokens": 0, "max_tokens": 30}] * 7
+    first, *others = requests_of(kinds, seed=2)
+    knobs = self_draft("qwen3", 5, max_num_batched_tokens=9, max_batch_size=9, prefill_chunk_size=9)
+    engine = engine_of(on_gpu=True, **knobs | {"adaptive_speculation": True})
+    engine.add(first)
+    while not totals(engine)[0]:
+        engine.step()
+    for request in others:
+        engine.add(request)
+    run, are_whole = engine.device.run, list[bool]()
+
+    def note(order: StepOrder) -> PendingStep:
+        if VERIFY in order.kinds:
+            are_whole.append(order.num_rows == len(engine.scheduler.running))
+        return run(order)
+
+    with mock.patch.object(engine.device, "run", note):
+        while engine.has_work:
+            engine.step()
+    assert are_whole and all(are_whole)
+
+
+@pytest.mark.parametrize(("knobs", "num_rows"), [({}, 2), (LOOKUP, 128)], ids=["without", "with"])
+def test_attention_is_compiled_for_as_many_rows_as_windows_have(
+    knobs: dict[str, Any], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token of a window is a row: with a batch of two there may be 128."""
+    found = list[int]()
+
+    def note(chosen: str, config: Any, store: Any, block_size: int, max_rows: int) -> str:
+        found.append(max_rows)
+        return chosen
+
+    monkeypatch.setattr(gpu_device, "compile_backend", note)
+    engine_of(on_gpu=True, max_batch_size=2, **knobs)
+    assert set(found) == {num_rows}
+
+
 # -- what a request may ask for ---------------------------------------------------------------------------
 
 
@@ -529,6 +623,39 @@ def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) 
     num_drafts, num_accepted = totals(engine)
     assert num_drafts > 50 and allocator.num_failed > 0
     assert num_accepted == num_drafts
+
+
+def test_late_drafts_of_a_step_that_finds_no_memory_at_once() -> None:
+    """The rows' state is sent before the drafts: the halves get drafts that are known."""
+    requests = requests_of([{"max_tokens": 20}] * 3)
+    expected = serve(engine_of(on_gpu=True), requests)
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
+    assert isinstance(engine.device, GpuDevice)
+    apply, numbers = engine.device.rows.apply, itertools.count()
+
+    def apply_some(order: StepOrder) -> None:
+        if next(numbers) % 5 == 4:
+            raise torch.OutOfMemoryError("no memory")
+        apply(order)
+
+    with mock.patch.object(engine.device.rows, "apply", apply_some):
+        assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 20
+
+
+def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
+    first, second = requests_of([{"max_tokens": 20}] * 2)
+    expected = serve(engine_of(on_gpu=True), [second])
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
+    engine.add(first)
+    while not totals(engine)[0]:
+        engine.step()
+    interrupted = mock.patch.object(engine._host, "order", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert_same(serve(engine, [second]), expected)
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

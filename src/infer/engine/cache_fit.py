@@ -218,5 +218,6 @@ def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
     if config.settings.cache.kv_cache_backend != "paged":
         return whole
     layout = KVLayout.of([model.window(layer) for layer in range(model.num_layers)], config.max_seq_len)
-    is_drafted = config.settings.speculation.draft_model is not None
+    speculation = config.settings.speculation
+    is_drafted = speculation.is_on and speculation.draft_model is not None
     return whole if is_drafted and layout.windows[0] is not None else layout

@@ -82,7 +82,9 @@ class DraftModel:
         return self._target is not None
 
     def note(self, plan: StepPlan) -> None:
-        """Remember the blocks that tables get with a plan."""
+        """Remember the blocks that tables get with a plan, and forget drafts for one that did not run."""
+        if self._target is not None:
+            self._target.expect(None)
         self._changes += plan.table_changes
         if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
             self._changes, self._host = [], HostHalf(self._state, is_draft=True)

@@ -16,6 +16,7 @@ What depends on all tokens before it, a penalty or a mask, differs from one draf
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
@@ -68,18 +69,19 @@ class Speculation:
         max_drafts: int,
         max_rows: int,
         vocab_size: int,
+        max_len: int = sys.maxsize,
         is_adaptive: bool = True,
         is_synthetic: bool = False,
         prepare: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_rows`: of a batch with drafts.
+        """`max_rows`: of a batch with drafts; `max_len`: the longest text with drafts that a model can see.
 
         `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
         """
         assert (proposer is None) != (drafter is None), "either looks drafts up, or a model makes them"
         self._scheduler, self._lengths = scheduler, lengths
         self._proposer, self._drafter = proposer, drafter
-        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._max_drafts, self._vocab_size, self._max_len = max_drafts, vocab_size, max_len
         self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
         self.prepare = prepare  # one piece of what drafting needs; False: all is there
         self._pool = scheduler.pool
@@ -87,11 +89,10 @@ class Speculation:
         self._max_tokens = min(WINDOW_TOKENS, scheduler.config.max_num_batched_tokens)
         max_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
         self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
-        # wishes of the next step, and how many drafts each gets
-        self._chosen: tuple[list[tuple[int, int]], list[int]] = ([], [])
-        self._pause = self._pause_end = (
-            0  # steps that overlap again after a wait in vain, and the last of them
-        )
+        # wishes of the next step and the size of its batch, and how many drafts each gets
+        self._chosen: tuple[list[tuple[int, int]], int, list[int]] = ([], 0, [])
+        # steps that overlap again after a wait in vain, and the last of them
+        self._pause = self._pause_end = 0
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
@@ -160,7 +161,7 @@ class Speculation:
             return
         if self._is_adaptive:  # while the device works: what is chosen now need not be chosen before the next
             asked = [(wish.seq_id, wish.num_drafts) for _, wish in self._wishes()]
-            self._chosen = asked, self._choose(asked)
+            self._chosen = asked, len(self._scheduler.running), self._choose(asked)
         self._fill()
         places = (order.counts.cumsum() - order.counts)[order.num_sampled > 1].tolist()
         for seq, place in zip(drafted, places, strict=True):
@@ -220,7 +221,7 @@ class Speculation:
             if limit is None:
                 limit = self._limits[seq.seq_id] = self._limit(seq)
                 self._lengths.begin(seq.seq_id)
-            limit = min(limit, seq.max_total - 1 - seq.num_tokens)
+            limit = min(limit, min(seq.max_total - 1, self._max_len) - seq.num_tokens)
             if limit > 0 and seq.num_samples == 1 and seq.num_output > 0:
                 yield seq, self._wish(seq, limit)
 
@@ -256,8 +257,8 @@ class Speculation:
         if num_blocks > self._pool.num_free_blocks:
             return [0] * len(available)
         if self._is_adaptive:
-            (chosen_for, counts), self._chosen = self._chosen, ([], [])
-            is_chosen = chosen_for == asked
+            (*chosen_for, counts), self._chosen = self._chosen, ([], 0, [])
+            is_chosen = chosen_for == [asked, len(scheduler.running)]
             return counts if is_chosen else self._choose(asked)
         ends = [min(end, self._room) for end in accumulate(available, initial=0)]
         return [end - start for start, end in pairwise(ends)]

@@ -7,6 +7,7 @@ draft_model       a second model on the same device, with as many blocks as the 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,7 @@ def make_speculation(
     if not settings.is_on:
         return None
     vocab_size, proposer, drafter, draft_device = loaded.config.vocab_size, None, None, None
+    max_len = sys.maxsize if draft is None else draft.config.context_len
     prepare: Callable[[], bool] = lambda: False
     if draft is not None:
         draft_device = _make_device(config, draft, size, layout, shape)
@@ -164,6 +166,7 @@ def make_speculation(
         costs = measure_step_costs(
             device,
             shape,
+            max_tokens=min(config.max_seq_len, size.num_tokens, max_len),
             vocab_size=vocab_size,
             weight_bytes=kept_bytes(loaded.model),
             kv_bytes_per_token=size.num_bytes // max(size.num_tokens, 1),
@@ -189,6 +192,7 @@ def make_speculation(
         max_drafts=settings.max_drafts,
         max_rows=DRAFT_ROWS,
         vocab_size=vocab_size,
+        max_len=max_len,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
         prepare=prepare,

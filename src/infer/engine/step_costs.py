@@ -26,6 +26,7 @@ def measure_step_costs(
     device: DeviceHalf,
     shape: StateShape,
     *,
+    max_tokens: int,
     vocab_size: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
@@ -35,10 +36,11 @@ def measure_step_costs(
 ) -> StepCosts:
     """Return what steps of a device take; the gaps are lost where they do not overlap.
 
+    `max_tokens`: of a text that the models can see and the cache can hold; a table may have room for more.
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
     pairs, began = [], time.perf_counter()
-    size, room = 1, min(MOST_TOKENS, shape.max_blocks * shape.block_size)
+    size, room = 1, min(MOST_TOKENS, max_tokens)
     while size <= room:
         pairs.append((size, _seconds(device, shape, vocab_size, size)))
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
@@ -48,7 +50,7 @@ def measure_step_costs(
     if drafter is not None:
         draft_s = _draft_seconds(drafter, shape, vocab_size)
         few, many = (_seconds(drafter, shape, vocab_size, num_tokens) for num_tokens in (1, min(32, room)))
-        draft_row_s = max(many - few, 0.0) / 32
+        draft_row_s = max(many - few, 0.0) / min(32, room)
     return StepCosts.measured(
         pairs,
         gap_s=gap_s,
@@ -84,7 +86,7 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, vocab_size: int) -> fl
 
 
 def _seconds(device: DeviceHalf, shape: StateShape, vocab_size: int, num_tokens: int) -> float:
-    """Return the shortest time of a step with one window of so many tokens."""
+    """Return the shortest time of a step with one window of `num_tokens` tokens."""
     order, best = _window(shape, vocab_size, num_tokens), float("inf")
     device.run(order).wait()  # the first one compiles, captures and allocates
     for _ in range(NUM_PROBES):

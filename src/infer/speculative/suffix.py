@@ -39,6 +39,7 @@ from infer.speculative.proposer import Wish
 from infer.speculative.text_index import TextIndex
 
 RUN: Final = 2  # tokens of the shortest match
+LONGEST_ANSWER: Final = 8192  # tokens that are kept of one: to index more would hold up the engine
 DEPTH: Final = 24  # tokens of the longest one
 DRAFTS_PER_MATCHED: Final = 1.5
 LEAST_PROBABILITY: Final = 0.1
@@ -113,7 +114,7 @@ class SuffixProposer:
     def finish(self, wish: Wish) -> None:
         """Forget the sequence's text, and keep its answer for others of the same salt."""
         self._texts.forget(wish.seq_id)
-        answer = wish.tokens[wish.num_prompt :]
+        answer = wish.tokens[wish.num_prompt : wish.num_prompt + LONGEST_ANSWER]
         if not answer or len(answer) > self._max_tokens or not self._max_answers:
             return
         past = self._past.get(wish.salt)

@@ -118,7 +118,7 @@ class GpuDevice:
         chosen = choose_backend(backends, config, store, block_size)
         # compilers begin here, and go on during what follows (`wait_for_compilers`)
         pool = ThreadPoolExecutor(1, "compile-attention")
-        self._decode_backend = pool.submit(compile_backend, chosen, config, store, block_size, max_batch_size)
+        self._decode_backend = pool.submit(compile_backend, chosen, config, store, block_size, max_rows)
         pool.shutdown(wait=False)
         self._wait_for_sampler = compile_sample_rows(self.rows.sampling, self._scratch, store.dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
@@ -179,8 +179,8 @@ class GpuDevice:
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
 
-    def expect(self, late: LateDrafts) -> None:
-        """Let the drafts of the next order be these, whatever it says."""
+    def expect(self, late: LateDrafts | None) -> None:
+        """Let the drafts of the next order be these, whatever it says; None: those that it says."""
         self._late = late
 
     def newest(self, rows: np.ndarray, *, is_same: bool) -> torch.Tensor:

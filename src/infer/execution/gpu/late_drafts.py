@@ -33,8 +33,9 @@ class LateDrafts:
         tokens_T.index_copy_(0, places, torch.cat(self._ids))
 
     def read(self, order: StepOrder) -> None:
-        """Wait for them and write them into the order."""
-        order.tokens[self._places(order)] = torch.cat(self._ids).cpu().numpy()  # never below 0: see `newest`
+        """Wait for them and write them into the order, without memory on the device."""
+        ids = np.concatenate([each.cpu().numpy() for each in self._ids])
+        order.tokens[self._places(order)] = np.maximum(ids, 0)  # what is no token is no draft
 
     def _places(self, order: StepOrder) -> np.ndarray:
         """Where each turn's drafts stand among the tokens of an order in which no row decodes."""

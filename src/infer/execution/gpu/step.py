@@ -178,10 +178,11 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
     return _or_triton(asked, lambda: heads.check(store.device))
 
 
-def compile_backend(
-    chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
-) -> str:
-    """Compile what was chosen, and return it; `auto` does without CUDA C++ where there is no compiler."""
+def compile_backend(chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_rows: int) -> str:
+    """Compile what was chosen, and return it; `auto` does without CUDA C++ where there is no compiler.
+
+    `max_rows`: of a step that decodes or verifies drafts, whose tokens are rows.
+    """
     if chosen not in ("auto", "cuda"):
         return chosen
     heads = _cached_heads(config, store, block_size)
@@ -189,7 +190,7 @@ def compile_backend(
     def run() -> None:
         is_whole = chosen == "cuda" or heads.kept_as is not None
         projected_heads = device_profile(store.device).attention.projected_heads
-        if is_whole or max_batch_size * config.num_kv_heads > projected_heads:
+        if is_whole or max_rows * config.num_kv_heads > projected_heads:
             compile_decode(DECODE, heads, store.device)
         compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
 
