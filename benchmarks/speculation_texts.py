@@ -26,7 +26,10 @@ from infer.speculative import adaptive, ngram
 METHODS: dict[str, dict[str, Any]] = {
     "off": {},
     "ngram": {"speculative_method": "ngram"},
-    "suffix": {"speculative_method": "suffix"},
+    "suffix": {
+        "speculative_method": "suffix",
+        "suffix_max_answers": 0,
+    },  # prompts come again: no answers kept
 }
 
 
