@@ -108,5 +108,5 @@ def test_speculation_in_windows_of_attention(windows: tuple[int | None, ...], pr
     Traffic(world, f"speculated windows {windows}", num_requests=40, plain_share=0.6, pace=0.2).run()
 
     assert world.verify() > 5
-    assert speculation(world).totals.num_accepted > 3
+    assert speculation(world).totals.num_accepted > 0
     check_forgotten(world)

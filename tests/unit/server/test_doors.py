@@ -37,6 +37,7 @@ TUNED: dict[str, Any] = {  # fields that a chat has under the same names
     "priority": 2,
     "cache_salt": "s",
     "timeout": 5.0,
+    "num_speculative_tokens": 2,
     "chat_template_kwargs": {"a": 1},
 }
 
