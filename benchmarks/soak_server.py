@@ -64,7 +64,7 @@ NUM_KEPT = 25  # sessions of each kind that are repeated at the end
 START_S, BACK_S, STOP_S, ASK_S = 300.0, 120.0, 60.0, 300.0
 GRACE_S = 2.0  # after an engine is back, a request may still learn of its end
 MAX_DRIFT = 0.02
-TOLERANCE = 1e-5  # of a number, as a share of the largest in its embedding, or of a logprob (at least of 1)
+TOLERANCE = 1e-5  # difference of two numbers, as a share of the embedding's largest, or of a logprob (of 1)
 NUM_READINGS = 240
 SECOND_FROM, SECOND_TO, JUDGED_FROM = 0.25, 0.6, 0.75  # shares of a cycle
 

@@ -28,7 +28,7 @@ from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 
-PROMPT_LEN = 1024  # of the request whose first token is timed
+PROMPT_LEN = 1024  # tokens of the prompt whose first token is timed
 
 
 def make_engines(target: BenchTarget, modes: dict[str, dict[str, Any]]) -> dict[str, Engine]:

@@ -18,7 +18,7 @@ from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
 
 MAX_DRAFTS: Final = 16  # drafts of one sequence in a step; tables with a window have room for them
-WINDOW_TOKENS: Final = 128  # of a step that verifies drafts: more than pays anywhere
+WINDOW_TOKENS: Final = 128  # tokens of a step that verifies drafts: more than pays anywhere
 LOOKUPS: Final = ("ngram", "suffix")  # methods that look drafts up in texts
 DRAFTED: Final = ("draft_model", "eagle3")  # methods that compute them, from files of their own
 

@@ -46,7 +46,7 @@ SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it 
 class DraftBytes(NamedTuple):
     """What a model that drafts takes beside its weights."""
 
-    per_token: int = 0  # of keys and values, in as many blocks as the model has
+    per_token: int = 0  # bytes of keys and values, in as many blocks as the model has
     step: int = 0  # its largest steps, their graphs and buffers
 
 

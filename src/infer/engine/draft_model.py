@@ -96,18 +96,17 @@ class DraftModel:
         chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
         self._sequences, self._turns, late = sequences, [], LateDrafts()
         for turn in range(int(counts.max())):
-            is_same = int(counts[numbers].min()) > turn  # all rows of the last turn take part
-            if not is_same:
+            has_all = int(counts[numbers].min()) > turn  # rows of the last turn
+            if not has_all:
                 numbers = numbers[counts[numbers] > turn]
                 chunks = self._chunks([sequences[number] for number in numbers.tolist()])
+            is_same = has_all and turn > 0
             stops = known[numbers] + turn
             begins = stops - 1 if turn else starts
-            self._turns.append(
-                (numbers, self._run(chunks.at(begins, stops, is_repeated=is_same and turn > 0)))
-            )
+            self._turns.append((numbers, self._run(chunks.at(begins, stops, is_repeated=is_same))))
             if self._target is not None:
                 assert isinstance(self._device, GpuDevice)
-                late.add(numbers, self._device.newest(chunks.rows, is_same=is_same and turn > 0))
+                late.add(numbers, self._device.newest(chunks.rows, is_same=is_same))
         if self._target is not None:
             self._target.expect(late)
 

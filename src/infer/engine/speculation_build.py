@@ -45,9 +45,9 @@ from infer.speculative.suffix import SuffixProposer
 logger = logging.getLogger(__name__)
 
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
-DRAFT_TOKENS: Final = 2048  # of one order of a model that drafts, which catches up with long texts
-HOST_GAP_S: Final = 0.3e-3  # that a GPU waits for the host where steps do not overlap, and
-ROW_GAP_S: Final = 80e-6  # more for each sequence
+DRAFT_TOKENS: Final = 2048  # tokens of one order of a model that drafts, which catches up with long texts
+HOST_GAP_S: Final = 0.3e-3  # seconds that a GPU waits for the host where steps do not overlap
+ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
 
 def read_draft(

@@ -11,15 +11,15 @@ import time
 
 import numpy as np
 
+from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.device import DeviceHalf, StateShape
 from infer.execution.order import DECODE, EMPTY, VERIFY, RowFacts, StepOrder
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.speculative.adaptive import StepCosts
 
-MOST_TOKENS = 128  # of a window that is measured
-NUM_PROBES = 3  # the best counts
+NUM_PROBES = 3  # runs of each window, of which the fastest counts
 DRAFT_PROBES = 4  # drafts that are timed together
-MOST_SECONDS = 2.0  # for all of it: what is not measured by then follows the last two
+MOST_SECONDS = 2.0  # time for all windows: costs that are not measured by then follow the last two
 
 
 def measure_step_costs(
@@ -40,7 +40,7 @@ def measure_step_costs(
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
     pairs, began = [], time.perf_counter()
-    size, room = 1, min(MOST_TOKENS, max_tokens)
+    size, room = 1, min(WINDOW_TOKENS, max_tokens)
     while size <= room:
         pairs.append((size, _seconds(device, shape, vocab_size, size)))
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:

@@ -42,7 +42,7 @@ class AttentionLayer(NamedTuple):
 class LayerInputs:
     """The residual stream of all tokens of a step as some layers are given it.
 
-    Nothing is copied: these are the sums that the model computes anyway. Whoever holds them keeps them from
+    Nothing is copied: these are the sums that the model computes anyway. Their holder keeps them from
     being reused, in the memory of a CUDA graph and of a recorded program, too.
     """
 
@@ -65,7 +65,7 @@ class StepContext(Protocol):
 
     positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
-    layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: nobody reads them
+    layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: they are not read
 
     def slots(self, layer: int) -> CacheSlots | None:
         """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""

@@ -94,10 +94,15 @@ class StepCosts:
         slope = (later - less) / (more - fewer) if more > fewer else 0.0
         return less + slope * max(num_tokens - fewer, 0)
 
+    def drafting(self, num_rows: int, num_drafted: int, longest: int) -> float:
+        """The seconds of making drafts for some rows of a step, `longest` of them for one, and of its gap."""
+        each = self.draft_s + num_drafted * self.draft_row_s
+        return self.gap_s + num_rows * self.row_gap_s + each * longest
+
     def saved(self, num_rows: int, num_drafts: int, num_kept: int, longest: int) -> float:
         """The seconds that the drafts of a step saved: what they kept took none, and they took longer."""
         plain = self.seconds(num_rows)
-        drafting = self.gap_s + self.draft_s * longest
+        drafting = self.drafting(num_rows, num_rows, longest)
         return num_kept * plain / num_rows - (self.seconds(num_rows + num_drafts) - plain + drafting)
 
 
@@ -226,11 +231,10 @@ class DraftLengths:
         self._seconds += map(self.costs.seconds, range(len(self._seconds), end))
         attending = seen * self.costs.seen_s
         seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
-        best, taken, gap_s = base / seconds[0], order[:0], self.costs.gap_s + base * self.costs.row_gap_s
-        draft_s = self.costs.draft_s + len(rows) * self.costs.draft_row_s
+        best, taken = base / seconds[0], order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = gap_s + draft_s * cap
+            drafting = self.costs.drafting(base, len(rows), cap)
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
             if (fastest := max(speeds)) > best:

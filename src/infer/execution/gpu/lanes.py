@@ -38,7 +38,7 @@ def fill_lanes(state: DeviceRows, order: StepOrder) -> np.ndarray:
         sampling.biases_R2E[mine] = sampling.biases_R2E[sent_2T[0]]
     if state.has_uses[order.rows].any():
         sampling.uses_RV[mine] = sampling.uses_RV[sent_2T[0]]
-        firsts = (counts.cumsum() - counts).repeat(counts)  # the first token of a window is counted already
+        firsts = _starts(counts)  # the first token of a window is counted already
         before = places - firsts
         counting = lanes.repeat(before)
         drafts = order.tokens[firsts.repeat(before) + 1 + np.arange(len(counting)) - _starts(before)]
