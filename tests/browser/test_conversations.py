@@ -169,16 +169,18 @@ def test_a_conversation_is_exported(page: Page, tmp_path: Path) -> None:
     answer(page)
     for button in ("#export-json", "#export-markdown"):
         page.click(button)
+    as_json, as_markdown = tmp_path / "say-hello-.json", tmp_path / "say-hello-.md"
     give_up_at = time.monotonic() + 10
-    while len(list(tmp_path.glob("say-hello-.*"))) < 2:
+    # A download has another name until it is whole, so the final names say that both are there.
+    while not (as_json.exists() and as_markdown.exists()):
         assert time.monotonic() < give_up_at, list(tmp_path.iterdir())
         time.sleep(0.05)
-    exported = json.loads((tmp_path / "say-hello-.json").read_text("utf-8"))
+    exported = json.loads(as_json.read_text("utf-8"))
     assert exported["messages"] == [
         {"role": "user", "content": "say **hello**"},
         {"role": "assistant", "content": "**hello** "},
     ]
-    text = (tmp_path / "say-hello-.md").read_text("utf-8")
+    text = as_markdown.read_text("utf-8")
     assert text == "# say **hello**\n\n**user**\n\nsay **hello**\n\n**assistant**\n\n**hello**\n"
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.click("#copy-markdown")
