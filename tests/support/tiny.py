@@ -14,6 +14,7 @@ import torch
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
+from infer.engine.observer import EngineObserver
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
 from infer.loader.find.source import resolve_model
@@ -40,9 +41,10 @@ def tiny_model(family: str) -> LoadedModel:
         )
 
 
-def make_engine(family: str = "llama", **knobs: Any) -> Engine:
+def make_engine(family: str = "llama", *, observer: EngineObserver | None = None, **knobs: Any) -> Engine:
     """An engine whose cache holds NaN wherever nothing was written."""
-    engine = build_engine(EngineConfig.from_knobs(**({"num_blocks": 64} | knobs)), tiny_model(family))
+    config = EngineConfig.from_knobs(**({"num_blocks": 64} | knobs))
+    engine = build_engine(config, tiny_model(family), observer=observer)
     device = engine._device
     assert isinstance(device, TorchDevice | GpuDevice)
     fill_store(device.store, float("nan"))

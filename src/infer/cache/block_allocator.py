@@ -84,6 +84,10 @@ class BlockAllocator:
         """Every block this owner holds; a copy, for audits and pictures."""
         return frozenset(self._held.get(owner, _NOTHING))
 
+    def holdings(self) -> dict[Owner, frozenset[int]]:
+        """The blocks of every owner; a copy, for pictures."""
+        return {owner: frozenset(held) for owner, held in self._held.items()}
+
     def owners_of(self, block: int) -> list[Owner]:
         """Every owner that holds this block; walks over all owners, for messages and pictures."""
         return [owner for owner, held in self._held.items() if block in held]

@@ -374,6 +374,10 @@ class PagedKVCachePool:
             num_evicted_blocks=self._tree.num_evicted_blocks,
         )
 
+    def holdings(self) -> dict[Owner, frozenset[int]]:
+        """The device blocks of every sequence, by its id, and of the prefix tree; a copy, for pictures."""
+        return self._device.holdings()
+
     def audit_blocks(self) -> list[Leak]:
         """Name every block whose owner is neither the tree nor a sequence here; none after a normal life."""
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}

@@ -35,7 +35,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infer.cli import asking, flags
+from infer.cli import asking, flags, stepping
 from infer.cli.answer import Interrupted, Screen, ShownAnswer, notice, show_answer, write_out
 from infer.cli.readers import positive
 from infer.cli.remote import RemoteModel, RemoteStream, is_remote
@@ -85,6 +85,7 @@ FLAGS: Mapping[str, flags.Row] = {
     "--record FILE": (Path, "write down the run, for 'infer replay'; holds the prompts"),
     "--orders": (bool, "with --record: also write what the device is told in each step"),
     "--overwrite": (bool, "let --record replace a file that is there"),
+    "--step": (bool, "one scheduler step per key press, as 'infer step' does"),
 }
 
 
@@ -120,13 +121,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt; exit code 1 if some of a file's have no answer."""
-    if args.raw and (needs := _needs_template(args)):
-        raise ConfigError(f"{needs} needs the chat template that --raw turns off; give one of the two")
+    if args.step and (is_remote(args) or args.json):
+        raise ConfigError("--step shows the steps of an engine here; leave --url and --json out")
     if is_remote(args) and (args.record is not None or args.overwrite):
         raise ConfigError(
             "--record needs an engine here, and --url leaves it to the server; give one of them"
         )
-    params = asking.params_from(args)
+    params = checked_params(args)
     prompts = [
         prompt._replace(draw=args.n * prompt.draw + number)
         for prompt in read_prompts(args)
@@ -135,12 +136,54 @@ def run(args: argparse.Namespace) -> int:
     if args.orders and args.record is None:
         raise ConfigError("--orders adds to a record; give its name with --record FILE")
     with recording(args.record, may_replace=args.overwrite, orders=args.orders) as observer:
+        if args.step:
+            step_prompts(prompts, params, args, stepping.StepScreen(), observer)
+            return 0
         num_failed = answer_all(prompts, params, args, observer)
     if num_failed:
         notice(
             f"infer: error: {num_failed} of {len(prompts)} prompts have no answer; the lines above say why"
         )
     return 1 if num_failed else 0
+
+
+def checked_params(args: argparse.Namespace) -> SamplingParams:
+    """The parameters that flags ask for, where these do not contradict each other."""
+    if args.raw and (needs := _needs_template(args)):
+        raise ConfigError(f"{needs} needs the chat template that --raw turns off; give one of the two")
+    return asking.params_from(args)
+
+
+def step_prompts(
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    args: argparse.Namespace,
+    screen: stepping.StepScreen,
+    recorder: EngineObserver | None,
+) -> None:
+    """Load the model, answer the prompts step by step on the screen, and print the answers at the end."""
+    stepping.forbid_overlap(args)
+    frames, observer = stepping.make_frames(screen, recorder)
+    llm = asking.open_llm(args, observer)
+    frames.engine, frames.spell = llm.engine, llm.tokenizer.token_text
+    params = flags.fit_to_model(
+        stepping.with_candidates(params), args, llm.context_len, llm.sampling_defaults
+    )
+    streams = []
+    for prompt in prompts:
+        stream = _ask(llm, prompt, params, args).stream
+        if isinstance(stream, InferError):
+            raise stream
+        streams.append(stream)
+    stepping.step_through(llm, frames, screen)
+    if screen.is_left:
+        return
+    for prompt, stream in zip(prompts, streams, strict=True):
+        texts: dict[int, str] = {}
+        for delta in stream:
+            texts[delta.index] = texts.get(delta.index, "") + delta.text
+        for text in texts.values():
+            write_out(f"\n[{shorten(prompt.text, LABEL_LEN)}]\n{text}\n")
 
 
 def answer_all(

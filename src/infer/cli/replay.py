@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infer.cli import flags
+from infer.cli import flags, stepping
 from infer.cli.answer import notice, write_out
 from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infer.tools.replay import Replay
+    from infer.tools.replay import Replay, Stepper
 
 HELP = "run a record again, bit for bit"
 DESCRIPTION = (
@@ -33,6 +34,7 @@ examples:
   infer generate --record run.jsonl "Why is the sky blue?"
   infer replay run.jsonl
   infer replay run.jsonl --until 20
+  infer replay run.jsonl --step
   infer generate --record run.jsonl --orders "Why is the sky blue?"
   infer replay run.jsonl --orders
   infer replay run.jsonl --model path/to/model --device cpu --no-check
@@ -45,6 +47,7 @@ FLAGS: Mapping[str, flags.Row] = {
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
     "--until STEP": (int, "stop after this step and print the engine's state (with --orders: only stop)"),
     "--orders": (bool, "run what the device was told, without a scheduler; the record must have it"),
+    "--step": (bool, "one step per key press, as 'infer step' shows it"),
     "--check": (bool, "compare with the record (default); without it, the requests are only run again", True),
 }
 
@@ -55,6 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "record", metavar="RECORD", type=Path, help="file written by 'infer generate --record'"
     )
     flags.add_rows(parser, FLAGS)
+    stepping.add_watch(parser)
     flags.add_common_flags(parser)
 
 
@@ -62,6 +66,12 @@ def run(args: argparse.Namespace) -> int:
     """Check the record, load the model, follow the record."""
     if args.until is not None and args.until < 1:
         raise ConfigError(f"--until must be a step, 1 or more, got {args.until}")
+    if args.step and args.orders:
+        raise ConfigError(
+            "--orders runs without a scheduler, so there are no steps to show; leave out --step"
+        )
+    if args.watch is not None and not args.step:
+        raise ConfigError("--watch shows step after step; give it with --step")
     with importing():
         import infer.engine.build  # noqa: F401  (and torch with it, for replay_model)
         from infer.tools.record import Record
@@ -71,13 +81,24 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None and args.until > record.last_step:
         raise ConfigError(f"--until is {args.until}, but the record ends with step {record.last_step}")
     replay: Replay | None = None
+    screen = stepping.StepScreen(watch_s=args.watch)
     try:
         replay = replay_model(
-            record, args.model, draft_model=args.draft_model, device=args.device, show_progress=True
+            record,
+            args.model,
+            draft_model=args.draft_model,
+            device=args.device,
+            show_progress=True,
+            stepper=_frame_stepper(args.model, screen) if args.step else None,
         )
         if args.orders:
             return _run_orders(replay, args)
-        report = replay.run(until=args.until, check=args.check)
+        with screen.keys() if args.step else nullcontext():
+            report = replay.run(until=args.until, check=args.check)
+            screen.end()
+        if screen.is_left:
+            write_out(f"left after {replay.num_steps} of {record.last_step} steps\n")
+            return 0
     except KeyboardInterrupt:
         notice(_spell_interrupt(replay, args))
         raise
@@ -92,6 +113,19 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None:
         write_out(describe_state(replay.engine) + "\n")
     return 0 if report.difference is None else 1
+
+
+def _frame_stepper(model: str | None, screen: stepping.StepScreen) -> Stepper:
+    """What shows the frames of a replay, with the tokens spelled by the model's tokenizer."""
+    from infer.config.settings import LoadConfig
+    from infer.frontend.prompts import find_source, open_text
+    from infer.tools.step_frames import FrameStepper
+
+    config = LoadConfig(model=model)
+    _, tokenizer = open_text(config, find_source(config, show_progress=True))
+    frames, _ = stepping.make_frames(screen)
+    frames.spell = tokenizer.token_text
+    return FrameStepper(frames, screen.show)
 
 
 def _spell_interrupt(replay: Replay | None, args: argparse.Namespace) -> str:

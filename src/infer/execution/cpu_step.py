@@ -177,13 +177,17 @@ class CpuSteps:
             self._inputs if num_rows <= self._inputs.capacity else CpuInputs(num_rows, len(self._rows.tables))
         )
         last_rows = inputs.fill(order, self._rows)
-        if self._program is not None and inputs is self._inputs:
+        if self._program is not None and self.is_recorded(num_rows):
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._rows, num_rows, self._parts)
         places, last_rows = needed_tokens(order, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
+
+    def is_recorded(self, num_tokens: int) -> bool:
+        """Whether a step of this many tokens is one call of a recorded program."""
+        return self._program is not None and num_tokens <= self._inputs.capacity
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """The logits of hidden states; those of a recorded step are overwritten by the next one."""

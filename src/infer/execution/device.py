@@ -129,6 +129,10 @@ class DeviceHalf(Protocol):
         """Begin a step; `DeviceLost`: every further one would fail as well."""
         ...
 
+    def path_of(self, order: StepOrder) -> str:
+        """The way in which this order is computed, in words for people."""
+        ...
+
 
 class SyncDevice(ABC):
     """A device half that is done when it returns."""
@@ -144,6 +148,10 @@ class SyncDevice(ABC):
     def run(self, order: StepOrder) -> PendingStep:
         """Execute an order at once; one that awaits masks, when these are there."""
         return PendingStep(order.flags, lambda masks: ReadyResult(self.compute(order, masks)), self._memory)
+
+    def path_of(self, order: StepOrder) -> str:
+        """The way in which this order is computed, in words for people."""
+        return "on the host"
 
     def _memory(self, count: int) -> np.ndarray:
         return np.empty((count, -(-self.vocab_size // 32)), dtype=np.int32)

@@ -72,6 +72,12 @@ class TorchDevice(SyncDevice):
         """What computes attention of prompts, and of rows that decode."""
         return self._backend, self._decode_backend
 
+    def path_of(self, order: StepOrder) -> str:
+        """The way in which this order is computed, in words for people."""
+        if self._cpu is None or self._is_split:
+            return "PyTorch, eager"
+        return "C program" if self._cpu.is_recorded(order.num_tokens) else "C kernels, one by one"
+
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Execute an order; see the module's docstring for the order of things."""
         try:

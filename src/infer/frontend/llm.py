@@ -52,6 +52,7 @@ from infer.frontend.prompts import (
 )
 from infer.log import progress
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import StepOutput
 
 Opener: TypeAlias = Callable[..., OutputBuilder]  # makes a request, and what makes its answer
 
@@ -326,12 +327,26 @@ class LLM(TextModel):
         if self._engine is not None:
             self._engine.abort(stream.request_id)
 
+    def step(self) -> list[StepOutput]:
+        """Make one step of the engine by hand; returns its outputs, whose text goes to the open streams."""
+        with self._in_turn():
+            outputs = self._advance()
+            self._deliver(outputs)
+            return outputs
+
     def _step(self) -> list[str]:
         """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
+        return self._deliver(self._advance())
+
+    def _advance(self) -> list[StepOutput]:
         while self._dropped:
             self._close(self._dropped.popleft())
+        return self.engine.step()
+
+    def _deliver(self, outputs: Sequence[StepOutput]) -> list[str]:
+        """Give outputs to their streams; returns the requests that are done."""
         finished = []
-        for output in self.engine.step():
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue

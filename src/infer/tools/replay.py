@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from infer.config.knobs import own_names
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.engine import Engine
-from infer.engine.observer import EngineObserver
+from infer.engine.observer import EngineObserver, Observers
 from infer.engine.run_manifest import PLACES, RunFacts, fingerprint
 from infer.errors import ConfigError, InferError
 from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence
 from infer.tools.record import Aborted, Added, Failed, Masked, Ordered, Ran, Record, Reset
 
@@ -78,13 +79,30 @@ class _Witness(EngineObserver):
         self.seen.append(_Seen(step, error=reason))
 
 
+class Stepper:
+    """Makes the steps of a replay; a subclass may look at each of them."""
+
+    observer: EngineObserver = EngineObserver()
+
+    def ask(self, request: Request) -> Request:
+        """The request as it is added; nothing that decides a plan or an id may be changed."""
+        return request
+
+    def step(self, engine: Engine) -> None:
+        """Make one step."""
+        engine.step()
+
+
 class Replay:
     """A record and an engine that lives it again; `build` makes the engine with the observer it is given."""
 
-    def __init__(self, record: Record, build: Callable[[EngineObserver], Engine]) -> None:
+    def __init__(
+        self, record: Record, build: Callable[[EngineObserver], Engine], stepper: Stepper | None = None
+    ) -> None:
         self.record = record
         self._witness = _Witness()
-        self.engine = build(self._witness)
+        self._stepper = Stepper() if stepper is None else stepper
+        self.engine = build(Observers((self._witness, self._stepper.observer)))
 
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
         """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
@@ -122,7 +140,7 @@ class Replay:
             self._step_to(event.step)
             try:
                 if isinstance(event, Added):
-                    self.engine.add(event.request)
+                    self.engine.add(self._stepper.ask(event.request))
                 elif isinstance(event, Reset):
                     self.engine.reset_prefix_cache()
                 else:
@@ -134,7 +152,7 @@ class Replay:
         while not self._witness.seen and self.engine.has_step_in_flight:
             if self.engine.scheduler.step == until:
                 return None  # with overlap a step is reported by one of the next, and there shall be none
-            self.engine.step()
+            self._stepper.step(self.engine)
         seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
         if seen.step < event.step:
             return f"in the record nothing ran in step {seen.step}, now something did"
@@ -149,7 +167,7 @@ class Replay:
     def _step_to(self, step: int) -> None:
         """Make steps until this one, those that left no line in the record included."""
         while self.engine.scheduler.step < step:
-            self.engine.step()
+            self._stepper.step(self.engine)
 
     def _compare(self, event: Ran, seen: _Seen) -> str | None:
         recorded = event.plan
@@ -185,6 +203,7 @@ def replay_model(
     draft_model: str | None = None,
     device: str | None,
     show_progress: bool,
+    stepper: Stepper | None = None,
 ) -> Replay:
     """Load the model of a record and build its engine, or say why this is another model."""
     import torch
@@ -221,6 +240,7 @@ def replay_model(
             step_costs=facts.step_costs,
             steps_ahead=facts.steps_ahead,
         ),
+        stepper,
     )
 
 

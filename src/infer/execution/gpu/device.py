@@ -216,6 +216,17 @@ class GpuDevice:
         memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
         return PendingStep(order.flags, partial(self._launch_sampler, order, late, sample), memory)
 
+    def path_of(self, order: StepOrder) -> str:
+        """The way in which this order is computed, in words for people."""
+        size = None
+        if not order.flags & (ON_HOST | READS_PROMPTS):
+            is_verified = VERIFY in order.kinds
+            size = self.graphs.window_size_for(order.num_tokens) if is_verified else self._size_of(order)
+        if size is None or not self.graphs.is_captured(size):
+            return "kernel by kernel"
+        tokens = f" and {size.num_tokens} prompt tokens" if size.num_tokens else ""
+        return f"CUDA graph for {size.num_rows} rows{tokens}"
+
     def _launch_sampler(
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
     ) -> Pending[StepResult]:
