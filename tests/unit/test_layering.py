@@ -53,8 +53,12 @@ ALLOWED: dict[str, set[str]] = {
         "frontend", "tools", "client", "engine", "scheduling", "execution", "cache", "kernels", "loader",
         "models", "sampling", "speculative",
     },
+    "learn": {
+        "bench", "engine", "scheduling", "execution", "cache", "kernels", "layers", "sampling", "speculative",
+        "tools",
+    },
     "cli": {
-        "frontend", "bench", "tools", "client", "engine", "scheduling", "loader", "sampling", "constraints",
+        "frontend", "bench", "learn", "tools", "client", "engine", "scheduling", "loader", "sampling", "constraints",
         "server", "tokenizer", "dialects",
     },
     "__init__": {"frontend", "sampling", "constraints"},  # imported when a name is first used

@@ -80,7 +80,7 @@ class PagedKVCachePool:
     """Many small blocks, shared where prompts start alike, copied when written; one thread uses it.
 
     `windows` are those of the tables that each sequence has (cache/layout.py); `max_chunk` is the most tokens
-    of a sequence that a step computes, None: any number.
+    of a sequence that a step computes, None: any number. `allocator` keeps the books of the device's blocks.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class PagedKVCachePool:
         placement_seed: int | None = None,
         windows: Sequence[int | None] = (None,),
         max_chunk: int | None = None,
+        allocator: type[BlockAllocator] = BlockAllocator,
     ) -> None:
         if num_blocks < 1 or block_size < 1 or num_host_blocks < 0:
             raise ConfigError(
@@ -111,7 +112,7 @@ class PagedKVCachePool:
         self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
         self._most_held = [window_blocks(window, block_size, max_chunk) for window in windows]
         self.num_host_blocks = num_host_blocks
-        self._device = BlockAllocator(num_blocks, placement_seed=placement_seed)
+        self._device = allocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
         self._tree = PrefixTree(self._device, block_size, windows)
         self._sequences: dict[int, SequenceBooks] = {}

@@ -140,8 +140,8 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
         options = {
             "type": row.kind,
             "action": "append" if row.is_many else "store",
-            "choices": row.choices or None,
-            "metavar": None if row.choices else METAVARS[row.kind],
+            "choices": None if row.takes_code else row.choices or None,
+            "metavar": _metavar(row),
         }
     shown = "" if row.default in (None, ()) else f" (default: {row.default})"
     others = {"also": row.aliases, "off:": row.opposites}
@@ -152,6 +152,13 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     )
     for other in row.spellings:
         group.add_argument(*_flags(other), dest=KNOB + other, **HIDDEN, **options)
+
+
+def _metavar(row: KnobRow) -> str | None:
+    """Return what stands for the value of a flag in its help; None: its choices."""
+    if row.takes_code:
+        return "{" + ",".join([*row.choices, "module:Name"]) + "}"
+    return None if row.choices else METAVARS[row.kind]
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:

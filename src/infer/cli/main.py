@@ -3,7 +3,7 @@
     0     done
     1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
           `infer bench`: a figure got worse, or requests failed; `infer generate --prompts-file`:
-          some prompts have no answer
+          some prompts have no answer; `infer learn check`: something is wrong with the file
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
     141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
@@ -41,9 +41,9 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 COMMANDS = (
     "serve", "generate", "chat", "run", "fetch", "list", "rm", "quantize", "plan", "doctor", "simulate",
-    "replay", "step", "bench",
+    "replay", "step", "bench", "learn",
 )  # fmt: skip
-LIGHT = {"doctor", "fetch", "simulate"}  # commands that load no model
+LIGHT = {"doctor", "fetch", "learn", "simulate"}  # commands that load no model
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.readers import numbers, positive
+from infer.config.own_code import names_code
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 
@@ -146,8 +147,11 @@ def read_policies(text: str) -> list[str]:
     known = knob_table()["scheduler_policy"].choices
     policies = list(known) if text == "all" else text.split(",")
     for policy in policies:
-        if policy not in known:
-            raise ConfigError(f"--policy must be all, or some of {', '.join(known)}, got {policy!r}")
+        if policy not in known and not names_code(policy):
+            raise ConfigError(
+                f"--policy must be all, or some of {', '.join(known)} (or your own as module:Name or "
+                f"file.py:Name), got {policy!r}"
+            )
     return policies
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from infer.config.foreign import FOREIGN, check_foreign
+from infer.config.own_code import names_code
 from infer.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,15 @@ def knob(
     formerly: tuple[str, ...] = (),
     is_size: bool = False,
     is_json: bool = False,
+    takes_code: bool = False,
 ) -> Any:
     """Return a dataclass field that is a knob.
 
     `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
-    the release before this one.
+    the release before this one. `takes_code`: a name of the user's own code (own_code.py) is a choice too.
     """
     metadata: dict[str, Any] = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
-    metadata |= {"formerly": formerly, "is_size": is_size, "is_json": is_json}
+    metadata |= {"formerly": formerly, "is_size": is_size, "is_json": is_json, "takes_code": takes_code}
     return field(default=default, metadata=metadata)
 
 
@@ -69,6 +71,7 @@ class KnobRow:
     is_many: bool = False  # a tuple: the flag may be given several times
     is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
     is_json: bool = False  # a text that holds a JSON object; a mapping stands for its text
+    takes_code: bool = False  # besides its choices, `module:Name` of the user's own code
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -266,10 +269,12 @@ def parse_memory(text: str, total: int, name: str) -> int:
 
 def check_choice(section: Any, name: str) -> None:
     """Refuse a value that is not among the knob's choices."""
-    choices = next(f for f in fields(section) if f.name == name).metadata["choices"]
+    metadata = next(f for f in fields(section) if f.name == name).metadata
     value = getattr(section, name)
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if value in metadata["choices"] or (metadata["takes_code"] and names_code(value)):
+        return
+    also = " (or code of your own, as module:Name or file.py:Name)" if metadata["takes_code"] else ""
+    raise ConfigError(f"{name} must be one of {', '.join(metadata['choices'])}{also}, got {value!r}")
 
 
 def check_positive(section: Any, *names: str) -> None:

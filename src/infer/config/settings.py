@@ -38,6 +38,7 @@ from infer.config.knobs import (
     parse_memory,
     spell_as_given,
 )
+from infer.config.own_code import names_code
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
 from infer.config.speculation import SpeculationConfig
@@ -162,6 +163,12 @@ class CacheConfig:
         aliases=("prefix_caching", "enable_prefix_caching"),
         opposites=("disable_radix_cache",),
     )
+    block_allocator: str = knob(
+        "lru",
+        "what hands out blocks and says which cached one is given up first; lru: the one unused for longest",
+        choices=("lru",),
+        takes_code=True,
+    )
     attention_backend: str = knob(
         "auto",
         "what computes attention; auto: the fastest that the device has; torch_ref or naive: the readable "
@@ -177,6 +184,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_choice(self, "kv_cache_backend")
         check_choice(self, "kv_cache_dtype")
+        check_choice(self, "block_allocator")
         object.__setattr__(self, "kv_cache_dtype", KV_SPELLINGS.get(self.kv_cache_dtype, self.kv_cache_dtype))
         if self.kv_cache_dtype != "auto" and not self.keeps_cache:
             raise ConfigError(
@@ -227,6 +235,7 @@ class SchedulerConfig:
         "which sequence goes first; see docs/features/scheduling.md",
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
         aliases=("scheduling_policy", "schedule_policy"),
+        takes_code=True,
     )
     max_batch_size: int | None = knob(
         None,
@@ -393,6 +402,11 @@ class EngineConfig:
     def knobs(self) -> dict[str, Any]:
         """Return every knob with its value, flat: the inverse of `from_knobs`."""
         return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
+
+    def own_code(self) -> list[str]:
+        """The knobs that name code of the user's own (own_code.py)."""
+        table, knobs = knob_table(), self.knobs()
+        return [name for name, row in table.items() if row.takes_code and names_code(knobs[name])]
 
 
 MAX_API_PROCESSES = 64

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infer.config.knobs import check_choice, check_positive, knob, knob_rows, parse_knob
+from infer.config.own_code import names_code
 from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
 
@@ -39,6 +40,7 @@ class SpeculationConfig:
         "names one, else ngram",
         choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
         aliases=("speculative_algorithm",),
+        takes_code=True,
     )
     num_speculative_tokens: int | None = knob(
         None,
@@ -107,7 +109,8 @@ class SpeculationConfig:
                 f"speculative_method={self.speculative_method} needs the files of what drafts; name them "
                 "with draft_model"
             )
-        if self.speculative_method in LOOKUPS and self.draft_model is not None:
+        looks_up = self.speculative_method in LOOKUPS or names_code(self.speculative_method)
+        if looks_up and self.draft_model is not None:
             raise ConfigError(
                 f"speculative_method={self.speculative_method} looks drafts up and needs no draft_model; "
                 "leave one of the two out"

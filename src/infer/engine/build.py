@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 
 from infer import __version__
+from infer.cache.block_allocator import BlockAllocator
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.config.own_code import load_code
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
@@ -260,7 +262,21 @@ def make_pool(
         placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,
+        allocator=_find_allocator(cache.block_allocator),
     )
+
+
+def _find_allocator(name: str) -> type[BlockAllocator]:
+    """Return what hands out blocks: the engine's own, or a subclass of it that the user has written."""
+    if name == "lru":
+        return BlockAllocator
+    found = load_code(name, "block_allocator")
+    if not (isinstance(found, type) and issubclass(found, BlockAllocator)):
+        raise ConfigError(
+            f"block_allocator={name} is {found!r}; it must be a subclass of "
+            "infer.cache.block_allocator.BlockAllocator"
+        )
+    return found
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:

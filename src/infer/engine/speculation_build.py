@@ -16,6 +16,7 @@ from typing import Final
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
+from infer.config.own_code import load_code, names_code
 from infer.config.resolve import ResolvedConfig
 from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS, SpeculationConfig
 from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # tokens of one order of a model that drafts, which catches up with long texts
 HOST_GAP_S: Final = 0.3e-3  # seconds that a GPU waits for the host where steps do not overlap
+PROPOSES: Final = ("propose", "has_match", "finish")  # methods of a proposer
 ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
 
@@ -200,7 +202,16 @@ def make_speculation(
 
 
 def _make_proposer(settings: SpeculationConfig) -> Proposer:
-    """Return what looks drafts up."""
+    """Return what looks drafts up, which may be of a class that the user has written."""
+    if names_code(settings.method):
+        found = load_code(settings.method, "speculative_method")
+        if not (isinstance(found, type) and all(callable(getattr(found, name, None)) for name in PROPOSES)):
+            raise ConfigError(
+                f"speculative_method={settings.method} is {found!r}; it must be a class with the methods "
+                f"{', '.join(PROPOSES)} of infer.speculative.proposer.Proposer"
+            )
+        made: Proposer = found()
+        return made
     if settings.method == "suffix":
         return SuffixProposer(settings.suffix_max_answers)
     return NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)

@@ -6,6 +6,9 @@
     priority             the request's `priority`, smaller first; then arrival
     deadline             the nearest `deadline` first, those without one last; then arrival
 
+A policy of your own is a `Policy`, or a function from a sequence to its urgency, named by its module or file
+(config/own_code.py).
+
 Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and lets
 one go first that has been left out of too many steps.
 """
@@ -16,6 +19,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from infer.config.own_code import load_code
+from infer.errors import ConfigError
 from infer.scheduling.sequence import Sequence
 
 
@@ -38,3 +43,18 @@ POLICIES = {
     "priority": Policy(lambda seq: float(seq.group.request.priority)),
     "deadline": Policy(lambda seq: math.inf if (by := seq.group.request.deadline) is None else by),
 }
+
+
+def find_policy(name: str) -> Policy:
+    """Return a policy by its name, or the user's own by where it is."""
+    if name in POLICIES:
+        return POLICIES[name]
+    found = load_code(name, "scheduler_policy")
+    if isinstance(found, Policy):
+        return found
+    if callable(found) and not isinstance(found, type):
+        return Policy(urgency=found)
+    raise ConfigError(
+        f"scheduler_policy={name} is {found!r}; it must be an infer.scheduling.policies.Policy, or a "
+        "function that takes a sequence and returns a number, smaller for what goes first"
+    )

@@ -38,7 +38,7 @@ from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
-from infer.scheduling.policies import POLICIES
+from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
@@ -58,7 +58,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.policy = POLICIES[config.scheduler_policy]
+        self.policy = find_policy(config.scheduler_policy)
         self._token_budget = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)

@@ -102,6 +102,7 @@ def test_draining_sends_newcomers_away_until_it_is_taken_back() -> None:
         ({"name": "b", "model": "/no/such/directory"}, 400, "model"),
         ({"name": "b", "model": "x", "knobs": {"block_sise": 3}}, 400, "block_size"),
         ({"name": "b", "model": "x", "knobs": {"block_size": "big"}}, 400, "block_size"),
+        ({"name": "b", "model": "x", "knobs": {"schedule_policy": "os:system"}}, 400, "must not name code"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused_with_the_reason(body: Any, status: int, word: str) -> None:

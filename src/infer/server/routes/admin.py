@@ -71,6 +71,10 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
         config = EngineConfig.from_knobs(**(knobs | {"model": body.model}))
     except ConfigError as error:
         raise RequestError(str(error), param="knobs") from None
+    if named := config.own_code():
+        raise RequestError.about(
+            "knobs", f"must not name code of your own ({', '.join(named)}): only the start of a server can"
+        )
     try:
         model = await unless_disconnected(http.receive, _fleet(http).load(body.name, config))
     except (ConfigError, CheckpointError) as error:

@@ -1,0 +1,69 @@
+"""`infer learn`: the lessons of docs/learn, a file to begin with, and a check of what was written."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infer.cli import flags
+from infer.cli.answer import notice, write_out
+from infer.errors import ConfigError
+
+HELP = "learn how an engine works: twelve lessons with exercises"
+DESCRIPTION = (
+    "Twelve lessons (docs/learn) build an engine up, one idea each. In the exercise of a lesson you write\n"
+    "one part of an engine in a Python file; the check runs it, where it can in the real engine, and says\n"
+    "what is wrong first. The file runs with your rights: check only files that you trust."
+)
+USAGE = "[start | check] [LESSON FILE]"
+EXAMPLES = """\
+examples:
+  infer learn                       the lessons
+  infer learn start 7 policy.py     a file to begin with
+  infer learn check 7 policy.py
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    parser.add_argument("what", nargs="?", choices=("start", "check"), help="write a file, or check one")
+    parser.add_argument("lesson", nargs="?", metavar="LESSON", help="number or name of a lesson")
+    parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help="your Python file")
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the lessons, write a file to begin with, or check one."""
+    from infer.learn.lessons import LESSONS, check_file, find_lesson, module_of
+
+    if args.what is None:
+        for number, name in enumerate(LESSONS, 1):
+            page = f"docs/learn/{number:02}-{name.replace('_', '-')}.md"
+            write_out(f"{number:>3}  {module_of(name).TITLE:<22} {page}\n")
+        notice("'infer learn start 1 FILE' writes a file to begin with")
+        return 0
+    if args.lesson is None or args.file is None:
+        raise ConfigError(f"say which lesson and which file: infer learn {args.what} 1 my_file.py")
+    lesson = find_lesson(args.lesson)
+    number = LESSONS.index(lesson) + 1
+    if args.what == "start":
+        _start(args.file, module_of(lesson).STARTER)
+        notice(f"{args.file} is written; when it is done: infer learn check {number} {args.file}")
+        return 0
+    verdict = check_file(lesson, args.file)
+    if verdict.is_right:
+        following = f"; next: infer learn start {number + 1} FILE" if number < len(LESSONS) else ""
+        write_out(f"lesson {number} is right{following}\n")
+        return 0
+    write_out(f"lesson {number} is not right yet: {verdict.message}\n")
+    return 1
+
+
+def _start(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

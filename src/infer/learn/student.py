@@ -1,0 +1,83 @@
+"""The file of a student: loaded, asked for what it defines, and what goes wrong in it said in words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import traceback
+from pathlib import Path
+from typing import Any
+
+from infer.config.own_code import load_file
+
+
+class Wrong(Exception):
+    """What is wrong with a student's file, in words that say what to change."""
+
+
+class Student:
+    """What a student's file defines. `doing` says what a check is about to ask of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.doing = "reading the file"
+        self._module: Any = None
+
+    def load(self) -> None:
+        """Run the file; what it prints meanwhile is not shown."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._module = load_file(self.path)
+
+    def get(self, name: str) -> Any:
+        """Return a function or class of the file."""
+        found = getattr(self._module, name, None)
+        if found is None:
+            raise Wrong(
+                f"{self.path.name} defines no {name}; the file to begin with shows what it looks like"
+            )
+        if not callable(found):
+            raise Wrong(f"{name} in {self.path.name} is {found!r}; it must be a function or a class")
+        return found
+
+    def spec(self, name: str) -> str:
+        """Return the name of something in the file as a knob takes it (config/own_code.py)."""
+        self.get(name)
+        return f"{self.path.resolve()}:{name}"
+
+    def spell(self, error: BaseException) -> str:
+        """Return what went wrong, with the line of the file that it came from."""
+        if isinstance(error, Wrong):
+            return str(error)
+        if isinstance(error, SyntaxError):
+            return f"line {error.lineno} of {self.path.name} is not Python: {error.msg}"
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        name = str(self.path.resolve())
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name
+        ]
+        where = (
+            f"line {lines[-1]} of {self.path.name}" if lines else "the engine, with what your code returned"
+        )
+        return f"{said}\n  in {where}, while {self.doing}"
+
+
+def expect(is_right: bool, message: str) -> None:
+    """Raise `Wrong` unless a claim is right."""
+    if not is_right:
+        raise Wrong(message)
+
+
+def expect_int(value: object, what: str) -> int:
+    """Return a whole number that a student's code returned."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise Wrong(f"{what} must be a whole number, got {value!r}")
+    return int(value.__index__())
+
+
+def expect_ints(values: object, what: str) -> list[int]:
+    """Return a list of whole numbers that a student's code returned."""
+    try:
+        found = list(values)  # type: ignore[call-overload]  # whatever it is: the error says so
+    except TypeError:
+        raise Wrong(f"{what} must be a list of whole numbers, got {values!r}") from None
+    return [expect_int(value, f"number {place} of {what}") for place, value in enumerate(found)]
