@@ -39,11 +39,11 @@ class NotReady(ConfigError):
 
 
 class BrokenAnswer(Exception):
-    """The answer cannot be used; the message is for the trace, the status is that of a refusal."""
+    """The answer cannot be used; the message is for the trace, status and body are those of a refusal."""
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, body: bytes = b"") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.body = status, body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ class Connection(asyncio.Protocol):
                 message = error_message(orjson.loads(self._body))
             except ValueError:
                 message = self._body[:100].decode(errors="replace")
-            raise BrokenAnswer(f"HTTP {status}: {message}", status)
+            raise BrokenAnswer(f"HTTP {status}: {message}", status, self._body)
         if self._reader is not None:
             if not self._is_stream:
                 self._reader.take_whole(self._body, self._now)
@@ -325,15 +325,24 @@ class Client:
         trace.ended = self.clock()
         return "".join(reader.pieces)
 
-    async def _exchange(self, message: bytes, reader: EventReader) -> None:
+    async def send(self, message: bytes) -> tuple[int, bytes]:
+        """Send one request; returns the status and body of its answer, or raises if none comes."""
+        try:
+            async with asyncio.timeout(self.endpoint.timeout_s):
+                return 200, await self._exchange(message, None)
+        except BrokenAnswer as error:
+            if error.status is None:
+                raise
+            return error.status, error.body
+
+    async def _exchange(self, message: bytes, reader: EventReader | None) -> bytes:
         while True:
             while self._idle and not self._idle[-1].is_open:
                 self._idle.pop()
             is_reused = bool(self._idle)
             connection = self._idle.pop() if is_reused else await self.connect()
             try:
-                await connection.ask(message, reader)
-                return
+                return await connection.ask(message, reader)
             except BrokenAnswer:
                 if not is_reused or connection.has_answered:
                     raise  # else the server had just closed an idle connection, and has not seen the request

@@ -41,7 +41,7 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 COMMANDS = (
     "serve", "generate", "chat", "run", "fetch", "list", "rm", "quantize", "plan", "doctor", "simulate",
-    "replay", "step", "bench", "learn",
+    "replay", "step", "batch", "bench", "learn",
 )  # fmt: skip
 LIGHT = {"doctor", "fetch", "learn", "simulate"}  # commands that load no model
 

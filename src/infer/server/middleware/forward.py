@@ -17,9 +17,10 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.errors import EngineStopped
+from infer.server.asgi_call import call_app
 from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
 from infer.server.middleware.auth import HEALTH_PATH, is_admin, route_path
 
@@ -80,33 +81,19 @@ class Forwarded:
             del self._left[question["name"]]
 
     async def _answer(self, request: dict[str, Any], left: asyncio.Event) -> dict[str, Any]:
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": request["method"],
-            "path": request["path"],
-            "raw_path": request["path"].encode(),
-            "root_path": "",
-            "query_string": request["query_string"],
-            "headers": [(bytes(name), bytes(value)) for name, value in request["headers"]],
-            FORWARDED: True,
+        answer = await call_app(
+            self._app,
+            request["method"],
+            request["path"],
+            headers=[(bytes(name), bytes(value)) for name, value in request["headers"]],
+            body=request["body"],
+            query_string=request["query_string"],
+            left=left,
+            **{FORWARDED: True},
+        )
+        return {
+            "status": answer.status,
+            "headers": answer.headers,
+            "body": answer.body,
+            "route": route_of(answer.scope),
         }
-        sent: list[Message] = []
-        bodies: list[Message] = [{"type": "http.request", "body": request["body"], "more_body": False}]
-
-        async def receive() -> Message:
-            if bodies:
-                return bodies.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        await self._app(scope, receive, send)
-        start, *rest = sent
-        body = b"".join(message.get("body", b"") for message in rest)
-        headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
-        return {"status": start["status"], "headers": headers, "body": body, "route": route_of(scope)}
