@@ -262,7 +262,7 @@ class Engine:
             "num_draft_tokens": totals.num_drafts,
             "num_accepted_tokens": totals.num_accepted,
             "accepted_by_position": self.speculation.accepted_by_position(),
-            "draft_saved_s": self.speculation.saved_s,
+            "draft_saved_s": totals.saved_s,
         }
 
     def reset_prefix_cache(self) -> int:

@@ -96,7 +96,6 @@ class Speculation:
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
-        self.saved_s = 0.0  # estimated, as the costs have it: less than nothing where drafts were wrong
 
     @property
     def costs(self) -> StepCosts:
@@ -179,16 +178,20 @@ class Speculation:
 
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Learn what became of a step's drafts, before they are taken back."""
-        num_kept = longest = 0
-        for seq, kept in zip(plan.chunks.sequences, ids, strict=True):
-            if seq.drafts and kept:
-                known = self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
-                if known is not None:
-                    seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length))
-                self.totals.update(len(seq.drafts), len(kept) - 1)
-                num_kept, longest = num_kept + len(kept) - 1, max(longest, len(seq.drafts))
-        num_rows, num_drafts = len(plan.chunks.sequences), plan.chunks.num_drafts
-        self.saved_s += self.costs.saved(num_rows, num_drafts, num_kept, longest)
+        sequences = plan.chunks.sequences
+        longest = max(len(seq.drafts) for seq in sequences)
+        kept_s, draft_s = self.costs.per_draft(len(sequences), plan.chunks.num_drafts, longest)
+        for seq, kept in zip(sequences, ids, strict=True):
+            if not seq.drafts or not kept:
+                continue
+            num_drafts, num_kept = len(seq.drafts), len(kept) - 1
+            saved_s = num_kept * kept_s - num_drafts * draft_s
+            self.totals.update(num_drafts, num_kept)
+            self.totals.saved_s += saved_s
+            known = self._lengths.update(seq.seq_id, num_drafts, num_kept)
+            if known is not None:
+                known.saved_s += saved_s
+                seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
 
     def accepted_by_position(self) -> tuple[int, ...]:
         """How many drafts were kept at each position of a window that a sequence can have."""
