@@ -191,6 +191,11 @@ class DraftLengths:
         """Whether any wish would get drafts in a step."""
         return any(self._chosen(step, wishes, num_others, None, seen)[0])
 
+    def use(self, costs: StepCosts) -> None:
+        """Choose by other costs from now on."""
+        self.costs = costs
+        self._seconds.clear()
+
     def most_rows(self, limit: int) -> int:
         """The largest batch up to `limit` in which a draft that is hardly ever wrong pays."""
         return max(
