@@ -149,6 +149,8 @@ def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int, digits: 
     together = matrix.multiply(x, None)
     alone = torch.cat([matrix.multiply(row[None], None) for row in x])
     assert torch.equal(together, alone)
+    for num_rows in range(1, 16):  # eight of them, and each number that is left in one pass
+        assert torch.equal(matrix.multiply(x[:num_rows], None), alone[:num_rows]), num_rows
 
 
 def test_all_builds_agree_but_for_the_last_bit() -> None:

@@ -140,11 +140,6 @@ def _make_speculation(
 ) -> Speculation | None:
     """Return what gives sequences drafts that cost nothing to make; None: it is off."""
     if not settings.is_on:
-        if settings.synthetic_acceptance is not None and settings.speculative_decoding is None:
-            raise ConfigError(
-                f"synthetic_acceptance={settings.synthetic_acceptance} is for guesses, and speculative "
-                "decoding is off; turn it on with speculative_decoding, or leave synthetic_acceptance out"
-            )
         return None
     if settings.synthetic_acceptance is None or settings.draft_model is not None:
         raise ConfigError(

@@ -17,7 +17,8 @@ Shapes:  L layers to a block, G kv heads, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -81,6 +82,16 @@ class KVStore:
     def num_bytes(self) -> int:
         """Device memory taken."""
         return sum(part.nbytes for part, _ in self._parts)
+
+    @contextmanager
+    def kept(self, num_blocks: int) -> Iterator[None]:
+        """Put back, at the end of a `with` statement, what the first blocks held before it."""
+        held = [part[:, :, :num_blocks].clone() for part, _ in self._parts]
+        try:
+            yield
+        finally:
+            for (part, _), blocks in zip(self._parts, held, strict=True):
+                part[:, :, :num_blocks] = blocks
 
     def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""

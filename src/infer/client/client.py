@@ -97,7 +97,7 @@ class InProcessClient:
         self._is_closing, self._close_reason = False, CLOSED
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._patience_s: float | None = IDLE_S  # None: the vocabulary is read
+        self._patience_s: float | None = IDLE_S  # None: idle time has no more use
         engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
@@ -212,13 +212,14 @@ class InProcessClient:
     def _take_commands(self) -> bool:
         """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
         with self._wake:
-            while not (self._inbox or self._engine.has_work or self._is_closing):
-                if not self._wake.wait(self._patience_s):
-                    self._patience_s = None
-                    self._engine.read_vocabulary()
+            is_idle = not self._wake.wait_for(
+                lambda: self._inbox or self._engine.has_work or self._is_closing, self._patience_s
+            )
             if self._is_closing:
                 return False
             commands, self._inbox = self._inbox, []
+        if is_idle:
+            self._patience_s = self._engine.use_idle_time()
         for command in commands:
             command()
         return True

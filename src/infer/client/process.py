@@ -82,7 +82,7 @@ class EngineServer:
         os.set_blocking(self._bell, False)
         os.set_blocking(bell, False)
         self._poll = _poll_all([*sockets, self._bell])
-        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: the vocabulary is read
+        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no more use
         engine.compile_aside(lambda: _ring(bell))
 
     def run(self) -> None:
@@ -112,8 +112,8 @@ class EngineServer:
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
             while not self._poll(self._patience_ms):
-                self._patience_ms = None
-                self._engine.read_vocabulary()
+                wait_s = self._engine.use_idle_time()
+                self._patience_ms = None if wait_s is None else round(wait_s * 1000)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
         for link in self._links:

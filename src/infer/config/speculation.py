@@ -5,6 +5,10 @@
     --draft-model DIR                            a small model with the same vocabulary
     --speculative-config '{"method": ...}'       vLLM's JSON for the same
 
+A knob of one method alone (prompt_lookup_max, prompt_lookup_min, suffix_max_answers) asks for that method. A
+knob that says how guesses are tried and not what makes them (adaptive_speculation, synthetic_acceptance) is
+refused where nothing else asks for guesses.
+
 Whatever is chosen, the text stays what it would have been; docs/features/speculative-decoding.md says why.
 """
 
@@ -22,6 +26,7 @@ MAX_DRAFTS: Final = 16  # drafts of one sequence in a step; tables with a window
 WINDOW_TOKENS: Final = 128  # tokens of a step that verifies drafts: more than pays anywhere
 LOOKUPS: Final = ("ngram", "suffix")  # methods that look drafts up in texts
 DRAFTED: Final = ("draft_model", "eagle3")  # methods that compute them, from files of their own
+ASKS_FOR: Final = {"prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "suffix_max_answers": "suffix"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +36,13 @@ class SpeculationConfig:
     speculative_decoding: bool | None = knob(
         None,
         "let cheap guesses of the next tokens be judged by one step; the text stays the same; default: off, "
-        "unless a method, a number of tokens or a draft model is named",
+        "unless a method, a setting of one, a number of tokens or a draft model is named",
     )
     speculative_method: str = knob(
         "auto",
         "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
         "a small model; eagle3: a head trained for the model (not served yet); auto: draft_model where it "
-        "names one, else ngram",
+        "names one, suffix where suffix_max_answers is given, else ngram",
         choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
         aliases=("speculative_algorithm",),
         takes_code=True,
@@ -115,6 +120,28 @@ class SpeculationConfig:
                 f"speculative_method={self.speculative_method} looks drafts up and needs no draft_model; "
                 "leave one of the two out"
             )
+        if self.is_on and (self.speculative_method, self.draft_model) == ("auto", None):
+            if len(set(self._asked)) > 1:
+                raise ConfigError(
+                    "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min "
+                    "are for ngram; say which with speculative_method, or leave one of them out"
+                )
+        for name in ("adaptive_speculation", "synthetic_acceptance"):
+            if self.speculative_decoding is None and not self.is_on and self._is_given(name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for guesses, and speculative decoding is off; "
+                    f"turn it on with speculative_decoding, or leave {name} out"
+                )
+
+    def _is_given(self, name: str) -> bool:
+        """True if a knob has another value than its default."""
+        rows = knob_rows("speculation", SpeculationConfig)
+        return any(row.name == name and row.default != getattr(self, name) for row in rows)
+
+    @property
+    def _asked(self) -> list[str]:
+        """The methods that knobs of one method alone ask for."""
+        return [method for name, method in ASKS_FOR.items() if self._is_given(name)]
 
     def _take_json(self, text: str) -> None:
         """Set the knobs that vLLM's JSON stands for; it asks for speculation even if it names none."""
@@ -133,18 +160,20 @@ class SpeculationConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether sequences get drafts."""
+        """True if sequences get drafts."""
         if self.speculative_decoding is not None:
             return self.speculative_decoding
-        named = self.speculative_method != "auto", self.draft_model is not None
-        return any(named) or self.num_speculative_tokens is not None
+        named = self.speculative_method != "auto" or self.draft_model is not None or bool(self._asked)
+        return named or self.num_speculative_tokens is not None
 
     @property
     def method(self) -> str:
         """What proposes drafts, where they are on; `draft_model` may name a head, which loading it shows."""
         if self.speculative_method != "auto":
             return self.speculative_method
-        return "ngram" if self.draft_model is None else "draft_model"
+        if self.draft_model is not None:
+            return "draft_model"
+        return next(iter(self._asked), "ngram")
 
     @property
     def max_drafts(self) -> int:

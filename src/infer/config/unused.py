@@ -33,14 +33,17 @@ def _is_naive(knobs: dict[str, Any]) -> bool:
     return bool(knobs["kv_cache_backend"] == "naive")
 
 
+def _speculation(knobs: dict[str, Any]) -> SpeculationConfig:
+    return SpeculationConfig(**{field.name: knobs[field.name] for field in fields(SpeculationConfig)})
+
+
 def _has_no_drafts(knobs: dict[str, Any]) -> bool:
-    known = (field.name for field in fields(SpeculationConfig))
-    return not SpeculationConfig(**{name: knobs[name] for name in known}).is_on
+    return not _speculation(knobs).is_on
 
 
-def _not_by(*methods: str) -> Callable[[dict[str, Any]], bool]:
-    """Return what tells if another method than these proposes drafts."""
-    return lambda knobs: bool(knobs["draft_model"]) or knobs["speculative_method"] not in methods
+def _not_by(method: str) -> Callable[[dict[str, Any]], bool]:
+    """Return what tells if another method than this proposes drafts."""
+    return lambda knobs: _speculation(knobs).method != method
 
 
 UNUSED = (
@@ -86,8 +89,8 @@ UNUSED = (
             "synthetic_acceptance",
         )
     ),
-    UnusedKnob("prompt_lookup_max", _not_by("auto", "ngram"), "the speculative method is not ngram"),
-    UnusedKnob("prompt_lookup_min", _not_by("auto", "ngram"), "the speculative method is not ngram"),
+    UnusedKnob("prompt_lookup_max", _not_by("ngram"), "the speculative method is not ngram"),
+    UnusedKnob("prompt_lookup_min", _not_by("ngram"), "the speculative method is not ngram"),
     UnusedKnob("suffix_max_answers", _not_by("suffix"), "the speculative method is not suffix"),
 )
 

@@ -120,7 +120,7 @@ class Engine:
         self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._observer = observer or EngineObserver()
+        self._observer, self._is_observed = observer or EngineObserver(), observer is not None
         self._requests = RequestTable(scheduler, clock)
         self._guided = self._requests.guided
         self._empty_steps = 0
@@ -184,9 +184,16 @@ class Engine:
         """
         self._compiling.wake = wake
 
-    def read_vocabulary(self) -> None:
-        """Begin to read the vocabulary of constraints in a thread: for an engine that is idle (`IDLE_S`)."""
+    def use_idle_time(self) -> float | None:
+        """Do one piece of what no request waits for, first after `IDLE_S` without work.
+
+        Returns the seconds without work before the next piece; None: there is no more. The vocabulary of
+        constraints is read in a thread. Steps are timed again, unless the run is written down with its costs.
+        """
         self._token_bytes.start()
+        if self.speculation is None or self._is_observed:
+            return None
+        return IDLE_S if self.num_requests else self.speculation.measure_again()
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
@@ -262,7 +269,7 @@ class Engine:
             "num_draft_tokens": totals.num_drafts,
             "num_accepted_tokens": totals.num_accepted,
             "accepted_by_position": self.speculation.accepted_by_position(),
-            "draft_saved_s": self.speculation.saved_s,
+            "draft_saved_s": totals.saved_s,
         }
 
     def reset_prefix_cache(self) -> int:

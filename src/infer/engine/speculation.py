@@ -17,7 +17,7 @@ What depends on all tokens before it, a penalty or a mask, differs from one draf
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -73,8 +73,11 @@ class Speculation:
         is_adaptive: bool = True,
         is_synthetic: bool = False,
         prepare: Callable[[], bool] = lambda: False,
+        again: Iterable[tuple[StepCosts, float | None]] = (),
     ) -> None:
         """`max_rows`: of a batch with drafts; `max_len`: the longest text with drafts that a model can see.
+
+        `again`: times a step at each turn; yields the costs known then and the idle seconds until the next.
 
         `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
         """
@@ -87,8 +90,9 @@ class Speculation:
         self._pool = scheduler.pool
         # tokens of a step with drafts: more than pay anywhere
         self._max_tokens = min(WINDOW_TOKENS, scheduler.config.max_num_batched_tokens)
-        max_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
-        self._max_rows = lengths.most_rows(max_rows) if is_adaptive else max_rows  # that drafts can pay for
+        self._most_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
+        self._max_rows = self._paying_rows()
+        self._again = iter(again)
         # wishes of the next step and the size of its batch, and how many drafts each gets
         self._chosen: tuple[list[tuple[int, int]], int, list[int]] = ([], 0, [])
         # steps that overlap again after a wait in vain, and the last of them
@@ -96,12 +100,19 @@ class Speculation:
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
         self.totals = Acceptance()
-        self.saved_s = 0.0  # estimated, as the costs have it: less than nothing where drafts were wrong
 
     @property
     def costs(self) -> StepCosts:
         """The seconds of steps by which lengths are chosen."""
         return self._lengths.costs
+
+    def measure_again(self) -> float | None:
+        """Time a step while no sequence is there; returns the idle seconds until the next; None: no more."""
+        costs, wait_s = next(self._again, (self.costs, None))
+        if costs != self.costs:
+            self._lengths.use(costs)
+            self._max_rows = self._paying_rows()
+        return wait_s
 
     # -- before a step ----------------------------------------------------------------------------
 
@@ -179,16 +190,20 @@ class Speculation:
 
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Learn what became of a step's drafts, before they are taken back."""
-        num_kept = longest = 0
-        for seq, kept in zip(plan.chunks.sequences, ids, strict=True):
-            if seq.drafts and kept:
-                known = self._lengths.update(seq.seq_id, len(seq.drafts), len(kept) - 1)
-                if known is not None:
-                    seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length))
-                self.totals.update(len(seq.drafts), len(kept) - 1)
-                num_kept, longest = num_kept + len(kept) - 1, max(longest, len(seq.drafts))
-        num_rows, num_drafts = len(plan.chunks.sequences), plan.chunks.num_drafts
-        self.saved_s += self.costs.saved(num_rows, num_drafts, num_kept, longest)
+        sequences = plan.chunks.sequences
+        longest = max(len(seq.drafts) for seq in sequences)
+        kept_s, draft_s = self.costs.per_draft(len(sequences), plan.chunks.num_drafts, longest)
+        for seq, kept in zip(sequences, ids, strict=True):
+            if not seq.drafts or not kept:
+                continue
+            num_drafts, num_kept = len(seq.drafts), len(kept) - 1
+            saved_s = num_kept * kept_s - num_drafts * draft_s
+            self.totals.update(num_drafts, num_kept)
+            self.totals.saved_s += saved_s
+            known = self._lengths.update(seq.seq_id, num_drafts, num_kept)
+            if known is not None:
+                known.saved_s += saved_s
+                seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
 
     def accepted_by_position(self) -> tuple[int, ...]:
         """How many drafts were kept at each position of a window that a sequence can have."""
@@ -204,6 +219,10 @@ class Speculation:
         self._lengths.forget(seq.seq_id)
 
     # -- who and how many -------------------------------------------------------------------------
+
+    def _paying_rows(self) -> int:
+        """The largest batch that drafts can pay for."""
+        return self._lengths.most_rows(self._most_rows) if self._is_adaptive else self._most_rows
 
     def _is_quiet(self) -> bool:
         """Whether no prompt is computed or about to be, and the batch is small enough for drafts to pay."""

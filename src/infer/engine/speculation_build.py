@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS, SpeculationConfi
 from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
-from infer.engine.step_costs import measure_step_costs
+from infer.engine.step_costs import measure_again, measure_step_costs
 from infer.errors import ConfigError, ModelSourceError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
@@ -149,6 +149,7 @@ def make_speculation(
     vocab_size, proposer, drafter, draft_device = loaded.config.vocab_size, None, None, None
     max_len = sys.maxsize if draft is None else draft.config.context_len
     prepare: Callable[[], bool] = lambda: False
+    again: Iterable[tuple[StepCosts, float | None]] = ()
     if draft is not None:
         draft_device = _make_device(config, draft, size, layout, shape)
         if isinstance(draft_device, GpuDevice):
@@ -181,6 +182,8 @@ def make_speculation(
             ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
             1e3 * costs.draft_s,
         )
+        if isinstance(device, TorchDevice) and draft is None:
+            again = measure_again(device, shape, vocab_size, costs)
     if settings.synthetic_acceptance is not None:
         logger.warning(
             "drafts are kept by chance, so the text is wrong: synthetic_acceptance is for benchmarks"
@@ -198,6 +201,7 @@ def make_speculation(
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
         prepare=prepare,
+        again=again,
     )
 
 

@@ -35,6 +35,9 @@ class DraftCounts(NamedTuple):
 
     num_drafts: int
     by_length: tuple[int, ...]  # windows by the number of drafts kept, from 0
+    saved_s: float = (
+        0.0  # seconds that they saved, estimated; less than 0 where they took longer than they saved
+    )
 
     @property
     def num_windows(self) -> int:
@@ -47,7 +50,7 @@ class DraftCounts(NamedTuple):
         return sum(length * count for length, count in enumerate(self.by_length))
 
     def to_wire(self) -> dict[str, Any]:
-        """The counts and what follows from them, in vLLM's words."""
+        """The counts and what follows from them, in vLLM's words, and what they saved."""
         return {
             "mean_acceptance_length": 1 + self.num_accepted / self.num_windows,
             "draft_acceptance_rate": self.num_accepted / self.num_drafts,
@@ -55,6 +58,7 @@ class DraftCounts(NamedTuple):
             "num_spec_steps": self.num_windows,
             "num_accepted_draft_tokens": self.num_accepted,
             "num_draft_tokens": self.num_drafts,
+            "seconds_saved": self.saved_s,
         }
 
 

@@ -99,11 +99,14 @@ class StepCosts:
         each = self.draft_s + num_drafted * self.draft_row_s
         return self.gap_s + num_rows * self.row_gap_s + each * longest
 
-    def saved(self, num_rows: int, num_drafts: int, num_kept: int, longest: int) -> float:
-        """The seconds that the drafts of a step saved: what they kept took none, and they took longer."""
+    def per_draft(self, num_rows: int, num_drafts: int, longest: int) -> tuple[float, float]:
+        """The seconds that a kept draft of a step saves, and those that each draft adds to the step.
+
+        A kept one saves what a token takes in a step without drafts; all drafts share what they add.
+        """
         plain = self.seconds(num_rows)
         drafting = self.drafting(num_rows, num_rows, longest)
-        return num_kept * plain / num_rows - (self.seconds(num_rows + num_drafts) - plain + drafting)
+        return plain / num_rows, (self.seconds(num_rows + num_drafts) - plain + drafting) / num_drafts
 
 
 @dataclass(slots=True)
@@ -112,6 +115,7 @@ class Acceptance:
 
     num_drafts: int = 0
     by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
+    saved_s: float = 0.0  # seconds that the drafts saved, as `StepCosts.per_draft` has it
     _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, of which the prior is the first
     _judged: float = PRIOR_WEIGHT
 
@@ -186,6 +190,11 @@ class DraftLengths:
     ) -> bool:
         """Whether any wish would get drafts in a step."""
         return any(self._chosen(step, wishes, num_others, None, seen)[0])
+
+    def use(self, costs: StepCosts) -> None:
+        """Choose by other costs from now on."""
+        self.costs = costs
+        self._seconds.clear()
 
     def most_rows(self, limit: int) -> int:
         """The largest batch up to `limit` in which a draft that is hardly ever wrong pays."""

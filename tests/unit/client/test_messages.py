@@ -110,7 +110,7 @@ OUTPUTS = st.builds(
     prompt_logprobs=some(tuples_of(some(ROWS))),
     error=some(TEXT),
     param=some(TEXT),
-    drafts=some(st.builds(DraftCounts, num_drafts=COUNTS, by_length=tuples_of(COUNTS))),
+    drafts=some(st.builds(DraftCounts, num_drafts=COUNTS, by_length=tuples_of(COUNTS), saved_s=FLOATS)),
     embedding=tuples_of(FLOATS),
 )
 STATS = st.builds(

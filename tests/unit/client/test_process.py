@@ -211,7 +211,7 @@ def test_the_vocabulary_is_read_by_an_engine_that_is_idle_and_not_before(
     """Read at once, it would share its core with the first request."""
     engine, waits = make_engine(), list[int | None]()
     read: list[int] = []
-    monkeypatch.setattr(engine, "read_vocabulary", lambda: read.append(len(waits)))
+    monkeypatch.setattr(engine, "use_idle_time", lambda: read.append(len(waits)))
 
     def poll(timeout_ms: int | None) -> bool:
         waits.append(timeout_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def speculation(**knobs: Any) -> SpeculationConfig:
         ({"speculative_algorithm": "NGRAM"}, "ngram", 8),
         ({"speculative_algorithm": "STANDALONE", "draft_model": "small"}, "draft_model", 5),
         ({"speculative_config": {"method": "ngram_gpu"}}, "ngram", 8),
+        ({"prompt_lookup_max": 4}, "ngram", 8),
+        ({"prompt_lookup_min": 3}, "ngram", 8),
+        ({"suffix_max_answers": 0}, "suffix", 8),
+        ({"speculative_config": {"suffix_decoding_max_cached_requests": 9}}, "suffix", 8),
     ],
 )
 def test_what_is_named_turns_it_on(knobs: dict[str, Any], method: str, max_drafts: int) -> None:
@@ -42,6 +47,7 @@ def test_it_is_off_unless_something_is_named_and_can_be_turned_off_beside_a_file
     assert not speculation().is_on
     off = speculation(speculative_decoding=False, speculative_config={"method": "suffix"})
     assert not off.is_on and off.max_drafts == 0
+    assert not speculation(speculative_decoding=False, prompt_lookup_max=4, suffix_max_answers=3).is_on
 
 
 JSON = {
@@ -102,6 +108,12 @@ def test_a_method_in_place_of_a_model_is_a_method() -> None:
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be a positive integer, got 0"),
         ({"suffix_max_answers": -1}, "suffix_max_answers must be >= 0"),
         ({"synthetic_acceptance": 1.5}, "synthetic_acceptance must be from 0 to 1"),
+        (
+            {"synthetic_acceptance": 0.5},
+            "synthetic_acceptance=0.5 is for guesses, and speculative decoding is",
+        ),
+        ({"adaptive_speculation": False}, "with speculative_decoding, or leave adaptive_speculation out"),
+        ({"prompt_lookup_max": 4, "suffix_max_answers": 3}, "say which with speculative_method"),
         ({"speculative_method": "draft_model"}, "name them with draft_model"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "leave one of the two out"),
         ({"speculative_decoding": True, "kv_cache_backend": "naive"}, "use kv_cache_backend=paged"),
@@ -110,6 +122,34 @@ def test_a_method_in_place_of_a_model_is_a_method() -> None:
 def test_what_cannot_be_is_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_knobs(**knobs)
+
+
+def test_every_knob_alone_has_an_effect_or_is_refused() -> None:
+    """No flag is taken in silence: it turns speculation on, or says what it lacks."""
+    alone = {
+        "speculative_decoding": True,
+        "speculative_method": "suffix",
+        "num_speculative_tokens": 4,
+        "draft_model": "small",
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 3,
+        "suffix_max_answers": 9,
+        "adaptive_speculation": False,
+        "synthetic_acceptance": 0.5,
+        "speculative_config": "{}",
+    }
+    assert set(alone) == {field.name for field in fields(SpeculationConfig)}
+    for name, value in alone.items():
+        words = ["generate", "hi", "--no-adaptive-speculation"]
+        if value is not False:
+            flag = "--" + name.replace("_", "-")
+            words = ["generate", "hi", flag] + ([] if value is True else [str(value)])
+        knobs = knobs_from(build_parser().parse_args(words))
+        if name in ("adaptive_speculation", "synthetic_acceptance"):
+            with pytest.raises(ConfigError, match=f"leave {name} out"):
+                speculation(**knobs)
+        else:
+            assert speculation(**knobs).is_on, name
 
 
 def test_llama_cpps_flags_are_taken() -> None:

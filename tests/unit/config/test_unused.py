@@ -75,11 +75,24 @@ def test_a_knob_said_to_have_no_effect_has_none(knobs: dict[str, Any]) -> None:
         ({"max_decode_gap": 2}, "max_decode_gap"),
         ({"prefill_tokens_while_decoding": 9, "batching_mode": "static"}, "prefill_tokens_while_decoding"),
         ({"scheduler_policy": "decode_round_robin"}, "scheduler_policy"),
-        ({"adaptive_speculation": False}, "adaptive_speculation"),
-        ({"synthetic_acceptance": 0.7}, "synthetic_acceptance"),
-        ({"speculative_decoding": False, "speculative_method": "ngram"}, "speculative_method"),
+        *(
+            ({"speculative_decoding": False, name: value}, name)
+            for name, value in {
+                "speculative_method": "ngram",
+                "num_speculative_tokens": 4,
+                "draft_model": "small",
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 3,
+                "suffix_max_answers": 4,
+                "adaptive_speculation": False,
+                "synthetic_acceptance": 0.7,
+            }.items()
+        ),
         ({"speculative_method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max"),
-        ({"speculative_decoding": True, "suffix_max_answers": 4}, "suffix_max_answers"),
+        ({"speculative_method": "suffix", "prompt_lookup_min": 4}, "prompt_lookup_min"),
+        ({"draft_model": "small", "prompt_lookup_max": 4}, "prompt_lookup_max"),
+        ({"draft_model": "small", "suffix_max_answers": 4}, "suffix_max_answers"),
+        ({"speculative_method": "ngram", "suffix_max_answers": 4}, "suffix_max_answers"),
     ],
 )
 def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
@@ -98,6 +111,10 @@ def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
         {"scheduler_policy": "decode_round_robin", "max_num_batched_tokens": 4},
         {"speculative_decoding": True, "adaptive_speculation": False, "prompt_lookup_min": 3},
         {"speculative_method": "suffix", "suffix_max_answers": 4},
+        {"speculative_decoding": True, "suffix_max_answers": 4},
+        {"suffix_max_answers": 4},
+        {"prompt_lookup_max": 4},
+        {"prompt_lookup_min": 3},
         {"num_speculative_tokens": 4, "synthetic_acceptance": 0.7},
     ],
 )

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from infer.config.settings import EngineConfig
+from infer.engine import step_costs
+from infer.engine.observer import EngineObserver
 from infer.errors import ConfigError, ModelSourceError
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model
 from infer.loader import load
 from infer.sampling.params import SamplingParams
+from infer.speculative.adaptive import StepCosts
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 128, "block_size": 4}
@@ -106,3 +109,59 @@ def test_a_request_goes_without_drafts(checkpoint: str) -> None:
     assert llm.generate(PROMPT, params)[0].outputs[0].drafts is None
     assert llm.engine.stats().num_draft_tokens == 0
     llm.close()
+
+
+class SlowClock:
+    """A clock in which all that is timed takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self.seconds
+        return self._now
+
+
+def test_costs_of_a_busy_start_are_measured_again_when_idle_and_cached_prefixes_stay(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an engine whose run is not written down does it; the text and its cached blocks stay."""
+    clock = SlowClock(100.0)
+    monkeypatch.setattr(step_costs, "time", clock)
+    llm = LLM(checkpoint, speculative_method="ngram", **KNOBS)
+    speculation = llm.engine.speculation
+    assert speculation is not None
+    before = speculation.costs
+    assert {seconds for _, seconds in before.pairs} == {100.0}, "the machine was busy"
+    text = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+    clock.seconds = 0.5
+    waits = []
+    while (wait_s := llm.engine.use_idle_time()) is not None:
+        waits.append(wait_s)
+    assert [wait_s for wait_s in waits if wait_s] == [10.0, 60.0, 600.0]
+    after = speculation.costs
+    assert after.pairs == tuple((tokens, 0.5) for tokens, _ in before.pairs)
+    assert after.seen_s == pytest.approx(before.seen_s / 200)
+    clock.seconds = 0.1
+    assert llm.engine.use_idle_time() is None and speculation.costs == after
+    hits = llm.engine.stats().num_hit_tokens
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text == text
+    assert llm.engine.stats().num_hit_tokens > hits, "from blocks that were measured in"
+
+
+def test_a_recorded_run_keeps_the_costs_it_began_with(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SlowClock(100.0)
+    monkeypatch.setattr(step_costs, "time", clock)
+    llm = LLM(checkpoint, speculative_method="ngram", observer=EngineObserver(), **KNOBS)
+    clock.seconds = 0.5
+    assert llm.engine.use_idle_time() is None
+    assert llm.engine.speculation is not None
+    assert llm.engine.speculation.costs.pairs[0][1] == 100.0
+
+
+def test_a_slower_time_or_another_window_never_makes_costs_worse() -> None:
+    costs = StepCosts(((1, 1.0), (2, 2.0), (4, 3.0)), seen_s=0.1)
+    faster = step_costs._faster(costs, 2, 1.5)
+    assert faster.pairs == ((1, 1.0), (2, 1.5), (4, 1.5)) and faster.seen_s == 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,48 @@ def test_an_answer_is_the_same_and_says_what_became_of_drafts(
     frames = drafted.frames(path, body | {"stream": True, "stream_options": {"include_usage": True}})
     assert check(frames[-1]) == counts
     assert frames[-1]["choices"] == []
+
+
+MESSAGE: dict[str, Any] = {"messages": CHAT["messages"], "max_tokens": 60, "temperature": 0}
+OLLAMA: dict[str, Any] = {"model": "fake", "options": {"temperature": 0, "num_predict": 60}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", MESSAGE),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 60, "temperature": 0}),
+        ("/api/generate", {"prompt": PROMPT, **OLLAMA}),
+        ("/api/chat", {"messages": CHAT["messages"], **OLLAMA}),
+    ],
+)
+def test_other_routes_say_what_became_of_drafts(
+    oracle: LLM, engine: InProcessClient, path: str, body: dict[str, Any]
+) -> None:
+    """One object, in the body of an answer and at the end of a stream."""
+    site = Site(engine, encoder=oracle.encoder)
+    whole = site.request("POST", path, json=body | {"stream": False}).json()
+    counts = whole["metrics"]["speculative_decoding"]
+    assert counts["num_draft_tokens"] >= counts["num_accepted_draft_tokens"] >= 0
+    assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"] > 0
+    lines = site.request("POST", path, json=body | {"stream": True}).text.splitlines()
+    ends = [json.loads(line.removeprefix("data: ")) for line in lines if '"metrics"' in line]
+    found = [end["response"] if path == "/v1/responses" else end for end in ends]
+    assert [each["metrics"]["speculative_decoding"] for each in found] == [counts]
+    without = body | {"stream": False, "num_speculative_tokens": 0}
+    if path.startswith("/v1"):
+        assert "metrics" not in site.request("POST", path, json=without).json()
+
+
+def test_the_time_saved_is_that_of_all_answers(oracle: LLM, engine: InProcessClient) -> None:
+    site, before = Site(engine, encoder=oracle.encoder), engine.stats().draft_saved_s
+    saved = [
+        site.request("POST", "/v1/completions", json=body).json()["metrics"]["speculative_decoding"]
+        for body in (BODY, BODY | {"prompt": "one two one two one"})
+    ]
+    total = sum(each["seconds_saved"] for each in saved)
+    assert engine.stats().draft_saved_s - before == pytest.approx(total)
+    assert total != 0
 
 
 @pytest.mark.parametrize(

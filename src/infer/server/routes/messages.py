@@ -423,13 +423,15 @@ class MessageWriter(PartWriter):
 
     def finish(self) -> list[bytes]:
         """Why the answer ended, and what it cost."""
-        ended = _event("message_delta", delta=self._reason(), usage=self._usage())
+        metrics = self.generation.metrics()
+        ended = _event("message_delta", delta=self._reason(), usage=self._usage(), **metrics)
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
         """The whole message; calls that were cut, whose arguments are no object, are left out."""
         whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
-        return self._message([block(part) for part in whole or [Part("text", 0)]], self._reason())
+        content = [block(part) for part in whole or [Part("text", 0)]]
+        return self._message(content, self._reason()) | self.generation.metrics()
 
     def _message(self, content: list[dict[str, Any]], reason: Mapping[str, Any]) -> dict[str, Any]:
         return {

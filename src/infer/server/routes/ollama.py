@@ -537,6 +537,7 @@ class OllamaWriter(PartWriter):
             "prompt_eval_duration": nanoseconds(self._started_at, first_at),
             "eval_count": usage["completion_tokens"],
             "eval_duration": nanoseconds(first_at, at),
+            **self.generation.metrics(),
         }
 
     def _take(self, token_ids: Sequence[int], rows: Sequence[Any]) -> None:

@@ -268,7 +268,10 @@ ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, 
 #define MULTIPLY_BY(rows) \
     for (; m + rows <= a->M; m += rows) \
         for (int64_t tile = first; tile < last; tile++) multiply_tile(a, act, tile, m, rows, bits, digits);
-    MULTIPLY_BY(8) MULTIPLY_BY(4) MULTIPLY_BY(2) MULTIPLY_BY(1)
+    /* What is left of eight rows is one pass: a window of drafts is three to seven rows, and a second pass would
+     * unpack the weights again. */
+    MULTIPLY_BY(8) MULTIPLY_BY(7) MULTIPLY_BY(6) MULTIPLY_BY(5) MULTIPLY_BY(4) MULTIPLY_BY(3) MULTIPLY_BY(2)
+    MULTIPLY_BY(1)
 }
 
 #else /* four lanes of any processor */
