@@ -18,7 +18,7 @@ from typing import Any
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
-from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault
+from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault, parse_alias
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
 
@@ -123,9 +123,11 @@ def _check_aliases(given: Sequence[str], names: Sequence[str]) -> None:
     """Refuse aliases of models that are not served, and names that are given twice."""
     taken = set(names)
     for text in given:
-        alias, _, name = text.partition("=")
-        if name and name not in names and "" not in names:
-            raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {', '.join(names)}")
+        alias, weights = parse_alias(text)
+        for name in weights:
+            if name and name not in names and "" not in names:
+                known = ", ".join(names)
+                raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {known}")
         if alias in taken:
             raise ConfigError(f"{alias!r} is given twice as a name; every alias must be another one")
         taken.add(alias)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from infer.config.backends import OTHER_SPELLINGS, choices
 from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
@@ -407,7 +407,9 @@ class ServerConfig:
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
     served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
     model_alias: tuple[str, ...] = knob(
-        (), "another name of a model, as ALIAS=NAME, or ALIAS of the first model; may be repeated"
+        (),
+        "another name of a model, as ALIAS=NAME, or ALIAS of the first model; ALIAS=NAME:90,OTHER:10 shares "
+        "its requests among models by weight; may be repeated",
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
@@ -497,8 +499,7 @@ class ServerConfig:
         if fault := name_fault(self.served_model_name or ""):
             raise ConfigError(f"served_model_name {fault}")
         for alias in self.model_alias:
-            if not all(alias.split("=", 1)) or (fault := name_fault(alias)):
-                raise ConfigError(f"model_alias {fault or f'must be ALIAS=NAME or ALIAS, got {alias!r}'}")
+            parse_alias(alias)
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let every client in; give a key or none")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
@@ -511,6 +512,40 @@ class ServerConfig:
 def name_fault(name: str) -> str | None:
     """What is wrong with a name for a model: it must not write lines of a log or move a terminal's cursor."""
     return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
+
+
+ModelShares: TypeAlias = dict[str, float]  # by name of a model; an ordinary alias has one
+
+
+def parse_alias(text: str) -> tuple[str, ModelShares]:
+    """The alias of a `model_alias` and what it stands for; the name of the first model may be left empty."""
+    alias, equals, rest = text.partition("=")
+    fault = name_fault(text)
+    if fault is None and (not alias or (equals and not rest)):
+        fault = f"must be ALIAS=NAME, ALIAS or ALIAS=NAME:WEIGHT,NAME:WEIGHT, got {text!r}"
+    if fault is not None:
+        raise ConfigError(f"model_alias {fault}")
+    if "," not in rest:  # a name may hold a colon
+        return alias, {rest: 1.0}
+    weights: ModelShares = {}
+    for part in rest.split(","):
+        name, _, number = part.strip().rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or name in weights or (fault := weight_fault(weight)):
+            fault = fault or f"has {part!r}, but needs NAME:WEIGHT for each of different models"
+            raise ConfigError(f"model_alias {text!r} {fault}")
+        weights[name] = weight
+    return alias, weights
+
+
+def weight_fault(weight: float) -> str | None:
+    """What is wrong with the weight of a model in an alias."""
+    if math.isfinite(weight) and weight > 0:
+        return None
+    return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"
 
 
 def check_backend(section: Any, name: str) -> None:

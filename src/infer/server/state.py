@@ -10,6 +10,9 @@ the ids that requests have there begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
+An *alias* stands for a model, or for several by weight (fleet/shares.py). Whose requests meet the same one is
+the *asker*: the user that the body names, else the API key; without either, every request is on its own.
+
 A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
 a model is taken away only when no request holds it.
 """
@@ -17,19 +20,21 @@ a model is taken away only when no request holds it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from infer.client.client import EngineClient
-from infer.config.settings import SchedulerConfig, ServerConfig
+from infer.config.settings import ModelShares, SchedulerConfig, ServerConfig
 from infer.errors import UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
+from infer.server.fleet.shares import by_weight, choose_model
 from infer.server.processes.board import Board
 from infer.server.response_store import RemoteStore, ResponseStore
 
@@ -50,6 +55,11 @@ class ServedModel:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
+
+    @property
+    def is_up(self) -> bool:
+        """Whether an engine can serve requests now."""
+        return any(client.failure is None for client in self.clients)
 
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""
@@ -82,6 +92,9 @@ class RequestRecord:
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
+    asker: str = ""  # whose requests meet the same model of an alias; a key is there as a hash
+    user_field: str = ""  # field of the body that names the asker
+    has_chosen: bool = False  # the asker has decided between models
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
@@ -91,6 +104,18 @@ class RequestRecord:
     is_gone: bool = False  # the client left before that
     error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
+
+    def note_user(self, body: Any) -> None:
+        """Let the user that a body names be the asker, instead of the API key."""
+        if not isinstance(body, dict):
+            return
+        metadata = body.get("metadata")
+        inner = metadata.get("user_id") if isinstance(metadata, dict) else None
+        users = {"user": body.get("user"), "safety_identifier": body.get("safety_identifier")}
+        for name, user in (users | {"metadata": inner}).items():
+            if isinstance(user, str) and user:
+                self.asker, self.user_field = f"user {user}", name
+                return
 
     def mark(self, stage: str, at: float | None = None) -> None:
         """Note that a stage has ended, now or at a time of `perf_counter`, where a trace was asked for."""
@@ -167,7 +192,7 @@ class ServerState:
 
     config: ServerConfig
     models: dict[str, ServedModel] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, ModelShares] = field(default_factory=dict)
     default_model: str | None = None
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
@@ -176,17 +201,41 @@ class ServerState:
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)
 
+    def models_of(self, name: str) -> list[ServedModel]:
+        """The models that a name stands for, those with the largest weights first."""
+        names = by_weight(self.aliases.get(name, {name: 1.0}))
+        found = [self.models[each] for each in names if each in self.models]
+        if not found:
+            raise self._unknown(name)
+        return found
+
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
         wanted = name if name is not None else self.default_model
-        found = self.models.get(self.aliases.get(wanted, wanted)) if wanted is not None else None
+        found = self.models.get(self._choose(wanted)) if wanted is not None else None
         if found is None:
-            known = [*self.models, *self.aliases]
-            if not known:
-                raise UnknownModel("no model is served at the moment; try again later", param="model")
-            hint = closest(name or "", known, listed="served")
-            raise UnknownModel(f"model {name!r} is not served here{hint}", param="model")
+            raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
             record.models.append(found)
             found.num_held += 1
         return found
+
+    def _choose(self, name: str) -> str:
+        """The model that a name means for the current request; one that is down is left out."""
+        weights = self.aliases.get(name, {name: 1.0})
+        if len(weights) == 1:
+            return next(iter(weights))
+        served = {each: weight for each, weight in weights.items() if each in self.models}
+        up = {each: weight for each, weight in served.items() if self.models[each].is_up}
+        asker = secrets.token_hex(8)
+        if (record := _RECORD.get()) is not None:
+            asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
+            record.has_chosen = True
+        return choose_model(up or served or weights, name, asker)
+
+    def _unknown(self, name: str | None) -> UnknownModel:
+        known = [*self.models, *self.aliases]
+        if not known:
+            return UnknownModel("no model is served at the moment; try again later", param="model")
+        hint = closest(name or "", known, listed="served")
+        return UnknownModel(f"model {name!r} is not served here{hint}", param="model")

@@ -41,7 +41,7 @@ def post(site: Site, path: str, body: Any) -> httpx.Response:
     [
         ("models/load", "did you mean 'model'?"),
         ("models/unload", "allowed: name"),
-        ("models/alias", "allowed: alias, name"),
+        ("models/alias", "allowed: alias, name, models"),
         ("reset_prefix_cache", "did you mean 'model'?"),
         ("drain", "allowed: drain"),
     ],

@@ -30,7 +30,14 @@ from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig, LoadConfig, name_fault
+from infer.config.settings import (
+    EngineConfig,
+    LoadConfig,
+    ModelShares,
+    name_fault,
+    parse_alias,
+    weight_fault,
+)
 from infer.engine.phases import spell_phases
 from infer.errors import ConfigError, EngineLost, EngineStopped, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
@@ -73,9 +80,11 @@ class Fleet:
         for name, config in models.items():
             await self.load(name, config)
         for text in self.state.config.model_alias:
-            alias, _, name = text.partition("=")
+            alias, weights = parse_alias(text)
             try:
-                self.set_alias(alias, name or self.state.default_model or "")
+                self.set_alias(
+                    alias, {name or self.state.default_model or "": weights[name] for name in weights}
+                )
             except RequestError as error:
                 raise ConfigError(f"model_alias {text!r}: {error}") from None
         self.state.board.is_starting = False
@@ -121,7 +130,11 @@ class Fleet:
         model = self.state.models.pop(name, None)
         if model is None:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
-        self.state.aliases = {a: m for a, m in self.state.aliases.items() if m != name}
+        rest = {
+            alias: {each: weights[each] for each in weights if each != name}
+            for alias, weights in self.state.aliases.items()
+        }
+        self.state.aliases = {alias: weights for alias, weights in rest.items() if weights}
         if self.state.default_model == name:
             self.state.default_model = next(iter(self.state.models), None)
             logger.warning("default model changed model=%s", self.state.default_model or "none")
@@ -138,16 +151,20 @@ class Fleet:
             self._leaving.remove(model)
         logger.info("model unloaded model=%s", name)
 
-    def set_alias(self, alias: str, name: str) -> None:
-        """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
-        if name not in self.state.models:
-            raise UnknownModel(f"no model is served under the name {name!r}", param="name")
+    def set_alias(self, alias: str, weights: ModelShares) -> None:
+        """Let a second name mean a model, or several by weight; it may be pointed elsewhere at any time."""
+        for name, weight in weights.items():
+            if name not in self.state.models:
+                param = "name" if len(weights) == 1 else "models"
+                raise UnknownModel(f"no model is served under the name {name!r}", param=param)
+            if fault := weight_fault(weight):
+                raise RequestError.about("models", fault)
         if fault := name_fault(alias) if alias else "must not be empty":
             raise RequestError.about("alias", fault)
         if alias in self.state.models or alias in self._loading:
             what = "is served" if alias in self.state.models else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
-        self.state.aliases[alias] = name
+        self.state.aliases[alias] = dict(weights)
         self._tell_names()
 
     def remove_alias(self, alias: str) -> None:
@@ -194,8 +211,9 @@ class Fleet:
             raise RequestError.about("name", fault)
         if name in self.state.models or name in self.state.aliases or name in self._loading:
             if name in self.state.aliases:
+                models = ", ".join(map(repr, self.state.aliases[name]))
                 raise NameTaken(
-                    f"{name!r} is an alias of {self.state.aliases[name]!r}; remove it (POST "
+                    f"{name!r} is an alias of {models}; remove it (POST "
                     '/admin/models/alias with "name": null), or use another name',
                     param="name",
                 )

@@ -31,7 +31,7 @@ from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
 from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.settings import EngineConfig, ModelShares, ServerConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
@@ -177,7 +177,7 @@ class Worker:
             self._metrics.remove(client)
             await client.close()
 
-    def on_names(self, aliases: dict[str, str], default: str | None) -> None:
+    def on_names(self, aliases: dict[str, ModelShares], default: str | None) -> None:
         """Take over what models are called."""
         self._state.aliases, self._state.default_model = aliases, default
 

@@ -92,8 +92,11 @@ class JsonRequest(Request):
     """A request whose JSON is JSON: no NaN, no Infinity, no half characters."""
 
     async def json(self) -> Any:
-        """The parsed body; raises a `json.JSONDecodeError`."""
-        return orjson.loads(await self.body())
+        """The parsed body, whose user the record is told; raises a `json.JSONDecodeError`."""
+        body = orjson.loads(await self.body())
+        if (record := current_record()) is not None:
+            record.note_user(body)
+        return body
 
 
 class BodyCounts:
@@ -238,7 +241,10 @@ def json_response(content: Mapping[str, Any], body: Body | None = None) -> Respo
 def ignored_headers(body: Body) -> dict[str, str]:
     """The header that names the fields without effect, if there are any."""
     record = current_record()
-    names = [*body.ignored_fields, *(() if record is None else record.unknown)]
+    names = list(body.ignored_fields)
+    if record is not None:
+        names = [name for name in names if not (record.has_chosen and name == record.user_field)]
+        names += record.unknown
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 

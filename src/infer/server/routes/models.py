@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from infer.errors import UnknownModel
 from infer.server.protocol.errors import to_api_error
 from infer.server.routes.json_route import json_response, make_router, server_state
-from infer.server.state import ServedModel, ServerState
+from infer.server.state import ServerState
 
 router = make_router()
 
@@ -41,9 +41,15 @@ async def get_model(name: str, http: Request) -> Response:
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """The facts about a model that clients may know; the place of its files is not among them."""
-    model: ServedModel = state.get_model(name)
+    """The facts about a model that clients may know; the place of its files is not among them.
+
+    An alias of several models shows the one with the largest weight, and the shortest context of all.
+    """
+    models = state.models_of(name)
+    model = models[0]
     stats = model.clients[0].stats()  # all engines of a model are alike
+    weights = state.aliases.get(name, {})
+    shares = {"models": weights} if len(weights) > 1 else {}
     return {
         "id": name,
         "object": "model",
@@ -55,11 +61,12 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "root": model.name,
         "parent": None if name == model.name else model.name,
         "revision": model.encoder.revision,
-        "max_model_len": model.encoder.context_len,
+        "max_model_len": min(each.encoder.context_len for each in models),
         "dtype": stats.dtype or None,
         "weights": stats.weights or None,
         "kv_cache_dtype": stats.kv_cache_dtype or None,
         "products": stats.products or None,
         "default_sampling_params": dict(model.encoder.sampling_defaults),
         "permission": [],
+        **shares,
     }

@@ -675,7 +675,7 @@ def details(model: ServedModel) -> dict[str, Any]:
 
 def listed(state: ServerState, name: str) -> dict[str, Any]:
     """A model in a list; the digest is that of its name, by which clients tell models apart."""
-    model = state.get_model(name)
+    model = state.models_of(name)[0]
     return {
         "name": tagged(name),
         "model": tagged(name),
