@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if engine.speculation.is_on and engine.speculation.draft_model is not None:
             check_model(engine.speculation.draft_model)
     try:
-        with SpareEngines(0 if config.in_process else config.replicas) as spares:
+        with SpareEngines(0 if config.in_process or config.on_demand else config.replicas) as spares:
             with importing():
                 import asyncio
 
@@ -112,6 +112,8 @@ def read_models(
     for name, model in named:
         if fault := name_fault(name):
             raise ConfigError(f"the NAME of --model NAME=MODEL {fault}")
+        if config.on_demand and not name:
+            raise ConfigError(f"on_demand needs a name for every model: --model NAME={model or 'MODEL'}")
         if name in models:
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))

@@ -411,6 +411,15 @@ class ServerConfig:
         "another name of a model, as ALIAS=NAME, or ALIAS of the first model; ALIAS=NAME:90,OTHER:10 shares "
         "its requests among models by weight; may be repeated",
     )
+    on_demand: bool = knob(
+        False, "load models when they are first asked for; each needs a name: --model NAME=MODEL"
+    )
+    max_loaded_models: int = knob(
+        1, "with on_demand: models that are loaded at a time; the one used least recently makes room"
+    )
+    idle_unload: float = knob(
+        0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
+    )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
         "none",
@@ -475,7 +484,9 @@ class ServerConfig:
                 "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
                 "client an api_key, or leave cache_isolation out"
             )
-        check_positive(self, "max_prompts", "max_n", "replicas")
+        check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
+        if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
+            raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
         if self.response_store < 0:
             raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
@@ -490,7 +501,7 @@ class ServerConfig:
         parse_bytes(self.max_body_size, "max_body_size")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, got {self.port}")
-        for name in ("request_timeout", "drain_timeout", "stuck_timeout"):
+        for name in ("request_timeout", "drain_timeout", "stuck_timeout", "idle_unload"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")

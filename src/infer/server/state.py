@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from infer.client.client import EngineClient
 from infer.config.settings import ModelShares, SchedulerConfig, ServerConfig
-from infer.errors import UnknownModel, closest
+from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
@@ -41,6 +41,19 @@ from infer.server.response_store import RemoteStore, ResponseStore
 UNLOAD_POLL_S = 0.02
 Api = Literal["openai", "anthropic", "ollama"]
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
+
+
+class ModelUse(NamedTuple):
+    """How much a model is used, in one API process or in all."""
+
+    num_held: int
+    used_at: float  # monotonic seconds, which all processes of a machine share
+    keep_s: float | None
+
+    def plus(self, other: ModelUse) -> ModelUse:
+        """The use in two processes together; what clients last said about `keep_s` holds."""
+        latest = max(self, other, key=lambda use: use.used_at)
+        return ModelUse(self.num_held + other.num_held, latest.used_at, latest.keep_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +68,13 @@ class ServedModel:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
+    used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
+    keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
+
+    @property
+    def use(self) -> ModelUse:
+        """How this process uses the model."""
+        return ModelUse(self.num_held, self.used_at, self.keep_s)
 
     @property
     def is_up(self) -> bool:
@@ -151,6 +171,7 @@ def recording(record: RequestRecord) -> Iterator[None]:
         _RECORD.reset(token)
         for model in record.models:
             model.num_held -= 1
+            model.used_at = monotonic()
 
 
 def current_record() -> RequestRecord | None:
@@ -194,6 +215,8 @@ class ServerState:
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, ModelShares] = field(default_factory=dict)
     default_model: str | None = None
+    loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
+    demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
@@ -201,13 +224,33 @@ class ServerState:
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, loaded or not, aliases aside."""
+        return list(dict.fromkeys((*self.loadable, *self.models)))
+
     def models_of(self, name: str) -> list[ServedModel]:
-        """The models that a name stands for, those with the largest weights first."""
+        """The loaded models that a name stands for, those with the largest weights first."""
         names = by_weight(self.aliases.get(name, {name: 1.0}))
-        found = [self.models[each] for each in names if each in self.models]
-        if not found:
+        if not any(each in self.models or each in self.loadable for each in names):
             raise self._unknown(name)
-        return found
+        return [self.models[each] for each in names if each in self.models]
+
+    async def use_model(self, name: str | None) -> ServedModel:
+        """The model of a name as `get_model` finds it, loaded first if it is one on demand."""
+        wanted = name if name is not None else self.default_model
+        if wanted is None or self.demand is None:
+            return self.get_model(name)
+        limit_s = self.config.request_timeout or None
+        try:
+            async with asyncio.timeout(limit_s):
+                while (chosen := self._choose(wanted)) in self.loadable and chosen not in self.models:
+                    await self.demand(chosen)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"model {wanted!r} was not loaded after {limit_s:g} s; try again later"
+            ) from None
+        return self.get_model(name)
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
@@ -218,15 +261,24 @@ class ServerState:
         if (record := _RECORD.get()) is not None:
             record.models.append(found)
             found.num_held += 1
+        found.used_at = monotonic()
         return found
 
     def _choose(self, name: str) -> str:
-        """The model that a name means for the current request; one that is down is left out."""
+        """The model that a name means for the current request; one that is down is left out.
+
+        One on demand that is not loaded can be.
+        """
         weights = self.aliases.get(name, {name: 1.0})
         if len(weights) == 1:
             return next(iter(weights))
-        served = {each: weight for each, weight in weights.items() if each in self.models}
-        up = {each: weight for each, weight in served.items() if self.models[each].is_up}
+        known = self.names
+        served = {each: weight for each, weight in weights.items() if each in known}
+        up = {
+            each: weight
+            for each, weight in served.items()
+            if each not in self.models or self.models[each].is_up
+        }
         asker = secrets.token_hex(8)
         if (record := _RECORD.get()) is not None:
             asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
@@ -234,7 +286,7 @@ class ServerState:
         return choose_model(up or served or weights, name, asker)
 
     def _unknown(self, name: str | None) -> UnknownModel:
-        known = [*self.models, *self.aliases]
+        known = [*self.names, *self.aliases]
         if not known:
             return UnknownModel("no model is served at the moment; try again later", param="model")
         hint = closest(name or "", known, listed="served")

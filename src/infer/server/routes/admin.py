@@ -1,6 +1,6 @@
 """The operator's routes, behind the admin key (auth.py).
 
-POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}}
+POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}, "replace": false}
 POST /admin/models/unload    {"name": "b"}
 POST /admin/models/alias     {"alias": "gpt-4", "name": "b"}
                              {"alias": "chat", "models": {"v1": 90, "v2": 10}}
@@ -26,11 +26,12 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 
 class LoadBody(Body):
-    """A model to add; `knobs` are those of the engine, by name."""
+    """A model to add, or to serve in place of one; `knobs` are those of the engine, by name."""
 
     name: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1, max_length=4096)
     knobs: dict[str, Any] = {}
+    replace: bool = False
 
 
 class UnloadBody(Body):
@@ -74,7 +75,9 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
     except ConfigError as error:
         raise RequestError(str(error), param="knobs") from None
     try:
-        model = await unless_disconnected(http.receive, _fleet(http).load(body.name, config))
+        model = await unless_disconnected(
+            http.receive, _fleet(http).load(body.name, config, replaces=body.replace)
+        )
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="model") from None
     return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.encoder.context_len}

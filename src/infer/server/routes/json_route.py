@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -29,7 +30,15 @@ from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
-from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
+from infer.server.protocol.stream import (
+    BEGIN_S,
+    EventStream,
+    FrameWriter,
+    Generation,
+    LateStream,
+    close_opening,
+    unless_disconnected,
+)
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
 from infer.server.protocol.turns import spelled
@@ -207,9 +216,26 @@ def server_state(http: Request) -> ServerState:
 async def answer(
     http: Request, body: Asking, job: Awaitable[Job], form: Callable[[Generation, Asking], FrameWriter]
 ) -> Response:
-    """Answer a body that asks for text: generate what its job says, and stream it or send it whole."""
+    """Answer a body that asks for text: generate what its job says, and stream it or send it whole.
+
+    Where models are on demand, a stream begins while its model is loaded.
+    """
     with spelled(body.spellings):
-        writer = form(Generation(await job), body)
+        if server_state(http).demand is None:
+            writer = form(Generation(await job), body)
+        else:
+            opening = asyncio.ensure_future(_open_writer(body, job, form))
+            limit_s = BEGIN_S if body.stream else None
+            try:
+                await unless_disconnected(http.receive, _wait(opening, limit_s))
+            except BaseException:
+                await close_opening(opening)
+                raise
+            if not opening.done():
+                kind = form.func if isinstance(form, partial) else form
+                assert isinstance(kind, type) and issubclass(kind, FrameWriter)
+                return LateStream(kind, opening)
+            writer = opening.result()
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
         answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
@@ -219,6 +245,18 @@ async def answer(
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
     await writer.settle()
     return json_response(content, body)
+
+
+async def _open_writer(
+    body: AskingBody, job: Awaitable[Job], form: Callable[[Generation, Any], FrameWriter]
+) -> FrameWriter:
+    return form(Generation(await job), body)
+
+
+async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:
+    await asyncio.wait((opening,), timeout=limit_s)
+    if opening.done():
+        opening.result()  # raises what is wrong with the body, or with the model
 
 
 async def open_agent(
