@@ -167,6 +167,40 @@ def test_a_model_loaded_at_one_process_is_served_and_unloaded_by_all(
     for client in clients:
         ask = {"model": "more", "prompt": "a", "max_tokens": 2}
         assert client.post("/v1/completions", json=ask).status_code == 200
+    shares = {"alias": "both", "models": {"tiny": 1, "more": 1}}
+    assert clients[1].post("/admin/models/alias", json=shares, headers=ROOT).status_code == 200
+    found = set()
+    for user in map(str, range(8)):
+        ask = {"model": "both", "prompt": "a", "max_tokens": 1, "user": user}
+        models = set()
+        for client in clients:
+            wait_until(partial(has_model, client, "both"))
+            models.add(client.post("/v1/completions", json=ask).headers["x-infer-model"])
+        assert len(models) == 1, "every process sends a user to the same model"
+        found |= models
+    assert found == {"tiny", "more"}
+    assert clients[1].post("/admin/models/unload", json={"name": "more"}, headers=ROOT).status_code == 200
+    assert all(client.get("/v1/models/more").status_code == 404 for client in clients)
+
+
+def test_a_model_is_replaced_in_all_processes_without_dropping_a_stream(
+    clients: list[httpx.Client], checkpoint: str
+) -> None:
+    knobs = {"num_blocks": 256, "dtype": "float32", "device": "cpu", "num_threads": 1}
+    body = {"name": "more", "model": checkpoint, "knobs": knobs}
+    assert clients[0].post("/admin/models/load", json=body, headers=ROOT).status_code == 200
+    ask = {"model": "more", "prompt": "a", "max_tokens": 200, "stream": True, **GREEDY}
+    with clients[1].stream("POST", "/v1/completions", json=ask) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        replace = body | {"replace": True}
+        assert clients[2].post("/admin/models/load", json=replace, headers=ROOT).status_code == 200
+        for client in (clients[0], clients[2]):
+            assert client.post("/v1/completions", json=ask | {"stream": False}).status_code == 200
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]" and not any("error" in line for line in rest)
+    for client in clients:
+        assert client.post("/v1/completions", json=ask | {"stream": False}).status_code == 200
     assert clients[1].post("/admin/models/unload", json={"name": "more"}, headers=ROOT).status_code == 200
     assert all(client.get("/v1/models/more").status_code == 404 for client in clients)
 

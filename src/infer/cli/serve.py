@@ -18,7 +18,7 @@ from typing import Any
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
-from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault
+from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault, parse_alias
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if engine.speculation.is_on and engine.speculation.draft_model is not None:
             check_model(engine.speculation.draft_model)
     try:
-        with SpareEngines(0 if config.in_process else config.replicas) as spares:
+        with SpareEngines(0 if config.in_process or config.on_demand else config.replicas) as spares:
             with importing():
                 import asyncio
 
@@ -112,6 +112,8 @@ def read_models(
     for name, model in named:
         if fault := name_fault(name):
             raise ConfigError(f"the NAME of --model NAME=MODEL {fault}")
+        if config.on_demand and not name:
+            raise ConfigError(f"on_demand needs a name for every model: --model NAME={model or 'MODEL'}")
         if name in models:
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))
@@ -123,9 +125,11 @@ def _check_aliases(given: Sequence[str], names: Sequence[str]) -> None:
     """Refuse aliases of models that are not served, and names that are given twice."""
     taken = set(names)
     for text in given:
-        alias, _, name = text.partition("=")
-        if name and name not in names and "" not in names:
-            raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {', '.join(names)}")
+        alias, weights = parse_alias(text)
+        for name in weights:
+            if name and name not in names and "" not in names:
+                known = ", ".join(names)
+                raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {known}")
         if alias in taken:
             raise ConfigError(f"{alias!r} is given twice as a name; every alias must be another one")
         taken.add(alias)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from infer.config.backends import OTHER_SPELLINGS, choices
 from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
@@ -421,7 +421,18 @@ class ServerConfig:
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
     served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
     model_alias: tuple[str, ...] = knob(
-        (), "another name of a model, as ALIAS=NAME, or ALIAS of the first model; may be repeated"
+        (),
+        "another name of a model, as ALIAS=NAME, or ALIAS of the first model; ALIAS=NAME:90,OTHER:10 shares "
+        "its requests among models by weight; may be repeated",
+    )
+    on_demand: bool = knob(
+        False, "load models when they are first asked for; each needs a name: --model NAME=MODEL"
+    )
+    max_loaded_models: int = knob(
+        1, "with on_demand: models that are loaded at a time; the one used least recently makes room"
+    )
+    idle_unload: float = knob(
+        0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
@@ -487,7 +498,9 @@ class ServerConfig:
                 "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
                 "client an api_key, or leave cache_isolation out"
             )
-        check_positive(self, "max_prompts", "max_n", "replicas")
+        check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
+        if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
+            raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
         if self.response_store < 0:
             raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
@@ -502,7 +515,7 @@ class ServerConfig:
         parse_bytes(self.max_body_size, "max_body_size")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, got {self.port}")
-        for name in ("request_timeout", "drain_timeout", "stuck_timeout"):
+        for name in ("request_timeout", "drain_timeout", "stuck_timeout", "idle_unload"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")
@@ -511,8 +524,7 @@ class ServerConfig:
         if fault := name_fault(self.served_model_name or ""):
             raise ConfigError(f"served_model_name {fault}")
         for alias in self.model_alias:
-            if not all(alias.split("=", 1)) or (fault := name_fault(alias)):
-                raise ConfigError(f"model_alias {fault or f'must be ALIAS=NAME or ALIAS, got {alias!r}'}")
+            parse_alias(alias)
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let every client in; give a key or none")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
@@ -525,6 +537,40 @@ class ServerConfig:
 def name_fault(name: str) -> str | None:
     """What is wrong with a name for a model: it must not write lines of a log or move a terminal's cursor."""
     return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
+
+
+ModelShares: TypeAlias = dict[str, float]  # by name of a model; an ordinary alias has one
+
+
+def parse_alias(text: str) -> tuple[str, ModelShares]:
+    """The alias of a `model_alias` and what it stands for; the name of the first model may be left empty."""
+    alias, equals, rest = text.partition("=")
+    fault = name_fault(text)
+    if fault is None and (not alias or (equals and not rest)):
+        fault = f"must be ALIAS=NAME, ALIAS or ALIAS=NAME:WEIGHT,NAME:WEIGHT, got {text!r}"
+    if fault is not None:
+        raise ConfigError(f"model_alias {fault}")
+    if "," not in rest:  # a name may hold a colon
+        return alias, {rest: 1.0}
+    weights: ModelShares = {}
+    for part in rest.split(","):
+        name, _, number = part.strip().rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or name in weights or (fault := weight_fault(weight)):
+            fault = fault or f"has {part!r}, but needs NAME:WEIGHT for each of different models"
+            raise ConfigError(f"model_alias {text!r} {fault}")
+        weights[name] = weight
+    return alias, weights
+
+
+def weight_fault(weight: float) -> str | None:
+    """What is wrong with the weight of a model in an alias."""
+    if math.isfinite(weight) and weight > 0:
+        return None
+    return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"
 
 
 def check_backend(section: Any, name: str) -> None:

@@ -145,7 +145,7 @@ def build_app(
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
-            expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
+            expose_headers=["x-request-id", "x-infer-ignored", "x-infer-model", "retry-after"],
         )
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)

@@ -127,7 +127,8 @@ async def serve(
     remove_stale_directories()
     stopping = _stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
-    await workers.start(partial(_answer_process, Forwarded(http.loaded_app), state), listener, knobs)
+    answer = partial(_answer_process, Forwarded(http.loaded_app), state)
+    await workers.start(answer, listener, [] if config.on_demand else knobs)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
@@ -167,9 +168,12 @@ async def serve(
 def _answer_process(
     forwarded: Forwarded, state: ServerState, name: str, body: dict[str, Any]
 ) -> Awaitable[Any]:
-    """Answer another API process: a request that it hands on, or a question about stored responses."""
+    """Answer another API process: a request handed on, a model to load, a question about responses."""
     if name == "http":
         return forwarded.answer(body)
+    if name == "demand":
+        assert state.demand is not None
+        return state.demand(body["name"])
     assert isinstance(state.responses, ResponseStore)
     return state.responses.answer(**body)
 

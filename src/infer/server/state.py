@@ -10,6 +10,9 @@ the ids that requests have there begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
+An *alias* stands for a model, or for several by weight (fleet/shares.py). Whose requests meet the same one is
+the *asker*: the user that the body names, else the API key; without either, every request is on its own.
+
 A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
 a model is taken away only when no request holds it.
 """
@@ -17,25 +20,40 @@ a model is taken away only when no request holds it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from infer.client.client import EngineClient
-from infer.config.settings import SchedulerConfig, ServerConfig
-from infer.errors import UnknownModel, closest
+from infer.config.settings import ModelShares, SchedulerConfig, ServerConfig
+from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
+from infer.server.fleet.shares import by_weight, choose_model
 from infer.server.processes.board import Board
 from infer.server.response_store import RemoteStore, ResponseStore
 
 UNLOAD_POLL_S = 0.02
 Api = Literal["openai", "anthropic", "ollama"]
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
+
+
+class ModelUse(NamedTuple):
+    """How much a model is used, in one API process or in all."""
+
+    num_held: int
+    used_at: float  # monotonic seconds, which all processes of a machine share
+    keep_s: float | None
+
+    def plus(self, other: ModelUse) -> ModelUse:
+        """The use in two processes together; what clients last said about `keep_s` holds."""
+        latest = max(self, other, key=lambda use: use.used_at)
+        return ModelUse(self.num_held + other.num_held, latest.used_at, latest.keep_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +68,18 @@ class ServedModel:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
+    used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
+    keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
+
+    @property
+    def use(self) -> ModelUse:
+        """How this process uses the model."""
+        return ModelUse(self.num_held, self.used_at, self.keep_s)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether an engine can serve requests now."""
+        return any(client.failure is None for client in self.clients)
 
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""
@@ -82,6 +112,9 @@ class RequestRecord:
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
+    asker: str = ""  # whose requests meet the same model of an alias; a key is there as a hash
+    user_field: str = ""  # field of the body that names the asker
+    has_chosen: bool = False  # the asker has decided between models
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
@@ -91,6 +124,18 @@ class RequestRecord:
     is_gone: bool = False  # the client left before that
     error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
+
+    def note_user(self, body: Any) -> None:
+        """Let the user that a body names be the asker, instead of the API key."""
+        if not isinstance(body, dict):
+            return
+        metadata = body.get("metadata")
+        inner = metadata.get("user_id") if isinstance(metadata, dict) else None
+        users = {"user": body.get("user"), "safety_identifier": body.get("safety_identifier")}
+        for name, user in (users | {"metadata": inner}).items():
+            if isinstance(user, str) and user:
+                self.asker, self.user_field = f"user {user}", name
+                return
 
     def mark(self, stage: str, at: float | None = None) -> None:
         """Note that a stage has ended, now or at a time of `perf_counter`, where a trace was asked for."""
@@ -126,6 +171,7 @@ def recording(record: RequestRecord) -> Iterator[None]:
         _RECORD.reset(token)
         for model in record.models:
             model.num_held -= 1
+            model.used_at = monotonic()
 
 
 def current_record() -> RequestRecord | None:
@@ -167,8 +213,10 @@ class ServerState:
 
     config: ServerConfig
     models: dict[str, ServedModel] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, ModelShares] = field(default_factory=dict)
     default_model: str | None = None
+    loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
+    demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
@@ -176,17 +224,70 @@ class ServerState:
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, loaded or not, aliases aside."""
+        return list(dict.fromkeys((*self.loadable, *self.models)))
+
+    def models_of(self, name: str) -> list[ServedModel]:
+        """The loaded models that a name stands for, those with the largest weights first."""
+        names = by_weight(self.aliases.get(name, {name: 1.0}))
+        if not any(each in self.models or each in self.loadable for each in names):
+            raise self._unknown(name)
+        return [self.models[each] for each in names if each in self.models]
+
+    async def use_model(self, name: str | None) -> ServedModel:
+        """The model of a name as `get_model` finds it, loaded first if it is one on demand."""
+        wanted = name if name is not None else self.default_model
+        if wanted is None or self.demand is None:
+            return self.get_model(name)
+        limit_s = self.config.request_timeout or None
+        try:
+            async with asyncio.timeout(limit_s):
+                while (chosen := self._choose(wanted)) in self.loadable and chosen not in self.models:
+                    await self.demand(chosen)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"model {wanted!r} was not loaded after {limit_s:g} s; try again later"
+            ) from None
+        return self.get_model(name)
+
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
         wanted = name if name is not None else self.default_model
-        found = self.models.get(self.aliases.get(wanted, wanted)) if wanted is not None else None
+        found = self.models.get(self._choose(wanted)) if wanted is not None else None
         if found is None:
-            known = [*self.models, *self.aliases]
-            if not known:
-                raise UnknownModel("no model is served at the moment; try again later", param="model")
-            hint = closest(name or "", known, listed="served")
-            raise UnknownModel(f"model {name!r} is not served here{hint}", param="model")
+            raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
             record.models.append(found)
             found.num_held += 1
+        found.used_at = monotonic()
         return found
+
+    def _choose(self, name: str) -> str:
+        """The model that a name means for the current request; one that is down is left out.
+
+        One on demand that is not loaded can be.
+        """
+        weights = self.aliases.get(name, {name: 1.0})
+        if len(weights) == 1:
+            return next(iter(weights))
+        known = self.names
+        served = {each: weight for each, weight in weights.items() if each in known}
+        up = {
+            each: weight
+            for each, weight in served.items()
+            if each not in self.models or self.models[each].is_up
+        }
+        asker = secrets.token_hex(8)
+        if (record := _RECORD.get()) is not None:
+            asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
+            record.has_chosen = True
+        return choose_model(up or served or weights, name, asker)
+
+    def _unknown(self, name: str | None) -> UnknownModel:
+        known = [*self.names, *self.aliases]
+        if not known:
+            return UnknownModel("no model is served at the moment; try again later", param="model")
+        hint = closest(name or "", known, listed="served")
+        return UnknownModel(f"model {name!r} is not served here{hint}", param="model")

@@ -53,7 +53,13 @@ def test_a_model_behind_the_names_is_not_taken_for_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [["a", "a"], ["a", "--model-alias", "x=nope"], ["a", "b", "--model-alias", "b"]]
+    "given",
+    [
+        ["a", "a"],
+        ["a", "--model-alias", "x=nope"],
+        ["a", "--model-alias", "x=a:1,nope:1"],
+        ["a", "b", "--model-alias", "b"],
+    ],
 )
 def test_aliases_that_cannot_be_are_refused_before_anything_is_loaded(given: list[str]) -> None:
     with pytest.raises(ConfigError, match="served as 'nope'|given twice"):

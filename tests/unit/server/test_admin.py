@@ -41,7 +41,7 @@ def post(site: Site, path: str, body: Any) -> httpx.Response:
     [
         ("models/load", "did you mean 'model'?"),
         ("models/unload", "allowed: name"),
-        ("models/alias", "allowed: alias, name"),
+        ("models/alias", "allowed: alias, name, models"),
         ("reset_prefix_cache", "did you mean 'model'?"),
         ("drain", "allowed: drain"),
     ],
@@ -280,6 +280,60 @@ def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(oracle: LLM
             assert engine.is_closed and model.num_held == 0
 
     asyncio.run(live())
+
+
+def test_a_model_is_replaced_without_dropping_what_it_serves(
+    oracle: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def live() -> None:
+        old, new = Gated(), FakeClient(first_token=70)
+        site = Site(old, encoder=oracle.encoder, admin_key="root", in_process=True)
+        is_ready = asyncio.Event()
+
+        async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
+            await is_ready.wait()
+            return oracle.encoder, [new]
+
+        monkeypatch.setattr(Fleet, "_start_threads", start)
+        model, fleet = site.state.models["fake"], site.app.state.fleet
+        ask = {"model": "fake", "prompt": "a", "max_tokens": 2}
+        load = {"name": "fake", "model": "x", "replace": True}
+        transport = httpx.ASGITransport(site.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
+            stream = asyncio.create_task(client.post("/v1/completions", json={**ask, "stream": True}))
+            while not model.num_held:
+                await asyncio.sleep(0)
+            loading = asyncio.create_task(client.post("/admin/models/load", json=load))
+            while not fleet._loading:
+                await asyncio.sleep(0)
+            again = await client.post("/admin/models/load", json=load)
+            assert again.status_code == 409 and "being loaded" in again.text
+            assert site.state.get_model("fake") is model, "the old one serves until the new one is ready"
+            is_ready.set()
+            assert (await loading).status_code == 200
+            assert (await client.post("/v1/completions", json=ask)).status_code == 200
+            assert len(new.requests) == 1 and not old.is_closed
+            assert site.state.default_model == "fake"
+            old.gate.set()
+            assert (await stream).text.endswith("data: [DONE]\n\n")
+            while not old.is_closed:
+                await asyncio.sleep(0.01)
+            assert [meter.labels for meter in fleet.metrics.meters] == [("fake", "1")]
+        await fleet.close()
+
+    asyncio.run(live())
+
+
+def test_a_failed_replacement_leaves_the_old_model(oracle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
+        raise ConfigError("no memory for both")
+
+    monkeypatch.setattr(Fleet, "_start_threads", start)
+    site = Site(encoder=oracle.encoder, admin_key="root", in_process=True)
+    load = {"name": "fake", "model": "x", "replace": True}
+    answer = post(site, "/admin/models/load", load)
+    assert answer.status_code == 400 and "no memory" in answer.text
+    assert site.request("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:

@@ -138,7 +138,7 @@ def test_the_line_of_a_request_names_the_model_that_served_it(
     oracle: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = Site(encoder=oracle.encoder)
-    site.state.aliases["other"] = "fake"
+    site.state.aliases["other"] = {"fake": 1.0}
     with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         for fields in ({}, {"model": "fake"}, {"model": "other"}):
             site.request("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})

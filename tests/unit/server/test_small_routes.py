@@ -22,7 +22,7 @@ from tests.support.wire import ScriptedClient, Wire, invalid, make_state
 
 
 def test_models_are_listed_with_the_length_of_their_context(wire: Wire, oracle: LLM) -> None:
-    wire.state.aliases["nick"] = "tiny"
+    wire.state.aliases["nick"] = {"tiny": 1.0}
     cards = wire.get("/v1/models").json()
     assert cards["object"] == "list"
     assert [card["id"] for card in cards["data"]] == ["tiny", "nick"]

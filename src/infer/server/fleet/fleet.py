@@ -3,6 +3,9 @@
     load     headers and tokenizer in this process, weights in each engine's own process
     watch    every second: has an engine died, come back, or stopped making progress?
     unload   first the name goes, then requests that hold the model finish, then the engines stop
+    replace  load the new model beside the old one, give it the name, then unload the old one
+
+With `on_demand` models are loaded when they are asked for (on_demand.py).
 
 A load ends early if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed, and
 the name is free again.
@@ -17,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from infer.client.client import EngineClient, InProcessClient
 from infer.client.messages import Ready, Replica
@@ -30,15 +35,23 @@ from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig, LoadConfig, name_fault
+from infer.config.settings import (
+    EngineConfig,
+    LoadConfig,
+    ModelShares,
+    name_fault,
+    parse_alias,
+    weight_fault,
+)
 from infer.engine.phases import spell_phases
 from infer.errors import ConfigError, EngineLost, EngineStopped, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.loader.text_headers import TextHeaders
+from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
-from infer.server.state import ServedModel, ServerState
+from infer.server.state import ModelUse, ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,25 +78,64 @@ class Fleet:
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
         self._is_closing = False
         self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
+        self._retiring: set[asyncio.Task[None]] = set()  # of models that were replaced
+        self._on_demand: OnDemand | None = None
+        if state.config.on_demand:
+            self._on_demand = OnDemand(state, load=self._bring_up, retire=self._retire, uses=self._uses)
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
-        """Load the first models, one after the other; the first of them is the default."""
+        """Load the first models, one after the other; the first of them is the default.
+
+        With `on_demand` they are only made known.
+        """
         started = time.perf_counter()
         self.state.board.is_starting = True
-        for name, config in models.items():
-            await self.load(name, config)
+        if self._on_demand is None:
+            for name, config in models.items():
+                await self.load(name, config)
+        else:
+            if "" in models:
+                raise ConfigError("on_demand needs a name for every model: NAME=MODEL, or served_model_name")
+            self._on_demand.catalog.update(models)
+            self.state.default_model, self.state.demand = next(iter(models), None), self._on_demand.demand
+            self._note_loadable()
         for text in self.state.config.model_alias:
-            alias, _, name = text.partition("=")
+            alias, weights = parse_alias(text)
             try:
-                self.set_alias(alias, name or self.state.default_model or "")
+                self.set_alias(
+                    alias, {name or self.state.default_model or "": weights[name] for name in weights}
+                )
             except RequestError as error:
                 raise ConfigError(f"model_alias {text!r}: {error}") from None
+        if self._on_demand is not None:
+            await self._workers.call("names", **self._names())  # before the first request
         self.state.board.is_starting = False
         self.metrics.startup_s = time.perf_counter() - started
 
-    async def load(self, name: str, config: EngineConfig) -> ServedModel:
-        """Start the engines of a model and serve it under a name; an empty name means its own."""
-        self._check_name(name)
+    async def load(self, name: str, config: EngineConfig, *, replaces: bool = False) -> ServedModel:
+        """Start the engines of a model and serve it under a name; an empty name means its own.
+
+        A model that it replaces is served until it is ready, and unloaded when its last request has ended;
+        there must be memory for both.
+        """
+        if self._on_demand is None:
+            return await self._bring_up(name, config, replaces=replaces)
+        catalog = self._on_demand.catalog
+        if name in catalog and not replaces:
+            raise NameTaken(
+                f"a model named {name!r} is known and loaded on demand; unload or replace it, or use another "
+                "name",
+                param="name",
+            )
+        async with self._on_demand.room(0 if name in self.state.models else 1):
+            model = await self._bring_up(name, config, replaces=replaces)
+            catalog[model.name] = config
+            self._note_loadable()
+        return model
+
+    async def _bring_up(self, name: str, config: EngineConfig, *, replaces: bool = False) -> ServedModel:
+        """Load a model and give it its name."""
+        self._check_name(name, replaces=replaces)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
         loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
@@ -102,6 +154,10 @@ class Fleet:
         finally:
             self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
             self._ended_by.pop(loading, None)
+        if (old := self.state.models.get(model.name)) is not None:
+            retiring = asyncio.create_task(self._take_away(old, math.inf))
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
         self._tell_names()
@@ -117,37 +173,68 @@ class Fleet:
         """
         if name in self._loading:
             await self._end_load(name, "the model was unloaded")
-            return
-        model = self.state.models.pop(name, None)
-        if model is None:
+            if self._on_demand is None:
+                return
+        if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
-        self.state.aliases = {a: m for a, m in self.state.aliases.items() if m != name}
+        model = self.state.models.pop(name, None)
+        if self._on_demand is not None:
+            self._on_demand.catalog.pop(name, None)
+            self._note_loadable()
+        rest = {
+            alias: {each: weights[each] for each in weights if each != name}
+            for alias, weights in self.state.aliases.items()
+        }
+        self.state.aliases = {alias: weights for alias, weights in rest.items() if weights}
         if self.state.default_model == name:
-            self.state.default_model = next(iter(self.state.models), None)
+            self.state.default_model = next(iter(self.state.names), None)
             logger.warning("default model changed model=%s", self.state.default_model or "none")
         self._tell_names()
+        if model is not None:
+            await self._take_away(model, self.state.config.drain_timeout)
+
+    async def _retire(self, model: ServedModel) -> None:
+        """Unload a model on demand, which keeps its name, when the requests that hold it have ended."""
+        if self.state.models.get(model.name) is model:
+            del self.state.models[model.name]
+            await self._take_away(model, math.inf)
+
+    async def _take_away(self, model: ServedModel, timeout_s: float) -> None:
+        """Stop the engines of a model that lost its name; requests that hold it have that many seconds."""
         self._leaving.append(model)
         try:
-            elsewhere = asyncio.ensure_future(self._workers.unserve(name))
-            await model.wait_unheld(self.state.config.drain_timeout)
+            elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
+            await model.wait_unheld(timeout_s)
             if model.num_held:
-                logger.warning("unload timed out model=%s cut_off_requests=%d", name, model.num_held)
+                logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
             await elsewhere
         finally:  # also if the operator hangs up meanwhile
             await self._close(model)
             self._leaving.remove(model)
-        logger.info("model unloaded model=%s", name)
+        logger.info("model unloaded model=%s", model.name)
 
-    def set_alias(self, alias: str, name: str) -> None:
-        """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
-        if name not in self.state.models:
-            raise UnknownModel(f"no model is served under the name {name!r}", param="name")
+    async def _uses(self) -> dict[str, ModelUse]:
+        """How much every loaded model is used, in all API processes together."""
+        uses = {name: model.use for name, model in self.state.models.items()}
+        for told in await self._workers.call("uses"):
+            for name in uses.keys() & told.keys():
+                uses[name] = uses[name].plus(ModelUse(*told[name]))
+        return uses
+
+    def set_alias(self, alias: str, weights: ModelShares) -> None:
+        """Let a second name mean a model, or several by weight; it may be pointed elsewhere at any time."""
+        for name, weight in weights.items():
+            if name not in self.state.names:
+                param = "name" if len(weights) == 1 else "models"
+                raise UnknownModel(f"no model is served under the name {name!r}", param=param)
+            if fault := weight_fault(weight):
+                raise RequestError.about("models", fault)
         if fault := name_fault(alias) if alias else "must not be empty":
             raise RequestError.about("alias", fault)
-        if alias in self.state.models or alias in self._loading:
-            what = "is served" if alias in self.state.models else "is being loaded"
+        if alias in self.state.names or alias in self._loading:
+            what = "is served" if alias in self.state.names else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
-        self.state.aliases[alias] = name
+        self.state.aliases[alias] = dict(weights)
         self._tell_names()
 
     def remove_alias(self, alias: str) -> None:
@@ -162,7 +249,7 @@ class Fleet:
 
     async def reset_prefix_caches(self, name: str | None) -> int:
         """Empty the prefix caches of one model or of all; returns how many blocks were forgotten."""
-        models = list(self.state.models.values()) if name is None else [self.state.get_model(name)]
+        models = list(self.state.models.values()) if name is None else self.state.models_of(name)
         num_forgotten = 0
         for model in models:
             for client in model.clients:
@@ -174,6 +261,8 @@ class Fleet:
     async def close(self) -> None:
         """Stop every engine; open requests and loads get `EngineStopped`."""
         await self.end_loads()
+        if self._on_demand is not None:
+            await self._on_demand.close()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -181,6 +270,9 @@ class Fleet:
         models, self.state.models = self.state.models, {}
         closing = (*models.values(), *self._leaving)
         await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
+        for retiring in self._retiring:
+            retiring.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
 
     async def end_loads(self) -> None:
         """End all loads and begin no more: the server is about to stop."""
@@ -189,18 +281,22 @@ class Fleet:
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, *, replaces: bool = False) -> None:
         if fault := name_fault(name):
             raise RequestError.about("name", fault)
-        if name in self.state.models or name in self.state.aliases or name in self._loading:
+        is_served = name in self.state.models and not replaces
+        if is_served or name in self.state.aliases or name in self._loading:
             if name in self.state.aliases:
+                models = ", ".join(map(repr, self.state.aliases[name]))
                 raise NameTaken(
-                    f"{name!r} is an alias of {self.state.aliases[name]!r}; remove it (POST "
+                    f"{name!r} is an alias of {models}; remove it (POST "
                     '/admin/models/alias with "name": null), or use another name',
                     param="name",
                 )
             what = "being loaded" if name in self._loading else "already served"
-            raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")
+            raise NameTaken(
+                f"a model named {name!r} is {what}; unload or replace it, or use another name", param="name"
+            )
 
     async def _end_load(self, name: str, reason: str) -> None:
         """Cancel a load and wait until its engines are gone."""
@@ -259,8 +355,21 @@ class Fleet:
             logger.warning("%s", model.encoder.template_warning)
         await self._workers.serve(model, config, labels)
 
+    def _names(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "aliases": state.aliases,
+            "default": state.default_model,
+            "loadable": list(state.loadable),
+        }
+
     def _tell_names(self) -> None:
-        self._workers.tell("names", aliases=self.state.aliases, default=self.state.default_model)
+        self._workers.tell("names", **self._names())
+
+    def _note_loadable(self) -> None:
+        assert self._on_demand is not None
+        self.state.loadable = tuple(self._on_demand.catalog)
+        self._tell_names()
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:

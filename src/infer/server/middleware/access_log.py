@@ -10,6 +10,9 @@ they are logged at level debug. A `/health` that is not well is logged when its 
 A request with the header `x-infer-trace` is told how long each of its stages took, up to its first token, in
 the header `server-timing` of its answer (`infer bench trace` prints it).
 
+The header `x-infer-model` names the model that serves a request: an alias may stand for several. Characters
+beyond ASCII are percent-encoded there.
+
 What a request costs is gathered in its `RequestRecord` (state.py). Of a refusal it holds the error, and the
 line quotes the part of it that is ours (redaction.py).
 
@@ -22,7 +25,9 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import string
 from time import perf_counter
+from urllib.parse import quote
 
 import orjson
 from starlette.routing import Match
@@ -40,6 +45,8 @@ PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing tha
 MAX_LOGGED_PATH = 200
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
+MODEL_HEADER = b"x-infer-model"
+PLAIN_CHARS = string.punctuation + " "  # characters of names that a header may have as they are
 FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
 
 
@@ -90,6 +97,8 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *id_headers]
+                for model in record.models[-1:]:
+                    message["headers"].append((MODEL_HEADER, quote(model.name, safe=PLAIN_CHARS).encode()))
                 if record.marks is not None:
                     record.mark("send")
                     message["headers"].append((b"server-timing", record.timing.encode()))

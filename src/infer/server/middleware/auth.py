@@ -12,6 +12,8 @@ KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
 With `cache_isolation=key` a keyed hash of the key goes into the record of the request, and from there into
 the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made of all API keys:
 every API process has the same, and nobody else can compute it.
+
+A plain hash of the key is the asker, by which an alias of several models chooses one (state.py).
 """
 
 from __future__ import annotations
@@ -104,9 +106,10 @@ class Auth:
         else:
             ring = self._clients
         if ring.opens(key := key_of(scope)):
-            record = current_record()
-            if self._tenants is not None and record is not None:
-                record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
+            if (record := current_record()) is not None:
+                record.asker = f"key {hashlib.sha256(key).hexdigest()}"
+                if self._tenants is not None:
+                    record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
             await self._app(scope, receive, send)
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"

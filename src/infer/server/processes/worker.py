@@ -5,9 +5,11 @@ from the same listening socket. Process 0 starts and watches the engines, and te
 
     spawned, down        an engine was started and connects to this endpoint; it has ended
     gone                 these engines are not started again
-    serve, unserve       a model is served by these engines; it is not any more
-    names, forget        aliases and the default model; a prefix cache was emptied
-    scrape, stop         what was counted here; the end
+    serve, unserve       a model is served by these engines, in place of one of its name; it is not any more
+    names, forget        aliases, the default model, those on demand; a prefix cache was emptied
+    uses, scrape, stop   how models are used here; what was counted here; the end
+
+It asks process 0 to load a model on demand, for stored responses, and what `forward.py` hands on.
 
 The end of standard input is the end of process 0, however it came, and ends this process too.
 """
@@ -31,7 +33,7 @@ from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
 from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.settings import EngineConfig, ModelShares, ServerConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
@@ -42,7 +44,7 @@ from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
 from infer.server.response_store import RemoteStore
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
-from infer.server.state import ServedModel, ServerState
+from infer.server.state import ModelUse, ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
 
 
@@ -114,6 +116,7 @@ class Worker:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
+        self._replaced: list[ServedModel] = []  # models whose name another one has, until they are unserved
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
 
@@ -133,9 +136,7 @@ class Worker:
         """Let go of engines for good, and of a model that they still serve: its load has failed elsewhere."""
         for feed in [self._feeds.pop(engine) for engine in engines if engine in self._feeds]:
             feed.close()
-        for model in list(self._state.models.values()):
-            if not set(engines).isdisjoint(model.engines):
-                await self.on_unserve(model.name)
+        await self.on_unserve(engines, self._state.config.drain_timeout)
 
     async def on_serve(
         self, name: str, knobs: dict[str, Any], engines: list[int], labels: list[str], created: int
@@ -159,17 +160,30 @@ class Worker:
         except BaseException:
             await self._close(clients)
             raise
+        self._replaced += [old for old in (self._state.models.get(name),) if old is not None]
         self._state.models[name] = ServedModel(
             name, encoder, clients, created, scheduler=config.scheduler, engines=engines
         )
         gc.collect()
         gc.freeze()  # what start-up made stays
 
-    async def on_unserve(self, name: str) -> None:
-        """Serve a model no longer; answers when no request here holds it."""
-        if (model := self._state.models.pop(name, None)) is None:
+    async def on_unserve(self, engines: list[int], timeout_s: float) -> None:
+        """Serve the model of these engines no longer; answers when no request here holds it.
+
+        If it had taken the place of another one, which is still here, that one is served again.
+        """
+        models = (*self._state.models.values(), *self._replaced)
+        model = next((each for each in models if not set(engines).isdisjoint(each.engines)), None)
+        if model is None:
             return
-        await model.wait_unheld(self._state.config.drain_timeout)
+        if self._state.models.get(model.name) is model:
+            del self._state.models[model.name]
+            for old in [each for each in self._replaced if each.name == model.name][-1:]:
+                self._replaced.remove(old)
+                self._state.models[model.name] = old
+        else:
+            self._replaced.remove(model)
+        await model.wait_unheld(timeout_s)
         await self._close(model.clients)
 
     async def _close(self, clients: list[EngineClient]) -> None:
@@ -177,9 +191,13 @@ class Worker:
             self._metrics.remove(client)
             await client.close()
 
-    def on_names(self, aliases: dict[str, str], default: str | None) -> None:
-        """Take over what models are called."""
-        self._state.aliases, self._state.default_model = aliases, default
+    def on_names(self, aliases: dict[str, ModelShares], default: str | None, loadable: list[str]) -> None:
+        """Take over what models are called, and which are loaded on demand."""
+        self._state.aliases, self._state.default_model, self._state.loadable = aliases, default, loadable
+
+    def on_uses(self) -> dict[str, ModelUse]:
+        """How the models are used here."""
+        return {name: model.use for name, model in self._state.models.items()}
 
     def on_forget(self, name: str) -> None:
         """Forget which engine has which prefixes of a model."""
@@ -210,6 +228,8 @@ async def run(launch: WorkerLaunch) -> None:
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
     state.responses = RemoteStore(partial(channel.call, "responses"))
+    if launch.config.on_demand:
+        state.demand = lambda name: channel.call("demand", {"name": name})
     await channel.open()
     listening = asyncio.create_task(channel.run())
     http = uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http"))

@@ -128,18 +128,20 @@ class Workers:
             "labels": list(labels),
             "created": model.created,
         }
+        await self.call("serve", **body)
+
+    async def unserve(self, model: ServedModel, timeout_s: float) -> None:
+        """Let no process serve a model; returns when no request holds it, or after that many seconds."""
+        await self.call("unserve", engines=list(model.engines), timeout_s=timeout_s)
+
+    async def call(self, message: str, **body: Any) -> list[Any]:
+        """Ask every process something; worker.py lists the questions."""
         try:
-            await asyncio.gather(*(process.channel.call("serve", body) for process in self._processes))
+            return await asyncio.gather(*(process.channel.call(message, body) for process in self._processes))
         except EngineStopped:
             if self._is_closing or not any(process.channel.is_closed for process in self._processes):
                 raise
             raise EngineLost(await asyncio.shield(self.lost)) from None  # how it ended is about to be known
-
-    async def unserve(self, name: str) -> None:
-        """Let no process serve a model; returns when no request holds it any more."""
-        await asyncio.gather(
-            *(process.channel.call("unserve", {"name": name}) for process in self._processes)
-        )
 
     def tell(self, message: str, **body: Any) -> None:
         """Tell every process something that wants no answer; worker.py lists the messages."""

@@ -33,7 +33,7 @@ import msgspec
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from infer.dialects.events import TextDelta
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
@@ -55,6 +55,7 @@ PING_S = 15.0  # seconds between two signs of life before the first token
 TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
 LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Piece(NamedTuple):
@@ -298,9 +299,14 @@ class FrameWriter(ABC):
     def end(self) -> list[bytes]:
         """The frames behind the last piece."""
 
+    @classmethod
+    def failure(cls, error: BaseException) -> bytes:
+        """The only frame of a stream that fails before anything is known of its answer."""
+        return named_event("error", to_api_error(error).encode())
+
     def error(self, error: BaseException) -> bytes:
         """The last frame of a stream that fails."""
-        return named_event("error", to_api_error(error).encode())
+        return self.failure(error)
 
     def is_slow(self, piece: Piece) -> bool:
         """Whether the frames of a piece take so long that a thread should write them."""
@@ -337,7 +343,8 @@ class ChunkWriter(FrameWriter):
         rest = {"usage": self.last_usage()} | self.generation.metrics()
         return [self._before + b"]," + orjson.dumps(rest)[1:] + b"\n\n", DONE]
 
-    def error(self, error: BaseException) -> bytes:
+    @classmethod
+    def failure(cls, error: BaseException) -> bytes:
         """The error as a frame, and [DONE]."""
         return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
 
@@ -404,7 +411,7 @@ class EventStream(Response):
 
     def __init__(self, writer: FrameWriter, headers: Mapping[str, str]) -> None:
         self.status_code, self.background, self.media_type = 200, None, writer.media_type
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self.init_headers({**STREAM_HEADERS, **headers})
         limit_s = writer.generation.job.time_limit_s
         self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
         self._generation = writer.generation
@@ -504,6 +511,52 @@ class EventStream(Response):
         frames = writer.end()
         await writer.settle()
         return frames
+
+
+class LateStream(Response):
+    """A stream that begins while its job is still being opened: the model has to be loaded first.
+
+    Whatever goes wrong after that is a frame, a body that is refused included.
+    """
+
+    def __init__(self, kind: type[FrameWriter], opening: asyncio.Future[FrameWriter]) -> None:
+        self.status_code, self.background, self.media_type = 200, None, kind.media_type
+        self.init_headers(STREAM_HEADERS)
+        self._kind, self._opening = kind, opening
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send signs of life until the job is known, then its stream."""
+        try:
+            with suppress(ClientDisconnect):
+                await unless_disconnected(receive, self._send_all(send, scope.get(RAW_SEND, send)))
+        finally:
+            await close_opening(self._opening)
+
+    async def _send_all(self, send: Send, send_frame: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not self._opening.done():
+            if self._kind.ping:
+                await send_frame({"type": "http.response.body", "body": self._kind.ping, "more_body": True})
+            await asyncio.wait((self._opening,), timeout=PING_S)
+        try:
+            stream = EventStream(self._opening.result(), {})
+        except Exception as error:
+            await send({"type": "http.response.body", "body": self._kind.failure(error), "more_body": False})
+            return
+
+        async def send_rest(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
+        await stream._send_frames(send_rest, send_frame)
+
+
+async def close_opening(opening: asyncio.Future[FrameWriter]) -> None:
+    """End the opening of a job that is not wanted any more, and its generation."""
+    opening.cancel()
+    (writer,) = await asyncio.gather(opening, return_exceptions=True)
+    if isinstance(writer, FrameWriter):
+        await writer.generation.aclose()
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -78,7 +78,7 @@ class Job:
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     """The job of a completion body; raises a `RequestError` that names the wrong field."""
     mark("parse")
-    model = state.get_model(body.model)
+    model = await state.use_model(body.model)
     prompts = split_prompts(
         body.prompt, state.config.max_prompts, "prompt", "send fewer, or serve with a larger max_prompts"
     )
@@ -116,7 +116,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     ignored and noted.
     """
     mark("parse")
-    model = state.get_model(body.model)
+    model = await state.use_model(body.model)
     if model.encoder.think is None:
         _ignore_limits(body, model.encoder)
     if body.top_logprobs is not None and not body.logprobs:

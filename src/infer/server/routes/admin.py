@@ -1,8 +1,9 @@
 """The operator's routes, behind the admin key (auth.py).
 
-POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}}
+POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}, "replace": false}
 POST /admin/models/unload    {"name": "b"}
 POST /admin/models/alias     {"alias": "gpt-4", "name": "b"}
+                             {"alias": "chat", "models": {"v1": 90, "v2": 10}}
 POST /admin/reset_prefix_cache   {} or {"model": "b"}
 POST /admin/drain            {} stops taking requests, {"drain": false} takes them again
 """
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from infer.config.knobs import parse_knob
 from infer.config.settings import EngineConfig, knob_table
-from infer.errors import CheckpointError, ConfigError, RequestError
+from infer.errors import CheckpointError, ConfigError, MalformedRequest, RequestError
 from infer.server.fleet.fleet import Fleet
 from infer.server.protocol.schemas import Body
 from infer.server.protocol.stream import unless_disconnected
@@ -25,11 +26,12 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 
 class LoadBody(Body):
-    """A model to add; `knobs` are those of the engine, by name."""
+    """A model to add, or to serve in place of one; `knobs` are those of the engine, by name."""
 
     name: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1, max_length=4096)
     knobs: dict[str, Any] = {}
+    replace: bool = False
 
 
 class UnloadBody(Body):
@@ -39,10 +41,11 @@ class UnloadBody(Body):
 
 
 class AliasBody(Body):
-    """A second name for a model; without a model it is removed."""
+    """A second name for a model, or for several by weight; with a name of null it is removed."""
 
     alias: str = Field(min_length=1, max_length=200)
-    name: str | None
+    name: str | None = None
+    models: dict[str, float] | None = None
 
 
 class ResetBody(Body):
@@ -76,7 +79,9 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
             "knobs", f"must not name code of your own ({', '.join(named)}): only the start of a server can"
         )
     try:
-        model = await unless_disconnected(http.receive, _fleet(http).load(body.name, config))
+        model = await unless_disconnected(
+            http.receive, _fleet(http).load(body.name, config, replaces=body.replace)
+        )
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="model") from None
     return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.encoder.context_len}
@@ -92,11 +97,21 @@ async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
 
 @router.post("/models/alias")
 async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
-    """Let a second name mean a model, or nothing any more."""
+    """Let a second name mean a model, several models by weight, or nothing any more."""
+    if ("name" in body.model_fields_set) == (body.models is not None):
+        raise MalformedRequest(
+            "give either name, the model that the alias means (null removes it), or models, their weights",
+            param="name",
+        )
+    if body.models == {}:
+        raise RequestError.about("models", "is empty; give a weight for each model, as {'v1': 90, 'v2': 10}")
+    if body.models is not None:
+        _fleet(http).set_alias(body.alias, body.models)
+        return {"alias": body.alias, "models": body.models}
     if body.name is None:
         _fleet(http).remove_alias(body.alias)
     else:
-        _fleet(http).set_alias(body.alias, body.name)
+        _fleet(http).set_alias(body.alias, {body.name: 1.0})
     return {"alias": body.alias, "name": body.name}
 
 

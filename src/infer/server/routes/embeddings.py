@@ -60,7 +60,7 @@ async def make_vectors(
 ) -> tuple[list[bytes], int, str]:
     """The vectors of a body's inputs as `write` puts each, the number of tokens, and the model's name."""
     state = server_state(http)
-    model = state.get_model(body.model)
+    model = await state.use_model(body.model)
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
     mark("parse")
     job = await asyncio.to_thread(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -29,7 +30,15 @@ from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
-from infer.server.protocol.stream import EventStream, FrameWriter, Generation, unless_disconnected
+from infer.server.protocol.stream import (
+    BEGIN_S,
+    EventStream,
+    FrameWriter,
+    Generation,
+    LateStream,
+    close_opening,
+    unless_disconnected,
+)
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
 from infer.server.protocol.turns import spelled
@@ -92,8 +101,11 @@ class JsonRequest(Request):
     """A request whose JSON is JSON: no NaN, no Infinity, no half characters."""
 
     async def json(self) -> Any:
-        """The parsed body; raises a `json.JSONDecodeError`."""
-        return orjson.loads(await self.body())
+        """The parsed body, whose user the record is told; raises a `json.JSONDecodeError`."""
+        body = orjson.loads(await self.body())
+        if (record := current_record()) is not None:
+            record.note_user(body)
+        return body
 
 
 class BodyCounts:
@@ -204,9 +216,26 @@ def server_state(http: Request) -> ServerState:
 async def answer(
     http: Request, body: Asking, job: Awaitable[Job], form: Callable[[Generation, Asking], FrameWriter]
 ) -> Response:
-    """Answer a body that asks for text: generate what its job says, and stream it or send it whole."""
+    """Answer a body that asks for text: generate what its job says, and stream it or send it whole.
+
+    Where models are on demand, a stream begins while its model is loaded.
+    """
     with spelled(body.spellings):
-        writer = form(Generation(await job), body)
+        if server_state(http).demand is None:
+            writer = form(Generation(await job), body)
+        else:
+            opening = asyncio.ensure_future(_open_writer(body, job, form))
+            limit_s = BEGIN_S if body.stream else None
+            try:
+                await unless_disconnected(http.receive, _wait(opening, limit_s))
+            except BaseException:
+                await close_opening(opening)
+                raise
+            if not opening.done():
+                kind = form.func if isinstance(form, partial) else form
+                assert isinstance(kind, type) and issubclass(kind, FrameWriter)
+                return LateStream(kind, opening)
+            writer = opening.result()
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
         answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
@@ -216,6 +245,18 @@ async def answer(
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
     await writer.settle()
     return json_response(content, body)
+
+
+async def _open_writer(
+    body: AskingBody, job: Awaitable[Job], form: Callable[[Generation, Any], FrameWriter]
+) -> FrameWriter:
+    return form(Generation(await job), body)
+
+
+async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:
+    await asyncio.wait((opening,), timeout=limit_s)
+    if opening.done():
+        opening.result()  # raises what is wrong with the body, or with the model
 
 
 async def open_agent(
@@ -238,7 +279,10 @@ def json_response(content: Mapping[str, Any], body: Body | None = None) -> Respo
 def ignored_headers(body: Body) -> dict[str, str]:
     """The header that names the fields without effect, if there are any."""
     record = current_record()
-    names = [*body.ignored_fields, *(() if record is None else record.unknown)]
+    names = list(body.ignored_fields)
+    if record is not None:
+        names = [name for name in names if not (record.has_chosen and name == record.user_field)]
+        names += record.unknown
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 

@@ -193,7 +193,8 @@ class LlamaWriter(FrameWriter):
         """The last frame."""
         return [_frame(self._ending("", ()))]
 
-    def error(self, error: BaseException) -> bytes:
+    @classmethod
+    def failure(cls, error: BaseException) -> bytes:
         """The error as a frame."""
         return b"data: " + to_api_error(error).encode() + b"\n\n"
 
@@ -295,7 +296,7 @@ async def complete(body: LlamaCompletion, http: Request) -> Response:
 @router.get("/props", response_model=None)
 async def get_props(http: Request, model: str | None = None) -> Response:
     """The defaults of a model and the number of sequences it runs at a time; not where its files are."""
-    served = server_state(http).get_model(model)
+    served = await server_state(http).use_model(model)
     encoder = served.encoder
     tokenizer = encoder.tokenizer
     defaults: dict[str, Any] = {**encoder.sampling_defaults, "max_tokens": None}
@@ -318,7 +319,7 @@ async def get_props(http: Request, model: str | None = None) -> Response:
 @router.get("/slots", response_model=None)
 async def get_slots(http: Request, model: str | None = None, fail_on_no_slot: int = 0) -> Response:
     """The places for sequences of a model's engines, and which of them are taken."""
-    served = server_state(http).get_model(model)
+    served = await server_state(http).use_model(model)
     taken: list[bool] = []
     for client in served.clients:
         stats = client.stats()

@@ -14,9 +14,11 @@ from fastapi import Request, Response
 from infer.errors import UnknownModel
 from infer.server.protocol.errors import to_api_error
 from infer.server.routes.json_route import json_response, make_router, server_state
-from infer.server.state import ServedModel, ServerState
+from infer.server.state import ServerState
 
 router = make_router()
+
+_NAMED = {"object": "model", "type": "model", "owned_by": "infer", "permission": []}
 
 
 @router.head("/v1/models", response_model=None, include_in_schema=False)
@@ -24,7 +26,7 @@ router = make_router()
 async def list_models(http: Request) -> Response:
     """Every model, and every other name it goes by."""
     state = server_state(http)
-    names = [*state.models, *state.aliases]
+    names = [*state.names, *state.aliases]
     cards = [model_card(state, name) for name in names]
     return json_response({"object": "list", "data": cards, "has_more": False})
 
@@ -41,25 +43,34 @@ async def get_model(name: str, http: Request) -> Response:
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """The facts about a model that clients may know; the place of its files is not among them."""
-    model: ServedModel = state.get_model(name)
+    """The facts about a model that clients may know; the place of its files is not among them.
+
+    An alias of several models shows the one with the largest weight, and the shortest context of all. Of a
+    model on demand that is not loaded there is little to tell.
+    """
+    models = state.models_of(name)
+    weights = state.aliases.get(name, {})
+    shares = {"models": weights} if len(weights) > 1 else {}
+    if not models:
+        never = {"created": 0, "created_at": datetime.fromtimestamp(0, UTC).isoformat(), "loaded": False}
+        return {**_NAMED, "id": name, "display_name": name, **never, "max_model_len": None, **shares}
+    model = models[0]
     stats = model.clients[0].stats()  # all engines of a model are alike
     return {
+        **_NAMED,
         "id": name,
-        "object": "model",
-        "type": "model",
         "display_name": name,
         "created": model.created,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
-        "owned_by": "infer",
+        "loaded": True,
         "root": model.name,
         "parent": None if name == model.name else model.name,
         "revision": model.encoder.revision,
-        "max_model_len": model.encoder.context_len,
+        "max_model_len": min(each.encoder.context_len for each in models),
         "dtype": stats.dtype or None,
         "weights": stats.weights or None,
         "kv_cache_dtype": stats.kv_cache_dtype or None,
         "products": stats.products or None,
         "default_sampling_params": dict(model.encoder.sampling_defaults),
-        "permission": [],
+        **shares,
     }

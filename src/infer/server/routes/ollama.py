@@ -13,19 +13,22 @@ A stream, the default here, is lines of JSON (NDJSON):
     {..., "done": true, "done_reason", "total_duration", "eval_count", ...}      the end
     {"error": "..."}                                                             in place of the rest
 
-The models are those that the operator serves: `keep_alive` unloads none, `/api/pull` fetches none. Ollama's
-names have a tag, so `my-model` is listed as `my-model:latest` and found by either name.
+The models are those that the operator serves: `/api/pull` fetches none, and `keep_alive` has an effect only
+on models on demand. Ollama's names have a tag, so `my-model` is listed as `my-model:latest` and found by
+either name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from time import perf_counter
+from datetime import UTC, datetime, timedelta
+from time import monotonic, perf_counter
 from typing import Any
 
 import orjson
@@ -67,6 +70,9 @@ from infer.server.state import ServedModel, ServerState, current_record
 
 FOLLOWED = "0.12.11"  # version of Ollama whose API this is; VS Code refuses servers below 0.6.4
 LATEST = ":latest"
+DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
+DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
@@ -246,12 +252,38 @@ def tagged(name: str) -> str:
 
 def find_name(state: ServerState, name: str) -> str:
     """The served name that a client means; it may have a tag more or less."""
-    known = [*state.models, *state.aliases]
+    known = [*state.names, *state.aliases]
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
             return each
     hint = closest(name, known, listed="served")
     raise UnknownModel(f'model "{name[:100]}" not found{hint}', param="model")
+
+
+async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedModel:
+    """The model of a served name; one on demand stays loaded for as long as the body says."""
+    keep_s = None if body.keep_alive is None else read_keep_alive(body.keep_alive)
+    model = await state.use_model(name)
+    if keep_s is not None and state.demand is not None:
+        model.keep_s = keep_s
+    return model
+
+
+def read_keep_alive(given: str | float) -> float:
+    """Seconds that a model is to stay loaded after its last request; a number below 0 means for ever."""
+    if isinstance(given, str) and DURATION.fullmatch(given):
+        seconds = sum(float(number) * UNIT_S[unit] for number, unit in DURATION_PART.findall(given))
+        seconds = -seconds if given.startswith("-") else seconds
+    else:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+    if math.isnan(seconds):
+        raise RequestError.about(
+            "keep_alive", f'must be seconds or a duration such as "5m" or "24h", got {show_value(given)}'
+        )
+    return math.inf if seconds < 0 else seconds
 
 
 # -- the chat that it is ---------------------------------------------------------------------------
@@ -372,7 +404,8 @@ def _format(body: OllamaBody) -> dict[str, Any]:
 async def open_conversation(body: OllamaChat, http: Request) -> Job:
     """The job of `/api/chat`."""
     name = find_name(server_state(http), body.model)
-    check_abilities(body, server_state(http).get_model(name).encoder, has_tools=bool(body.tools))
+    model = await use_model(server_state(http), name, body)
+    check_abilities(body, model.encoder, has_tools=bool(body.tools))
     return fill_context(await open_agent(http, body, lambda it: ollama_to_chat(it, name)))
 
 
@@ -380,7 +413,7 @@ async def open_generate(body: OllamaGenerate, http: Request) -> Job:
     """The job of `/api/generate`: a completion of the raw prompt, or a chat after an earlier context."""
     state = server_state(http)
     name = find_name(state, body.model)
-    encoder = state.get_model(name).encoder
+    encoder = (await use_model(state, name, body)).encoder
     check_abilities(body, encoder)
     if body.raw or body.suffix or not encoder.has_chat_template:
         return await open_raw(body, state, name)
@@ -520,7 +553,8 @@ class OllamaWriter(PartWriter):
             rest["tool_calls"] = calls
         return self._fields(self.said(joined["text"], rest) | self.ending())
 
-    def error(self, error: BaseException) -> bytes:
+    @classmethod
+    def failure(cls, error: BaseException) -> bytes:
         """The last line of a stream that fails."""
         return to_api_error(error).encode() + b"\n"
 
@@ -587,40 +621,44 @@ class GenerateWriter(OllamaWriter):
         return ended
 
 
-def loaded(body: OllamaBody, said: Mapping[str, Any]) -> Response:
-    """The answer to a body without a prompt, by which clients load a model; it is loaded already."""
-    if body.keep_alive in (0, "0", "0s"):
+async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
+    """The answer to a body without a prompt, by which clients load a model, or unload one on demand."""
+    state = server_state(http)
+    name = find_name(state, body.model)
+    is_unload = body.keep_alive is not None and read_keep_alive(body.keep_alive) == 0
+    if is_unload and state.demand is None:
         raise RequestError.about(
             "keep_alive", "is 0, which unloads a model; here the server's operator does that (/admin/models)"
         )
-    made = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+    if not is_unload or state.models_of(name):
+        await use_model(state, name, body)
+    reason = "unload" if is_unload else "load"
+    made = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": reason}
     return json_response(made, body)
 
 
-def read_wishes(body: OllamaBody) -> None:
+def read_wishes(http: Request, body: OllamaBody) -> None:
     """Make the default of this API explicit, a stream, and note what has no effect."""
     body.stream = body.stream is not False
-    if body.keep_alive is not None:
+    if body.keep_alive is not None and server_state(http).demand is None:
         body.note_ignored(["keep_alive"])
 
 
 @router.post("/api/chat", response_model=None)
 async def chat(body: OllamaChat, http: Request) -> Response:
     """Answer a conversation."""
-    read_wishes(body)
+    read_wishes(http, body)
     if not body.messages:
-        find_name(server_state(http), body.model)
-        return loaded(body, {"message": {"role": "assistant", "content": ""}})
+        return await load(http, body, {"message": {"role": "assistant", "content": ""}})
     return await answer(http, body, open_conversation(body, http), OllamaWriter)
 
 
 @router.post("/api/generate", response_model=None)
 async def generate(body: OllamaGenerate, http: Request) -> Response:
     """Answer or continue a prompt."""
-    read_wishes(body)
+    read_wishes(http, body)
     if not body.prompt:
-        find_name(server_state(http), body.model)
-        return loaded(body, {"response": ""})
+        return await load(http, body, {"response": ""})
     return await answer(http, body, open_generate(body, http), GenerateWriter)
 
 
@@ -661,22 +699,25 @@ async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tupl
 # -- what is served --------------------------------------------------------------------------------
 
 
-def details(model: ServedModel) -> dict[str, Any]:
-    """What Ollama tells about a model, as far as it is known here."""
-    stats, family = model.clients[0].stats(), model.encoder.family
+def details(model: ServedModel | None) -> dict[str, Any]:
+    """What Ollama tells about a model, as far as it is known here; None: one that is not loaded."""
+    family, form = "", ""
+    if model is not None:
+        stats, family = model.clients[0].stats(), model.encoder.family
+        form = stats.weights or stats.dtype
     return {
         "parent_model": "",
         "format": "",
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": stats.weights or stats.dtype,
+        "quantization_level": form,
     }
 
 
 def listed(state: ServerState, name: str) -> dict[str, Any]:
     """A model in a list; the digest is that of its name, by which clients tell models apart."""
-    model = state.get_model(name)
+    model = next(iter(state.models_of(name)), None)
     return {
         "name": tagged(name),
         "model": tagged(name),
@@ -687,9 +728,19 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-def made_at(model: ServedModel) -> str:
-    """When a model was loaded."""
-    return datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
+def made_at(model: ServedModel | None) -> str:
+    """When a model was loaded; 1970: it is not."""
+    created = 0 if model is None else model.created
+    return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def expires_at(state: ServerState, model: ServedModel) -> str:
+    """When a model will be unloaded if nobody asks for it."""
+    keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
+    if math.isinf(keep_s):
+        return NEVER
+    end = datetime.now(UTC) + timedelta(seconds=max(model.used_at + keep_s - monotonic(), 0.0))
+    return end.isoformat().replace("+00:00", "Z")
 
 
 @router.head("/api/tags", response_model=None, include_in_schema=False)
@@ -697,16 +748,17 @@ def made_at(model: ServedModel) -> str:
 async def list_tags(http: Request) -> Response:
     """Every model, and every other name it goes by."""
     state = server_state(http)
-    return json_response({"models": [listed(state, name) for name in (*state.models, *state.aliases)]})
+    return json_response({"models": [listed(state, name) for name in (*state.names, *state.aliases)]})
 
 
 @router.get("/api/ps", response_model=None)
 async def list_running(http: Request) -> Response:
-    """The models that are loaded, which are all."""
+    """The models that are loaded."""
     state = server_state(http)
     models = []
     for name, model in state.models.items():
-        rest = {"expires_at": NEVER, "size_vram": 0, "context_length": model.encoder.context_len}
+        expires = expires_at(state, model)
+        rest = {"expires_at": expires, "size_vram": 0, "context_length": model.encoder.context_len}
         models.append(listed(state, name) | rest)
     return json_response({"models": models})
 
@@ -716,7 +768,7 @@ async def show(body: OllamaNamed, http: Request) -> Response:
     """What clients may know of a model, its context length and abilities above all."""
     state = server_state(http)
     name = find_name(state, body.wanted)
-    model = state.get_model(name)
+    model = await state.use_model(name)
     encoder = model.encoder
     abilities = {
         "completion": True,

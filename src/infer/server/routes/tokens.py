@@ -22,7 +22,7 @@ router = make_router()
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     """The ids of a text or of a conversation."""
-    encoder = server_state(http).get_model(body.model).encoder
+    encoder = (await server_state(http).use_model(body.model)).encoder
     if (body.prompt is None) == (body.messages is None):
         raise MalformedRequest("give either prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -51,7 +51,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
     """The text of some ids, special tokens spelled out."""
-    encoder = server_state(http).get_model(body.model).encoder
+    encoder = (await server_state(http).use_model(body.model)).encoder
     (ids,) = await encode_prompts(encoder, [body.tokens], "tokens")
     text = await asyncio.to_thread(encoder.tokenizer.decode, ids, skip_special=False)
     return json_response({"prompt": text}, body)
@@ -60,7 +60,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
 @router.get("/tokenizer_info", response_model=None)
 async def tokenizer_info(http: Request) -> Response:
     """What evaluation programs ask before they tokenize on their own."""
-    encoder = server_state(http).get_model(None).encoder
+    encoder = (await server_state(http).use_model(None)).encoder
     tokenizer = encoder.tokenizer
     return json_response(
         {

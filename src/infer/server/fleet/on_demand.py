@@ -1,0 +1,139 @@
+"""Models that are loaded when they are asked for, and unloaded to make room for others.
+
+    request for b ──► b is loaded: served at once
+                 └──► b is not: one load for all who ask ──► room? ──► engines start ──► served
+                                                              └── no: the model that was used least recently
+                                                                  serves newcomers no more, ends its requests,
+                                                                  and stops
+
+One model is loaded at a time, in the order in which they were asked for. Among those that could make room,
+one without requests goes first. One with requests is never cut off: it stops when they have ended, and who
+asks for it meanwhile waits for its next load, so that no model can keep the others out for ever. A load that
+fails is told to all who wait, and the next request tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from infer.client.subscribers import SHUTTING_DOWN
+from infer.config.settings import EngineConfig
+from infer.errors import EngineError, EngineStopped
+from infer.server.state import ModelUse, ServedModel, ServerState
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 1.0  # seconds between two looks for idle models
+SETTLE_S = 0.5  # seconds after a load, or a request, before a model counts as idle: who waited takes it first
+
+
+class OnDemand:
+    """Loads and unloads the models of a catalog; `load`, `retire` and `uses` are the fleet's."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        *,
+        load: Callable[[str, EngineConfig], Awaitable[object]],
+        retire: Callable[[ServedModel], Awaitable[None]],
+        uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
+    ) -> None:
+        self.catalog: dict[str, EngineConfig] = {}  # by name
+        self._state = state
+        self._load, self._retire, self._uses = load, retire, uses
+        self._loads: dict[str, asyncio.Task[None]] = {}  # that have not ended, by name
+        self._turn = asyncio.Lock()  # for one load at a time
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def demand(self, name: str) -> None:
+        """Wait until a model is loaded; all who wait share one load and its failure.
+
+        A caller that leaves does not end the load.
+        """
+        loading = self._loads.get(name)
+        if loading is None:
+            loading = self._loads[name] = asyncio.create_task(self._load_in_turn(name))
+            loading.add_done_callback(lambda ended: self._forget(name, ended))
+        try:
+            await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            if loading.cancelled():  # and not the caller alone
+                raise EngineStopped(SHUTTING_DOWN) from None
+            raise
+
+    @asynccontextmanager
+    async def room(self, number: int) -> AsyncIterator[None]:
+        """The turn to load a model, with room for `number` more."""
+        async with self._turn:
+            while len(self._state.models) > max(self._state.config.max_loaded_models - number, 0):
+                await self._free_one()
+            yield
+            if self._sweeper is None:
+                self._sweeper = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """End loads that nobody waits for any more."""
+        tasks = [*self._loads.values(), *([] if self._sweeper is None else [self._sweeper])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load_in_turn(self, name: str) -> None:
+        if name in self._state.models:
+            return
+        async with self.room(1):
+            config = self.catalog.get(name)
+            if config is None or name in self._state.models:  # the operator was faster
+                return
+            try:
+                await self._load(name, config)
+            except EngineStopped:  # killed, unloaded, or at shutdown
+                raise
+            except Exception as error:
+                logger.error("model not loaded model=%s reason=%r", name, str(error), exc_info=error)
+                raise EngineError(
+                    f"model {name!r} could not be loaded; the log of the server says why"
+                ) from None
+
+    def _forget(self, name: str, ended: asyncio.Task[None]) -> None:
+        del self._loads[name]
+        if not ended.cancelled():
+            ended.exception()  # seen, also where nobody waits any more
+
+    async def _free_one(self) -> None:
+        """Unload one model: the idle one, else any, that was used least recently."""
+        uses = await self._uses()
+        loaded = [model for model in self._state.models.values() if model.name in uses]
+        if not loaded:
+            return
+        least = min(loaded, key=lambda model: (uses[model.name].num_held > 0, uses[model.name].used_at))
+        rest_s = uses[least.name].used_at + SETTLE_S - monotonic()
+        if uses[least.name].num_held == 0 and rest_s > 0:
+            await asyncio.sleep(rest_s)
+            return
+        logger.info("model makes room model=%s requests=%d", least.name, uses[least.name].num_held)
+        await self._retire(least)
+
+    async def _sweep(self) -> None:
+        """Unload models that have been idle for long enough."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if self._turn.locked() or not any(map(self._is_over, self._uses_here().values())):
+                continue
+            async with self._turn:
+                for name, use in (await self._uses()).items():
+                    model = self._state.models.get(name)
+                    if model is not None and self._is_over(use):
+                        logger.info("model idle model=%s seconds=%.0f", name, monotonic() - use.used_at)
+                        await self._retire(model)
+
+    def _uses_here(self) -> dict[str, ModelUse]:
+        return {name: model.use for name, model in self._state.models.items()}
+
+    def _is_over(self, use: ModelUse) -> bool:
+        keep_s = use.keep_s if use.keep_s is not None else self._state.config.idle_unload or float("inf")
+        return use.num_held == 0 and monotonic() - use.used_at >= max(keep_s, SETTLE_S)

@@ -1,0 +1,37 @@
+"""The choice of a model for an alias that stands for several, by weights.
+
+    chat = v1: 90, v2: 10     hash(chat, asker, v1) ──► arrival of v1, of rate 90 ─┐
+                              hash(chat, asker, v2) ──► arrival of v2, of rate 10 ─┴─► the earliest
+
+Every model has an arrival time that a hash of the asker makes: exponentially distributed, with the weight as
+its rate. The earliest model wins, so each wins as often as its weight says. An asker gets the same model in
+every API process and after a restart. If weights change, or a model comes or goes, no more askers change
+their model than have to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+from infer.config.settings import ModelShares
+
+_DIGEST_BYTES = 8
+
+
+def choose_model(weights: Mapping[str, float], alias: str, asker: str) -> str:
+    """The name of the model that an asker gets under an alias."""
+
+    def arrival(name: str) -> float:
+        text = "\0".join((alias, asker, name)).encode()
+        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+        share = (int.from_bytes(digest, "big") + 0.5) / 256**_DIGEST_BYTES  # in (0, 1)
+        return -math.log(share) / weights[name]
+
+    return min(weights, key=arrival)
+
+
+def by_weight(weights: ModelShares) -> list[str]:
+    """The names of the models, those with the largest weights first."""
+    return sorted(weights, key=lambda name: -weights[name])

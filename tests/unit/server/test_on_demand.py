@@ -1,0 +1,442 @@
+"""Models on demand: loaded for a request, shared by all who wait, unloaded for others or when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.client.client import EngineClient
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.errors import CheckpointError, ConfigError
+from infer.frontend.llm import LLM
+from infer.frontend.prompts import PromptEncoder
+from infer.scheduling.request import Request, StepOutput
+from infer.server.app import build_app
+from infer.server.fleet import on_demand
+from infer.server.fleet.fleet import Fleet
+from infer.server.metrics import ServerMetrics
+from infer.server.protocol.stream import LateStream
+from infer.server.routes import json_route
+from infer.server.routes.ollama import read_keep_alive
+from infer.server.state import ServerState
+from tests.support.fake_client import FakeClient
+
+ADMIN = {"authorization": "Bearer root"}
+
+
+class Gated(FakeClient):
+    """Answers when it is told to, and must not be closed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        await self.gate.wait()
+        assert not self.is_closed, "the engine was stopped under a request"
+        async for output in super().generate(request):
+            yield output
+
+
+class Stage:
+    """A server whose engines are scripted; a model is its path, and loads when it is allowed to."""
+
+    def __init__(self, client: httpx.AsyncClient, state: ServerState, fleet: Fleet) -> None:
+        self.client, self.state, self.fleet = client, state, fleet
+        self.starts: Counter[str] = Counter()
+        self.may_load: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.failures: dict[str, Exception] = {}
+        self.engines: dict[str, Gated] = {}  # the last of each model
+
+    async def ask(self, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": "a", "max_tokens": 2} | fields
+        return await self.client.post("/v1/completions", json=body)
+
+    async def ok(self, model: str, **fields: Any) -> httpx.Response:
+        answer = await self.ask(model, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    @property
+    def loaded(self) -> list[str]:
+        return sorted(self.state.models)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    oracle: LLM,
+    scene: Callable[[Stage], Awaitable[None]],
+    *,
+    closed: tuple[str, ...] = (),
+    **knobs: Any,
+) -> None:
+    """Run a scene with the models a, b and c, which load at once but for those in `closed`."""
+    monkeypatch.setattr(on_demand, "SWEEP_S", 0.01)
+    monkeypatch.setattr(on_demand, "SETTLE_S", 0.01)
+
+    @asynccontextmanager
+    async def stage() -> AsyncIterator[Stage]:
+        config = ServerConfig(in_process=True, on_demand=True, admin_key="root", **knobs)
+        state = ServerState(config=config)
+        fleet = Fleet(state, ServerMetrics("infer"))
+        transport = httpx.ASGITransport(build_app(state, fleet))
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
+            made = Stage(client, state, fleet)
+
+            async def start(fleet: Fleet, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
+                path = str(config.load.model)
+                made.starts[path] += 1
+                await made.may_load[path].wait()
+                if path in made.failures:
+                    raise made.failures[path]
+                made.engines[path] = Gated()
+                return oracle.encoder, [made.engines[path]]
+
+            monkeypatch.setattr(Fleet, "_start_threads", start)
+            for name in "abc":
+                if name not in closed:
+                    made.may_load[name].set()
+            await fleet.start({name: EngineConfig.from_knobs(model=name) for name in "abc"})
+            try:
+                yield made
+            finally:
+                await fleet.close()
+
+    async def run() -> None:
+        async with stage() as made:
+            await scene(made)
+
+    asyncio.run(run())
+
+
+def test_names_are_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        assert (await stage.client.get("/health")).status_code == 200
+        cards = (await stage.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["loaded"]) for card in cards] == [("a", False), ("b", False), ("c", False)]
+        assert (await stage.client.get("/v1/models/d")).status_code == 404
+        assert not stage.starts, "to look at a list loads nothing"
+        answer = await stage.ok("b")
+        assert answer.headers["x-infer-model"] == "b" and stage.loaded == ["b"]
+        cards = (await stage.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["loaded"]) for card in cards] == [("a", False), ("b", True), ("c", False)]
+        assert (await stage.ask("d")).status_code == 422
+        assert (await stage.client.post("/v1/completions", json={"prompt": "a"})).headers[
+            "x-infer-model"
+        ] == "a", "the first is the default"
+
+    play(monkeypatch, oracle, scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/completion", {"prompt": "a", "n_predict": 1}),
+        ("/api/generate", {"prompt": "a", "options": {"num_predict": 1}}),
+        ("/api/generate", {}),
+        ("/api/show", {}),
+        ("/api/embed", {"input": "a"}),
+    ],
+)
+def test_every_route_loads_the_model_it_names(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, path: str, body: dict[str, Any]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.client.post(path, json={"model": "b", **body})
+        assert answer.status_code == 200, answer.text
+        assert stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_all_who_wait_share_one_load(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        asks = [asyncio.create_task(stage.ok("a", stream=number % 2 == 0)) for number in range(6)]
+        await until(lambda: stage.starts["a"])
+        asks[0].cancel()  # its client leaves, and ends nothing for the others
+        stage.may_load["a"].set()
+        await asyncio.gather(*asks[1:])
+        assert stage.starts == {"a": 1}
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+@pytest.mark.parametrize("error", [CheckpointError("/secret/place is broken"), RuntimeError("a bug")])
+def test_a_failed_load_is_told_to_all_who_wait_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, error: Exception
+) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.failures["a"] = error
+        asks = [asyncio.create_task(stage.ask("a")) for _ in range(3)]
+        await until(lambda: stage.starts["a"])
+        await stage.client.get("/v1/models")
+        stage.may_load["a"].set()
+        for answer in await asyncio.gather(*asks):
+            assert answer.status_code == 500
+            message = answer.json()["error"]["message"]
+            assert message == "model 'a' could not be loaded; the log of the server says why"
+        assert (await stage.client.get("/health")).status_code == 200
+        await stage.ok("b")
+        del stage.failures["a"]
+        await stage.ok("a")
+        assert stage.starts["a"] == 2
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+def test_the_model_used_least_recently_makes_room(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        for name in "aba":
+            await stage.ok(name)
+        first = stage.engines["b"]
+        await stage.ok("c")
+        assert stage.loaded == ["a", "c"] and first.is_closed
+        await stage.ok("b")
+        assert stage.loaded == ["b", "c"] and stage.starts == {"a": 1, "b": 2, "c": 1}
+
+    play(monkeypatch, oracle, scene, max_loaded_models=2)
+
+
+def test_a_model_with_requests_is_not_cut_off_and_newcomers_wait_for_its_next_load(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.gate.clear()
+        open_one = asyncio.create_task(stage.ok("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        other = asyncio.create_task(stage.ok("b"))
+        await until(lambda: not stage.state.models)
+        late = asyncio.create_task(stage.ok("a"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not engine.is_closed and stage.starts == {"a": 1}, "b is not loaded beside it"
+        engine.gate.set()
+        await asyncio.gather(open_one, other, late)
+        assert engine.is_closed and stage.starts == {"a": 2, "b": 1}
+        assert stage.loaded == ["a"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_models_that_are_asked_for_at_once_are_all_served(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await asyncio.gather(*(stage.ok(name) for name in "abcabcabc"))
+        assert stage.starts == {"a": 1, "b": 1, "c": 1}
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_an_idle_model_is_unloaded_and_keeps_its_name(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        await until(lambda: engine.is_closed)
+        assert not stage.state.models and stage.state.default_model == "a"
+        assert (await stage.client.get("/health")).status_code == 200
+        stage.engines.clear()
+        slow = asyncio.create_task(stage.ok("a"))
+        await until(lambda: "a" in stage.engines)
+        await slow
+
+    play(monkeypatch, oracle, scene, idle_unload=0.02)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
+    """Streams that begin as soon as their model has to be waited for."""
+    found: list[LateStream] = []
+
+    class Noted(LateStream):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            found.append(self)
+
+    monkeypatch.setattr(json_route, "BEGIN_S", 0.0)
+    monkeypatch.setattr(json_route, "LateStream", Noted)
+    return found
+
+
+def test_a_stream_begins_while_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.ok("a", stream=True))
+        await until(lambda: begun)
+        stage.may_load["a"].set()
+        text = (await asked).text
+        assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
+        assert stage.state.models["a"].num_held == 0
+        body = {"model": "b", "prompt": "a", "options": {"num_predict": 2}}
+        lines = asyncio.create_task(stage.client.post("/api/generate", json=body))
+        await until(lambda: len(begun) == 2)
+        stage.may_load["b"].set()
+        assert (await lines).text.startswith('{"model"'), "a line is never a ping"
+
+    play(monkeypatch, oracle, scene, closed=("a", "b"))
+
+
+def test_a_stream_that_has_begun_ends_with_the_error(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.failures = {name: CheckpointError("broken") for name in "ab"}
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/completions", {"model": "a", "stream": True}),
+            ("/api/generate", {"model": "b"}),
+            ("/v1/completions", {"model": "c", "stream": True, "temperature": -1}),
+        ]
+        texts: list[str] = []
+        for path, body in bodies:
+            asked = asyncio.create_task(stage.client.post(path, json={"prompt": "a", **body}))
+            await until(lambda: len(begun) == len(texts) + 1)  # noqa: B023
+            stage.may_load[body["model"]].set()
+            answer = await asked
+            assert answer.status_code == 200
+            texts.append(answer.text)
+        assert "could not be loaded" in texts[0] and texts[0].endswith("data: [DONE]\n\n")
+        assert list(json.loads(texts[1])) == ["error"]
+        assert "temperature" in texts[2] and stage.state.models["c"].num_held == 0
+
+    play(monkeypatch, oracle, scene, closed=("a", "b", "c"))
+
+
+def test_a_wait_for_a_model_has_an_end(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.ask("a")
+        assert answer.status_code == 504 and "was not loaded after 0.05 s" in answer.text
+
+    play(monkeypatch, oracle, scene, closed=("a",), request_timeout=0.05)
+
+
+def test_an_alias_of_several_models_loads_the_one_it_chooses(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        found = {(await stage.ok("both", user=str(user))).headers["x-infer-model"] for user in range(8)}
+        assert found == {"a", "b"} == set(stage.starts)
+
+    play(monkeypatch, oracle, scene, model_alias=("both=a:1,b:1",), max_loaded_models=2)
+
+
+def test_the_operator_adds_replaces_and_removes_models(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        async def admin(what: str, **body: Any) -> httpx.Response:
+            return await stage.client.post(f"/admin/models/{what}", json=body)
+
+        for path in ("d", "a2"):
+            stage.may_load[path].set()
+        await stage.ok("a")
+        assert (await admin("load", name="d", model="d")).status_code == 200
+        assert stage.loaded == ["d"], "it has made room"
+        await stage.ok("b")
+        await stage.ok("d")
+        assert stage.starts["d"] == 2, "it is on demand as well"
+        taken = await admin("load", name="a", model="a2")
+        assert taken.status_code == 409 and "loaded on demand" in taken.text
+        assert (await admin("load", name="a", model="a2", replace=True)).status_code == 200
+        assert stage.loaded == ["a"] and stage.starts["a2"] == 1
+        assert (await admin("unload", name="b")).status_code == 200, "also one that is not loaded"
+        assert (await stage.ask("b")).status_code == 422
+        assert (await admin("unload", name="a")).json() == {"name": "a", "default_model": "c"}
+        assert [card["id"] for card in (await stage.client.get("/v1/models")).json()["data"]] == ["c", "d"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_an_unload_ends_a_load_that_requests_wait_for(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.ask("a"))
+        await until(lambda: stage.starts["a"])
+        answer = await stage.client.post("/admin/models/unload", json={"name": "a"})
+        assert answer.json() == {"name": "a", "default_model": "b"}
+        assert (await asked).status_code == 503
+        assert (await stage.ask("a")).status_code == 422
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+def test_shutting_down_ends_loads_and_those_who_wait_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        asks = [asyncio.create_task(stage.ask(name)) for name in "ab"]
+        await until(lambda: stage.starts["a"])
+        await stage.fleet.close()
+        assert [(await asked).status_code for asked in asks] == [503, 503]
+
+    play(monkeypatch, oracle, scene, closed=("a", "b"))
+
+
+def test_keep_alive_says_how_long_a_model_stays(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        body: dict[str, Any] = {
+            "model": "a",
+            "prompt": "a",
+            "options": {"num_predict": 1},
+            "keep_alive": "5m",
+        }
+        answer = await stage.client.post("/api/generate", json=body)
+        assert answer.status_code == 200 and "x-infer-ignored" not in answer.headers
+        assert stage.state.models["a"].keep_s == 300
+        (running,) = (await stage.client.get("/api/ps")).json()["models"]
+        assert not running["expires_at"].startswith("9999")
+        tags = (await stage.client.get("/api/tags")).json()["models"]
+        assert [each["name"] for each in tags] == ["a:latest", "b:latest", "c:latest"]
+        unload = {"model": "a", "keep_alive": 0}
+        assert (await stage.client.post("/api/generate", json=unload)).json()["done_reason"] == "unload"
+        await until(lambda: stage.engines["a"].is_closed)
+        assert (await stage.client.post("/api/generate", json=unload)).json()["done_reason"] == "unload"
+        assert stage.starts == {"a": 1}, "what is not loaded is not loaded to be unloaded"
+        bad = await stage.client.post("/api/generate", json=body | {"keep_alive": "soon"})
+        assert bad.status_code == 400 and "keep_alive must be" in bad.text
+
+    play(monkeypatch, oracle, scene)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5s", 1.5),
+        (10, 10),
+        ("10", 10),
+        (0, 0),
+        (-1, float("inf")),
+        ("-1m", float("inf")),
+    ],
+)
+def test_durations_are_read_as_ollama_reads_them(given: str | float, seconds: float) -> None:
+    assert read_keep_alive(given) == seconds
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for knobs in ({"max_loaded_models": 2}, {"idle_unload": 5.0}):
+        with pytest.raises(ConfigError, match="set on_demand"):
+            ServerConfig(**knobs)
+    with pytest.raises(ConfigError, match="max_loaded_models"):
+        ServerConfig(on_demand=True, max_loaded_models=0)
+    fleet = Fleet(ServerState(config=ServerConfig(on_demand=True)), ServerMetrics("infer"))
+    with pytest.raises(ConfigError, match="on_demand needs a name"):
+        asyncio.run(fleet.start({"": EngineConfig()}))
