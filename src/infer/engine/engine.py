@@ -66,6 +66,7 @@ from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable, unserved
 from infer.engine.speculation import Speculation
 from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram
+from infer.engine.stories import EngineStory, Stories
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
 from infer.sampling.params import NO_TOKEN, SamplingParams
@@ -110,6 +111,7 @@ class Engine:
         token_bytes: TokenBytes | None = None,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = perf_counter,
+        num_stories: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.phases = Phases() if phases is None else phases  # of its start
@@ -121,6 +123,7 @@ class Engine:
         self.vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
+        self._clock = clock
         self._requests = RequestTable(scheduler, clock)
         self._guided = self._requests.guided
         self._empty_steps = 0
@@ -140,6 +143,9 @@ class Engine:
             Compiler(self._token_bytes), self._compile_s.observe
         )
         self._step_tokens = Histogram(STEP_TOKENS)
+        # 0: requests are not followed, so no event costs anything
+        self._stories = Stories(num_stories, scheduler, self._step_tokens, clock) if num_stories else None
+        self._requests.stories = self._guided.stories = self._stories
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -166,16 +172,19 @@ class Engine:
         if request.params.structured is None:
             self._accept(group, tokens, None)
             return
+        group.added_at = self._clock()
         grammar = self._compiling.begin(request.params.structured, request.request_id, (group, tokens))
-        if grammar is None:
-            group.added_at = perf_counter()
-        else:
+        if grammar is not None:
             self._accept(group, tokens, grammar)
+        elif self._stories is not None:
+            self._stories.add(request, group.added_at)
 
     def _accept(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None) -> None:
         """Let an admitted request wait for its turn."""
         self._observer.on_add(self.scheduler.step, group.request)
         self._requests.add(group, tokens, grammar)
+        if self._stories is not None:
+            self._stories.accept(group)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
         """Compile constraints in threads from now on; `wake` is called there when `step` has to be.
@@ -193,6 +202,8 @@ class Engine:
         group = self._requests.groups.get(request_id)
         if group is None:
             waiting = self._compiling.abort(request_id) if index is None else None
+            if waiting is not None and self._stories is not None:
+                self._stories.end(request_id, "abort")
             return [] if waiting is None else unserved(waiting[0].request, "abort")
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
@@ -265,6 +276,10 @@ class Engine:
             "draft_saved_s": self.speculation.saved_s,
         }
 
+    def explain(self, request_id: str) -> EngineStory | None:
+        """The story of a request that is served or was; None: it is not known, or not any more."""
+        return None if self._stories is None else self._stories.tell(request_id)
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         self._observer.on_reset(self.scheduler.step)
@@ -292,6 +307,8 @@ class Engine:
         if not num_flights and speculation is not None:
             speculation.propose()
         plan = self.scheduler.plan()
+        if self._stories is not None and self.scheduler.hold != self._stories.hold:
+            self._stories.turn(self.scheduler.hold)
         sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
             return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
@@ -362,6 +379,8 @@ class Engine:
                 self._accept(group, tokens, result)
             else:
                 outputs += unserved(group.request, "error", result)
+                if self._stories is not None:
+                    self._stories.end(group.request.request_id, "error", str(result))
         return outputs
 
     @property
