@@ -71,8 +71,8 @@ class GuidedWorld(OracleWorld):
             observer=self.observer,
             steps_ahead=steps_ahead,
             token_bytes=words.token_bytes(),
-            num_stories=num_stories,
         )
+        self.engine.keep_stories(num_stories)
         guided = self.engine._guided
         guided.jumps = jumps
         if always_jumps:

@@ -341,9 +341,9 @@ class OracleWorld:
             observer=self.observer,
             steps_ahead=steps_ahead,
             speculation=None if speculation is None else speculation(self.scheduler),
-            num_stories=num_stories,
             clock=clock,
         )
+        self.engine.keep_stories(num_stories)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], StepOutput] = {}

@@ -74,13 +74,11 @@ def build_engine(
     steps_ahead: int | None = None,
     phases: Phases | None = None,
     token_bytes: TokenBytes | None = None,
-    num_stories: int = 0,
 ) -> Engine:
     """Return an engine for this model; costs and `steps_ahead` replace this machine's, to repeat a run.
 
     `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` reads the vocabulary
-    (`token_bytes_of`). `num_stories` requests that have ended can still be explained; 0: none can be, nor can
-    those that run.
+    (`token_bytes_of`).
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config = resolve_for(settings, loaded)
@@ -192,7 +190,6 @@ def build_engine(
         phases=phases,
         token_bytes=token_bytes,
         speculation=speculation,
-        num_stories=num_stories,
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)

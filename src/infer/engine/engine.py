@@ -111,7 +111,6 @@ class Engine:
         token_bytes: TokenBytes | None = None,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = perf_counter,
-        num_stories: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.phases = Phases() if phases is None else phases  # of its start
@@ -143,9 +142,7 @@ class Engine:
             Compiler(self._token_bytes), self._compile_s.observe
         )
         self._step_tokens = Histogram(STEP_TOKENS)
-        # 0: requests are not followed, so no event costs anything
-        self._stories = Stories(num_stories, scheduler, self._step_tokens, clock) if num_stories else None
-        self._requests.stories = self._guided.stories = self._stories
+        self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -192,6 +189,15 @@ class Engine:
         Until this is called, `add` compiles, and raises what it finds.
         """
         self._compiling.wake = wake
+
+    def keep_stories(self, limit: int) -> None:
+        """Follow requests from now on, so that they can be explained: while they run, and the last `limit`.
+
+        0: none is followed. To be called before the first request.
+        """
+        if limit:
+            self._stories = Stories(limit, self.scheduler, self._step_tokens, self._clock)
+            self._requests.stories = self._guided.stories = self._stories
 
     def read_vocabulary(self) -> None:
         """Begin to read the vocabulary of constraints in a thread: for an engine that is idle (`IDLE_S`)."""

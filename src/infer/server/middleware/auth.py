@@ -2,6 +2,8 @@
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
     /admin/...                             the admin key; without one configured there are no such routes
+    /explain/...                           one of the API keys, which sees its own requests; or the admin
+                                           key, which sees all
     everything else, known or not          one of the API keys, if any is configured
 
 Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
@@ -31,6 +33,7 @@ PAGE_PATHS = ("/", "/ui")
 PAGE_PREFIX = "/ui/"
 DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
+EXPLAIN_PREFIX = "/explain/"
 
 
 def route_path(scope: Scope) -> str:
@@ -103,10 +106,12 @@ class Auth:
             return
         else:
             ring = self._clients
-        if ring.opens(key := key_of(scope)):
-            record = current_record()
-            if self._tenants is not None and record is not None:
-                record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
+        is_operator = path.startswith(EXPLAIN_PREFIX) and self._admins.opens(key_of(scope))
+        if ring.opens(key := key_of(scope)) or is_operator:
+            if (record := current_record()) is not None:
+                record.owner = None if is_operator else hashlib.sha256(key).hexdigest()
+                if self._tenants is not None:
+                    record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
             await self._app(scope, receive, send)
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
