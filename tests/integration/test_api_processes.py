@@ -110,6 +110,25 @@ def test_health_and_models_are_the_same_everywhere(clients: list[httpx.Client]) 
     assert len(set(pages(clients, "/v1/models"))) == 1
 
 
+def test_any_process_explains_what_another_has_served(clients: list[httpx.Client]) -> None:
+    ids = list(range(7, 80))
+    for number, client in enumerate(clients):
+        body = {"model": "tiny", "prompt": ids, "max_tokens": 3, "cache_salt": f"s{number}", **GREEDY}
+        answer = client.post("/v1/completions", json=body, headers={"x-request-id": f"by{number}"})
+        assert answer.status_code == 200, answer.text
+    for number in range(NUM):
+        stories = [client.get(f"/explain/by{number}") for client in clients]
+        assert {story.status_code for story in stories} == {200}
+        told = [story.json() for story in stories]
+        assert all(story == told[0] for story in told)
+        assert told[0]["id"] == f"by{number}" and told[0]["prompts"][0]["output_tokens"] == 3
+        assert f"shared with {NUM - 1} others, but cache_salt differs" in " ".join(told[0]["advice"])
+        assert clients[0].get(f"/explain/by{number}", headers=ROOT).json() == told[0]
+    for client in clients:
+        assert client.get("/explain/by7").status_code == 404
+        assert client.get("/explain/by0", headers={"authorization": "Bearer x"}).status_code == 401
+
+
 def test_a_scrape_of_any_process_counts_all_of_them(clients: list[httpx.Client]) -> None:
     name = 'infer_http_requests_total{method="POST",route="/v1/completions",status="200"}'
     before, tokens = figure(clients[0], name), figure(clients[0], "infer_generation_tokens_total")

@@ -93,6 +93,7 @@ OPERATIONS = [
     ("GET", "/health"),
     ("GET", "/version"),
     ("GET", "/metrics"),
+    ("GET", "/explain/{request_id}"),
 ]
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from infer.engine.stats import EngineStats
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.scheduling.request import Request, StepOutput
 
@@ -62,6 +63,9 @@ class FakeClient:
     async def reset_prefix_cache(self) -> int:
         self.num_resets += 1
         return 3
+
+    async def explain(self, request_id: str) -> EngineStory | None:
+        return None
 
     async def close(self, reason: str = "") -> None:
         self.is_closed = True

@@ -52,7 +52,13 @@ class GuidedWorld(OracleWorld):
     """A world whose requests may be constrained."""
 
     def __init__(
-        self, *, steps_ahead: int = 0, jumps: bool = True, always_jumps: bool = False, **knobs: Any
+        self,
+        *,
+        steps_ahead: int = 0,
+        jumps: bool = True,
+        always_jumps: bool = False,
+        num_stories: int = 0,
+        **knobs: Any,
     ) -> None:
         super().__init__(eos_ids=EOS_IDS, steps_ahead=steps_ahead, **knobs)
         self.runner = MaskedOracle(self.pool, self.scheduler.state, len(self.runner.host))
@@ -66,6 +72,7 @@ class GuidedWorld(OracleWorld):
             steps_ahead=steps_ahead,
             token_bytes=words.token_bytes(),
         )
+        self.engine.keep_stories(num_stories)
         guided = self.engine._guided
         guided.jumps = jumps
         if always_jumps:

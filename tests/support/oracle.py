@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,8 @@ class OracleWorld:
         windows: tuple[int | None, ...] = (None,),
         profile: SchedulingProfile = GENERIC.scheduling,
         speculation: Callable[[Scheduler], Speculation] | None = None,
+        num_stories: int = 0,
+        clock: Callable[[], float] = perf_counter,
         **scheduler_knobs: Any,
     ) -> None:
         settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
@@ -338,7 +341,9 @@ class OracleWorld:
             observer=self.observer,
             steps_ahead=steps_ahead,
             speculation=None if speculation is None else speculation(self.scheduler),
+            clock=clock,
         )
+        self.engine.keep_stories(num_stories)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], StepOutput] = {}

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
 from infer.engine.stats import EngineStats
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -144,6 +145,9 @@ class ScriptedClient:
 
     async def reset_prefix_cache(self) -> int:
         return 0
+
+    async def explain(self, request_id: str) -> EngineStory | None:
+        return None
 
     async def close(self, reason: str = "") -> None:
         return None

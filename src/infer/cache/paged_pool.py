@@ -105,7 +105,7 @@ class PagedKVCachePool:
         self.num_blocks = num_blocks
         self.windows = tuple(windows)  # of each table: the tokens that its layers see back; None: all
         self.max_chunk = max_chunk
-        self._use_prefix_caching = use_prefix_caching
+        self.caches_prefixes = use_prefix_caching
         self._longest_table = longest_sequence(windows, num_blocks, block_size, max_chunk) // block_size
         if max_blocks_per_sequence is not None:
             self._longest_table = min(self._longest_table, max_blocks_per_sequence)
@@ -150,7 +150,7 @@ class PagedKVCachePool:
         is not admitted after all.
         """
         books = self._enter(seq_id, salt)
-        if not self._use_prefix_caching:
+        if not self.caches_prefixes:
             return 0
         size = self.block_size
         path = self._tree.match(tokens, salt)
@@ -401,7 +401,7 @@ class PagedKVCachePool:
         books = self._sequences[seq_id] = SequenceBooks(
             seq_id=seq_id,
             salt=salt,
-            enters_tree=self._use_prefix_caching,
+            enters_tree=self.caches_prefixes,
             tables=[[] for _ in self.windows],
             starts=[0] * len(self.windows),
         )

@@ -41,9 +41,9 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 COMMANDS = (
     "serve", "generate", "chat", "run", "fetch", "list", "rm", "quantize", "plan", "doctor", "simulate",
-    "replay", "step", "batch", "bench", "learn",
+    "replay", "step", "batch", "bench", "explain", "learn",
 )  # fmt: skip
-LIGHT = {"doctor", "fetch", "learn", "simulate"}  # commands that load no model
+LIGHT = {"doctor", "explain", "fetch", "learn", "simulate"}  # commands that load no model
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """What crosses between an API process of a server and an engine in its own process, as msgpack.
 
     server                                         engine
-    Add, Unsubscribe, Abort, ResetPrefixCache  ──►
+    Add, Unsubscribe, Abort                    ──►
+    ResetPrefixCache, Explain                  ──►
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
                                                                process; the others get the counts now and then
@@ -24,6 +25,7 @@ import msgspec
 
 from infer import errors
 from infer.engine.stats import EngineStats
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError, InferError, RequestError
 from infer.scheduling.request import Request, StepOutput
 
@@ -49,6 +51,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
     replica: Replica = ALONE
+    num_stories: int = 0  # requests that have ended and can still be explained; 0: none can be
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -78,6 +81,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answer with the story of a request, or with None."""
+
+    ticket: int
+    request_id: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
 
@@ -86,7 +96,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -116,6 +126,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     ticket: int
     result: int | None
     failure: Failure | None
+    story: EngineStory | None = None
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -143,6 +143,9 @@ class EngineServer:
             except Exception as error:  # it belongs to this call alone
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
+        elif isinstance(command, messages.Explain):
+            story = self._engine.explain(command.request_id)
+            link.answers.append(messages.Answer(command.ticket, None, None, story))
 
     def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
@@ -219,6 +222,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
         kind: type[InferError] = ConfigError  # of what the system does not give, while the model is loaded
         try:
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
+            engine.keep_stories(launch.num_stories)
             with engine.phases("capture"):
                 while engine.prepare():
                     pass

@@ -35,10 +35,12 @@ from typing import Any
 
 from infer.client import messages
 from infer.client.link import EngineLink
+from infer.client.messages import Answer
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters, is_progress
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
 from infer.scheduling.request import Request, StepOutput
 
@@ -69,7 +71,7 @@ class ProcessClient:
         self._start_again = start_again
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
-        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._added: dict[str, int] = {}  # by request id: the number of the command that added it
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
@@ -122,14 +124,13 @@ class ProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        ticket = next(self._tickets)
-        self._send(messages.ResetPrefixCache(ticket))
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._calls[ticket] = done
-        try:
-            return await done
-        finally:
-            self._calls.pop(ticket, None)
+        answer = await self._call(messages.ResetPrefixCache(next(self._tickets)))
+        assert answer.result is not None
+        return answer.result
+
+    async def explain(self, request_id: str) -> EngineStory | None:
+        """The story of a request, between two steps; None: this engine does not know it, or not any more."""
+        return (await self._call(messages.Explain(next(self._tickets), request_id))).story
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
@@ -141,6 +142,16 @@ class ProcessClient:
         await self._process.close(timeout=0.0 if is_stuck else STOP_TIMEOUT)
 
     # -- calls ------------------------------------------------------------------------------------
+
+    async def _call(self, command: messages.ResetPrefixCache | messages.Explain) -> Answer:
+        """Send a command and wait for its answer; raises what went wrong."""
+        self._send(command)
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[command.ticket] = done
+        try:
+            return await done
+        finally:
+            self._calls.pop(command.ticket, None)
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
@@ -202,8 +213,7 @@ class ProcessClient:
             elif error is not None:
                 done.set_exception(error)
             else:
-                assert answer.result is not None
-                done.set_result(answer.result)
+                done.set_result(answer)
 
     # -- life and death ---------------------------------------------------------------------------
 

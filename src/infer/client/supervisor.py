@@ -81,6 +81,7 @@ class ProcessOptions:
     on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets those that these are to bind
     on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
     replica: Replica = ALONE  # which of several engines it is
+    num_stories: int = 0  # requests that have ended and can still be explained
     stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
     restart: bool = True  # whether it is started again
     policy: RestartPolicy = field(default_factory=RestartPolicy)  # and when
@@ -111,6 +112,7 @@ class EngineProcess(EngineLink):
             log_level=log_level(),
             spawned_at=perf_counter(),
             replica=options.replica,
+            num_stories=options.num_stories,
         )
         give_orders(self._process, launch)
 

@@ -487,6 +487,11 @@ class ServerConfig:
     response_store: int = knob(
         1000, "responses of /v1/responses kept in memory, to be continued with previous_response_id; 0: none"
     )
+    explain_requests: int = knob(
+        256,
+        "requests that have ended and can still be explained at /explain/ID, for each engine and each "
+        "process that answers HTTP; 0: none, nor those that run",
+    )
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
@@ -503,6 +508,8 @@ class ServerConfig:
             raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
         if self.response_store < 0:
             raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
+        if self.explain_requests < 0:
+            raise ConfigError(f"explain_requests must be >= 0 (0: explain none), got {self.explain_requests}")
         if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
             raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")
         if self.in_process and (self.api_processes or 1) > 1:

@@ -66,6 +66,7 @@ from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable, unserved
 from infer.engine.speculation import Speculation
 from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram
+from infer.engine.stories import EngineStory, Stories
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
 from infer.sampling.params import NO_TOKEN, SamplingParams
@@ -121,6 +122,7 @@ class Engine:
         self.vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer, self._is_observed = observer or EngineObserver(), observer is not None
+        self._clock = clock
         self._requests = RequestTable(scheduler, clock)
         self._guided = self._requests.guided
         self._empty_steps = 0
@@ -140,6 +142,7 @@ class Engine:
             Compiler(self._token_bytes), self._compile_s.observe
         )
         self._step_tokens = Histogram(STEP_TOKENS)
+        self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -166,16 +169,19 @@ class Engine:
         if request.params.structured is None:
             self._accept(group, tokens, None)
             return
+        group.added_at = self._clock()
         grammar = self._compiling.begin(request.params.structured, request.request_id, (group, tokens))
-        if grammar is None:
-            group.added_at = perf_counter()
-        else:
+        if grammar is not None:
             self._accept(group, tokens, grammar)
+        elif self._stories is not None:
+            self._stories.add(request, group.added_at)
 
     def _accept(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None) -> None:
         """Let an admitted request wait for its turn."""
         self._observer.on_add(self.scheduler.step, group.request)
         self._requests.add(group, tokens, grammar)
+        if self._stories is not None:
+            self._stories.accept(group)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
         """Compile constraints in threads from now on; `wake` is called there when `step` has to be.
@@ -183,6 +189,15 @@ class Engine:
         Until this is called, `add` compiles, and raises what it finds.
         """
         self._compiling.wake = wake
+
+    def keep_stories(self, limit: int) -> None:
+        """Follow requests from now on, so that they can be explained: while they run, and the last `limit`.
+
+        0: none is followed. To be called before the first request.
+        """
+        if limit:
+            self._stories = Stories(limit, self.scheduler, self._step_tokens, self._clock)
+            self._requests.stories = self._guided.stories = self._stories
 
     def use_idle_time(self) -> float | None:
         """Do one piece of what no request waits for, first after `IDLE_S` without work.
@@ -200,6 +215,8 @@ class Engine:
         group = self._requests.groups.get(request_id)
         if group is None:
             waiting = self._compiling.abort(request_id) if index is None else None
+            if waiting is not None and self._stories is not None:
+                self._stories.end(request_id, "abort")
             return [] if waiting is None else unserved(waiting[0].request, "abort")
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
@@ -272,6 +289,10 @@ class Engine:
             "draft_saved_s": totals.saved_s,
         }
 
+    def explain(self, request_id: str) -> EngineStory | None:
+        """The story of a request that is served or was; None: it is not known, or not any more."""
+        return None if self._stories is None else self._stories.tell(request_id)
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         self._observer.on_reset(self.scheduler.step)
@@ -299,6 +320,8 @@ class Engine:
         if not num_flights and speculation is not None:
             speculation.propose()
         plan = self.scheduler.plan()
+        if self._stories is not None and self.scheduler.hold != self._stories.hold:
+            self._stories.turn(self.scheduler.hold)
         sequences = plan.chunks.sequences
         if not plan.chunks and not plan.transfers:
             return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
@@ -369,6 +392,8 @@ class Engine:
                 self._accept(group, tokens, result)
             else:
                 outputs += unserved(group.request, "error", result)
+                if self._stories is not None:
+                    self._stories.end(group.request.request_id, "error", str(result))
         return outputs
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import ge
+from time import perf_counter
 from typing import Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from infer.constraints.bans import Bans
 from infer.constraints.compiler import Grammar
 from infer.constraints.guide import ENDED, Guide
 from infer.constraints.masks import MaskFiller
+from infer.engine.stories import Stories
 from infer.execution.device import StepResult
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 from infer.scheduling.beam import num_logprobs
@@ -63,6 +65,7 @@ class GuidedRequests:
         self.guides: dict[int, Guide] = {}  # by seq_id
         self.jumps = True  # whether ids that must follow are appended without a step for each
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
+        self.stories: Stories | None = None
         self._requests, self._scheduler = requests, scheduler
         self._masks = MaskFiller()
         self._broken: list[Guide] = []  # guides of the step filled last that have reached a limit
@@ -100,6 +103,7 @@ class GuidedRequests:
         `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
         a mask for its next id, and one for the id after each draft of its sequence.
         """
+        begun = perf_counter() if self.stories is not None else 0.0
         if last is not None:
             self._show(*last)
         windows, numbers, positions = list[tuple[Guide, Seq[int]]](), list[int](), list[int]()
@@ -112,6 +116,8 @@ class GuidedRequests:
                 numbers += [number] * (1 + num_drafts)
                 positions += range(stop - num_drafts, stop + 1)
         self._broken = self._masks.fill(windows, memory(len(numbers)))
+        if self.stories is not None:
+            self.stories.mask_s += perf_counter() - begun
         return numbers, positions
 
     def _show(self, plan: StepPlan, result: StepResult) -> None:
@@ -190,6 +196,8 @@ class GuidedRequests:
                 self._requests.num_output_tokens += sum(len(output.token_ids) for output in made)
                 if seq.finish_reason is None:
                     self._scheduler.grow(seq, len(ids) - num_drawn)
+                if self.stories is not None:
+                    self.stories.jump(seq.request_id, len(ids) - num_drawn)
                 outputs += made
                 dropped.add(number)
         return outputs

@@ -28,6 +28,7 @@ import numpy as np
 from infer.constraints.compiler import Grammar
 from infer.engine.guided import GuidedRequests, Sampled
 from infer.engine.speculation import Speculation
+from infer.engine.stories import Stories
 from infer.errors import RequestError
 from infer.execution.device import StepResult
 from infer.sampling.params import RowLogprobs
@@ -50,6 +51,7 @@ class RequestTable:
         self.queued_joint: set[str] = set()  # requests that will be among them when they begin
         self.guided = GuidedRequests(self, scheduler)
         self.speculation: Speculation | None = None
+        self.stories: Stories | None = None
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -212,6 +214,8 @@ class RequestTable:
         is_first = len(seq.tokens) - len(token_ids) == seq.num_prompt
         if is_first and seq.index == 0:
             self.num_prompt_tokens += seq.num_prompt
+            if self.stories is not None:
+                self.stories.first(seq.request_id)
         for row in rows:
             seq.cumulative_logprob += row.logprob
         seq.bare_until = 0 if rows else seq.max_total  # a guided one never comes to ask
@@ -231,6 +235,8 @@ class RequestTable:
         first, n = offers[0][0], group.request.params.n
         if first.num_output == 1:
             self.num_prompt_tokens += first.num_prompt
+            if self.stories is not None:
+                self.stories.first(first.request_id)
         goes_on = advance_beams(
             group,
             offers,
@@ -256,7 +262,7 @@ class RequestTable:
         """Finish sequences of a request before their time; one last output for each the client waits for."""
         for seq in ended:
             self._finish(seq, reason)
-        self._forget_if_done(group)
+        self._forget_if_done(group, error)
         outputs = [_output(seq, error=error) for seq in ended]
         if not outputs or not group.has_joint_sequence:
             return outputs
@@ -271,10 +277,13 @@ class RequestTable:
             self.speculation.finish(seq)
         self._scheduler.remove(seq)
 
-    def _forget_if_done(self, group: SequenceGroup) -> None:
+    def _forget_if_done(self, group: SequenceGroup, error: str | None = None) -> None:
         request_id = group.request.request_id
         if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
             del self.groups[request_id]
+            if self.stories is not None:
+                reasons = [seq.finish_reason for seq in group.sequences if seq.finish_reason != "dropped"]
+                self.stories.end(request_id, reasons[-1] if reasons and reasons[-1] else "stop", error)
             self.waiting_for_ids.discard(request_id)
             self.queued_joint.discard(request_id)
 

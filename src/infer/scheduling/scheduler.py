@@ -42,6 +42,7 @@ from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
+from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_STEP, NO_TOKENS, SequenceWatch
 
 
 class Scheduler:
@@ -77,6 +78,8 @@ class Scheduler:
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
         self.all_decode = False  # the last plan: with every running sequence, without a prompt
         self.num_preemptions = 0
+        self.hold = NEXT_STEP  # why the last plan let no more in: one of HOLDS
+        self.watch: SequenceWatch | None = None
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
         self._num_beams = 0  # running
@@ -150,7 +153,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
-        may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
+        num_waiting = self.num_waiting
+        may_admit = num_waiting > 0 and self._slots_used < self.config.max_batch_size
+        self.hold = BATCH_FULL if num_waiting and not may_admit else NEXT_STEP
         state, may_repeat = self.state, self.state.num_steady > 0 and not may_admit
         short = state.short() if may_repeat else None
         if short is not None and not len(short):
@@ -220,6 +225,7 @@ class Scheduler:
             self._admit(draft)
             self._batch_is_closed = not draft.num_tokens
         if self._batch_is_closed:
+            self.hold = BATCH_CLOSED if self._waiting else NEXT_STEP
             self._decode(self.state.places_of(decoding), len(decoding), draft)
             if not draft.num_tokens and self._waiting:
                 first = self._waiting.first(self.step)
@@ -454,7 +460,11 @@ class Scheduler:
         # A preemption means memory is short: admitting newcomers now would only preempt again.
         while self._waiting and draft.budget and not draft.preempted and draft.num_prompts > 0:
             if not self._admit_next(draft):
-                break
+                return
+        if not self._waiting:
+            self.hold = NEXT_STEP
+        elif self.hold == NEXT_STEP:
+            self.hold = CACHE_FULL if draft.preempted else NO_TOKENS
 
     def _admit_next(self, draft: PlanDraft) -> bool:
         """Let the sequence in whose turn it is, or leave everything as it was."""
@@ -463,10 +473,12 @@ class Scheduler:
         num_slots = self._slots_used + sum(member.num_slots for member in group)
         is_on_its_way = seq.num_tokens > len(seq.tokens)  # its last id
         if is_on_its_way or num_slots > self.config.max_batch_size:
+            self.hold = CACHE_FULL if is_on_its_way else BATCH_FULL
             return False
         # Beams that came back one by one could wait for each other for ever, each holding blocks.
         num_blocks = sum(self.pool.blocks_of(member.num_tokens) for member in group)
         if len(group) > 1 and num_blocks > self.pool.num_free_blocks:
+            self.hold = CACHE_FULL
             return False
         return all(self._admit_one(member, draft) for member in group)
 
@@ -479,10 +491,12 @@ class Scheduler:
             has_room = pool.blocks_of(seq.num_tokens) <= pool.num_free_blocks
             pairs = pool.swap_in(seq_id) if can_start and has_room else None
             if pairs is None:
+                self.hold = CACHE_FULL if can_start else NO_TOKENS
                 return False
             draft.transfer(SWAP_IN, pairs)
             seq.is_swapped = False
         elif self.running and self._waiting.is_refused(seq, pool.num_free_blocks, self.step):
+            self.hold = CACHE_FULL
             return False
         else:
             self._match_prefix(seq)
@@ -491,6 +505,7 @@ class Scheduler:
         copies = pool.reserve(seq_id, seq.num_tokens, seq.num_computed) if length or seq.is_beam else None
         if copies is None:
             self._forget_cache(seq)
+            self.hold = CACHE_FULL if length else NO_TOKENS
             if length:
                 self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
@@ -500,6 +515,8 @@ class Scheduler:
         self._waiting.remove(seq)
         self._run(seq)
         self.state.enter_tables(seq, pool.block_tables(seq_id))
+        if self.watch is not None:
+            self.watch.on_admit(seq)
         if length:
             self._add_prompt(seq, length, draft)
         return True
@@ -529,6 +546,8 @@ class Scheduler:
         draft.spend(length)
         draft.num_prompts -= 1
         self._recent_tokens += length
+        if self.watch is not None:
+            self.watch.on_chunk(seq, length, len(self.running))
 
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
         """Make room for the last tokens of these columns."""
@@ -552,7 +571,8 @@ class Scheduler:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
-            draft.drop(seq.row, seq.num_planned, len(self.state.tenancy))
+            num_computed, num_planned = seq.num_computed, seq.num_planned
+            draft.drop(seq.row, num_planned, len(self.state.tenancy))
             self._stop_running(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):
@@ -565,6 +585,8 @@ class Scheduler:
             draft.preempted.append(seq.seq_id)
             self.num_preemptions += 1
             self._waiting.push(seq, self.step)
+            if self.watch is not None:
+                self.watch.on_preempt(seq, num_computed, num_planned, len(pairs or ()))
 
     def _run(self, seq: Sequence) -> None:
         seq.was_admitted = True

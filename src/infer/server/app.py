@@ -8,7 +8,7 @@
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
     routes        completions, chat, messages, responses, models, tokens, embeddings; those of
-                  Ollama and llama.cpp; health, metrics; admin; the page
+                  Ollama and llama.cpp; health, metrics, explain; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -38,6 +38,7 @@ from infer.server.routes import (
     chat,
     completions,
     embeddings,
+    explain,
     health,
     llama_cpp,
     messages,
@@ -122,6 +123,7 @@ def build_app(
         ollama,
         llama_cpp,
         health,
+        explain,
     )
     routers = [part.router for part in parts]
     if config.admin_key is not None:
@@ -151,6 +153,10 @@ def build_app(
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     ignores_unknown = config.unknown_fields == "ignore"
     app.add_middleware(
-        AccessLog, metrics=fleet.metrics, is_logged=config.access_log, ignores_unknown=ignores_unknown
+        AccessLog,
+        metrics=fleet.metrics,
+        is_logged=config.access_log,
+        ignores_unknown=ignores_unknown,
+        stories=state.stories,
     )
     return app

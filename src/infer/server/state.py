@@ -33,6 +33,7 @@ from infer.config.settings import ModelShares, SchedulerConfig, ServerConfig
 from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
+from infer.server.explain.served import ServedRequest, ServedRequests
 from infer.server.fleet.router import Router
 from infer.server.fleet.shares import by_weight, choose_model
 from infer.server.processes.board import Board
@@ -115,6 +116,7 @@ class RequestRecord:
     asker: str = ""  # whose requests meet the same model of an alias; a key is there as a hash
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
+    owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
@@ -123,7 +125,10 @@ class RequestRecord:
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
     error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
-    marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
+    marks: list[tuple[str, float]] | None = None  # ends of stages, if somebody will ask for them
+    is_traced: bool = False  # whether the answer's headers tell them
+    stories: ServedRequests | None = None  # where it is kept if it goes to an engine; None: nowhere
+    story: ServedRequest | None = None  # what is kept of it
 
     def note_user(self, body: Any) -> None:
         """Let the user that a body names be the asker, instead of the API key."""
@@ -138,7 +143,7 @@ class RequestRecord:
                 return
 
     def mark(self, stage: str, at: float | None = None) -> None:
-        """Note that a stage has ended, now or at a time of `perf_counter`, where a trace was asked for."""
+        """Note that a stage has ended, now or at a time of `perf_counter`, where that is kept."""
         if self.marks is not None:
             self.marks.append((stage, perf_counter() if at is None else at))
 
@@ -180,7 +185,7 @@ def current_record() -> RequestRecord | None:
 
 
 def mark(stage: str) -> None:
-    """Note that a stage of the current HTTP request has ended, where its client asked for a trace."""
+    """Note that a stage of the current HTTP request has ended, where that is kept."""
     record = _RECORD.get()
     if record is not None:
         record.mark(stage)
@@ -220,9 +225,11 @@ class ServerState:
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
+    stories: ServedRequests = field(init=False)  # of this process
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)
+        self.stories = ServedRequests(self.config.explain_requests)
 
     @property
     def names(self) -> list[str]:

@@ -17,6 +17,7 @@ from infer.client.messages import (
     Add,
     Answer,
     Command,
+    Explain,
     Failure,
     Launch,
     Message,
@@ -35,6 +36,7 @@ from infer.client.messages import (
 from infer.config.settings import EngineConfig
 from infer.constraints.description import Reasoning, Structured
 from infer.engine.stats import EngineStats
+from infer.engine.stories import EngineStory, StoryEvent
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
 from infer.scheduling.request import DraftCounts, Request, StepOutput
@@ -121,12 +123,20 @@ STATS = st.builds(
     | dict.fromkeys(("dtype", "weights", "kv_cache_dtype", "products", "gpu"), TEXT),
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
-ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))
+STORIES = st.builds(
+    EngineStory,
+    request_id=TEXT,
+    held_s=tuples_of(FLOATS),
+    error=some(TEXT),
+    events=st.lists(st.builds(StoryEvent, COUNTS, COUNTS, FLOATS, COUNTS, COUNTS), max_size=3),
+)
+ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES), story=some(STORIES))
 COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
     st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(ResetPrefixCache, ticket=COUNTS),
+    st.builds(Explain, ticket=COUNTS, request_id=TEXT),
     st.builds(Ping),
     st.builds(Stop),
 )

@@ -247,6 +247,10 @@ class Fleet:
         """The page at /metrics: the counts of all API processes together."""
         return self.metrics.sum_with(await self._workers.scrape()).text()
 
+    async def ask_processes(self, message: str, **body: Any) -> list[Any]:
+        """What the other API processes answer to a message; worker.py lists these."""
+        return await self._workers.ask_all(message, **body)
+
     async def reset_prefix_caches(self, name: str | None) -> int:
         """Empty the prefix caches of one model or of all; returns how many blocks were forgotten."""
         models = list(self.state.models.values()) if name is None else self.state.models_of(name)
@@ -383,6 +387,8 @@ class Fleet:
                 )
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(own, loaded) for _ in range(self.state.config.replicas)]
+            for engine in engines:
+                engine.keep_stories(self.state.config.explain_requests)
             encoder.context_len = min(engine.context_len for engine in engines)
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
 
@@ -408,6 +414,7 @@ class Fleet:
                 spawn=self._spares.take,
                 replica=Replica(number=number, count=len(shared), shares_device=server.share_device),
                 num_links=workers.num_processes,
+                num_stories=server.explain_requests,
                 on_spawn=partial(workers.tell_spawned, engine),
                 on_down=partial(workers.tell_down, engine),
             )

@@ -26,8 +26,10 @@ from infer.client.client import EngineClient
 from infer.client.subscribers import CLOSED
 from infer.config.settings import CacheConfig
 from infer.engine.stats import EngineStats, Histogram
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
+from infer.server.explain.served import ServedPart, add_part
 from infer.server.state import RequestRecord, current_record
 
 FIRST_TOKEN_S = (
@@ -128,6 +130,10 @@ class MeteredClient:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()
 
+    async def explain(self, request_id: str) -> EngineStory | None:
+        """The story of a request that is served or was."""
+        return await self.client.explain(request_id)
+
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the engine; open requests get `EngineStopped` with the reason."""
         await self.client.close(reason)
@@ -175,6 +181,8 @@ class _RequestTimes:
         self._meter = meter
         self._submitted_at = perf_counter()
         record.mark("submit", self._submitted_at)
+        self._part = self._begin_story(meter.labels)
+        self._longest_gap_s = 0.0
         self._last_at: dict[int, float] = {}  # by sequence
         self._first_at: float | None = None
         self._queue_s = 0.0
@@ -193,7 +201,10 @@ class _RequestTimes:
                 self._begin(now, output)
             before = self._last_at.get(output.index)
             if before is not None:
-                self._meter.observe("inter_token_latency_seconds", now - before)
+                gap_s = now - before
+                self._meter.observe("inter_token_latency_seconds", gap_s)
+                if gap_s > self._longest_gap_s:
+                    self._longest_gap_s = gap_s
             self._last_at[output.index] = now
             self._num_tokens[output.index] += count
             self._meter.counts["generation_tokens"] += count
@@ -209,8 +220,27 @@ class _RequestTimes:
         """Count a sequence, or all, as stopped and not as aborted."""
         self._stopped |= self._open if index is None else {index}
 
+    def _begin_story(self, labels: tuple[str, str]) -> ServedPart | None:
+        """Keep what can be explained of this request, where that is wanted."""
+        record, request = self._record, self._request
+        if record.stories is None:
+            return None
+        if record.story is None:
+            record.story = record.stories.open(
+                record.request_id,
+                record.owner or "",
+                record.path,
+                record.arrived_at,
+                self._submitted_at,
+                [] if record.marks is None else record.marks,
+                request.request_id,
+            )
+        return add_part(record.story, request, labels, self._submitted_at)
+
     def _begin(self, now: float, output: StepOutput) -> None:
         self._first_at = now
+        if self._part is not None:
+            self._part.first_at = now
         self._queue_s = output.queue_s
         self._mark_stages(now, output)
         self._meter.observe("time_to_first_token_seconds", now - self._record.arrived_at)
@@ -242,9 +272,14 @@ class _RequestTimes:
             meter.finished[self._reason_of_end()] += 1
         record.num_prompt_tokens += len(self._request.prompt)
         record.num_output_tokens += num_tokens
+        if self._part is not None:
+            self._part.num_tokens, self._part.longest_gap_s = num_tokens, self._longest_gap_s
+            self._part.finish_reason = self._reason_of_end()
         if self._first_at is None:
             return
         last_at = max(self._last_at.values())
+        if self._part is not None:
+            self._part.last_at = last_at
         prefill_s = max(self._first_at - self._submitted_at - self._queue_s, 0.0)
         meter.observe("e2e_request_latency_seconds", last_at - record.arrived_at)
         meter.observe("request_prefill_time_seconds", prefill_s)

@@ -33,6 +33,7 @@ import orjson
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.server.explain.served import ServedRequests
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
 MAX_LOGGED_PATH = 200
+MAX_KEPT_ERROR = 300  # characters
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
 MODEL_HEADER = b"x-infer-model"
@@ -57,12 +59,19 @@ class AccessLog:
     """ASGI layer: id, record, log line and counts of every request."""
 
     def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, *, is_logged: bool, ignores_unknown: bool
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        *,
+        is_logged: bool,
+        ignores_unknown: bool,
+        stories: ServedRequests | None = None,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._is_logged = is_logged
         self._ignores_unknown = ignores_unknown
+        self._stories = stories if stories is not None and stories.limit else None
         self._health_status = 0  # of the last poll
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +86,9 @@ class AccessLog:
             with recording(record):
                 await self._app(scope, receive, send)
             return
-        if header_of(scope, TRACE_HEADER) not in (None, b"0"):
+        record.is_traced = header_of(scope, TRACE_HEADER) not in (None, b"0")
+        record.stories = self._stories
+        if record.is_traced or self._stories is not None:
             record.marks = []
         self._metrics.num_active += 1
         try:
@@ -99,7 +110,9 @@ class AccessLog:
                 message["headers"] = [*message.get("headers", ()), *id_headers]
                 for model in record.models[-1:]:
                     message["headers"].append((MODEL_HEADER, quote(model.name, safe=PLAIN_CHARS).encode()))
-                if record.marks is not None:
+                if record.story is not None:
+                    record.story.status, record.story.started_at = record.status, perf_counter()
+                if record.is_traced:
                     record.mark("send")
                     message["headers"].append((b"server-timing", record.timing.encode()))
             elif message["type"] == "http.response.body" and not message.get("more_body"):
@@ -129,6 +142,10 @@ class AccessLog:
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         method = scope["method"]
+        if (story := record.story) is not None and record.stories is not None:
+            story.ended_at, story.is_gone = perf_counter(), record.is_gone
+            story.error = None if record.error is None else record.error.message[:MAX_KEPT_ERROR]
+            record.stories.end(story)
         self._metrics.count_http(
             method,
             route_of(scope),

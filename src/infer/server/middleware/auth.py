@@ -2,6 +2,8 @@
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
     /admin/...                             the admin key; without one configured there are no such routes
+    /explain/...                           one of the API keys, which sees its own requests; or the admin
+                                           key, which sees all
     everything else, known or not          one of the API keys, if any is configured
 
 Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
@@ -33,6 +35,7 @@ PAGE_PATHS = ("/", "/ui")
 PAGE_PREFIX = "/ui/"
 DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
+EXPLAIN_PREFIX = "/explain/"
 
 
 def route_path(scope: Scope) -> str:
@@ -105,9 +108,11 @@ class Auth:
             return
         else:
             ring = self._clients
-        if ring.opens(key := key_of(scope)):
+        is_operator = path.startswith(EXPLAIN_PREFIX) and self._admins.opens(key_of(scope))
+        if ring.opens(key := key_of(scope)) or is_operator:
             if (record := current_record()) is not None:
-                record.asker = f"key {hashlib.sha256(key).hexdigest()}"
+                owner = hashlib.sha256(key).hexdigest()
+                record.asker, record.owner = f"key {owner}", None if is_operator else owner
                 if self._tenants is not None:
                     record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
             await self._app(scope, receive, send)

@@ -6,8 +6,8 @@ It does so for every method: a GET may bring a body too, and no other layer woul
 is compressed is refused with 415: how much it would become is not known before it is read.
 
 `Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
-watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts the
-requests inside, which is how a drain knows when the last one has left.
+watches the server (health, metrics, version, explain, the page) and the operator's routes pass. It also
+counts the requests inside, which is how a drain knows when the last one has left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config.knobs import parse_bytes
-from infer.server.middleware.auth import header_of, is_admin, is_open, route_path
+from infer.server.middleware.auth import EXPLAIN_PREFIX, header_of, is_admin, is_open, route_path
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState, mark
 
@@ -120,4 +120,5 @@ class Gate:
 
     def _is_always_open(self, path: str) -> bool:
         """Whether a path, below the root path as the router sees it, watches or operates the server."""
-        return path in WATCHING or is_admin(path) or is_open(path, self._state.config)
+        is_watching = path in WATCHING or path.startswith(EXPLAIN_PREFIX)
+        return is_watching or is_admin(path) or is_open(path, self._state.config)

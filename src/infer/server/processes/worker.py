@@ -8,6 +8,7 @@ from the same listening socket. Process 0 starts and watches the engines, and te
     serve, unserve       a model is served by these engines, in place of one of its name; it is not any more
     names, forget        aliases, the default model, those on demand; a prefix cache was emptied
     uses, scrape, stop   how models are used here; what was counted here; the end
+    served, alike        requests of an id that were served here; how many prompts begin alike
 
 It asks process 0 to load a model on demand, for stored responses, and what `forward.py` hands on.
 
@@ -38,6 +39,7 @@ from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
+from infer.server.explain.served import ServedRequest
 from infer.server.fleet.fleet import Fleet, make_encoder
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.board import Board
@@ -208,6 +210,14 @@ class Worker:
     def on_scrape(self) -> dict[str, Any]:
         """What was counted here."""
         return self._metrics.snapshot()
+
+    def on_served(self, name: str, owner: str | None) -> list[ServedRequest]:
+        """The requests of an owner that have this id and were served here."""
+        return self._state.stories.find(name, owner)
+
+    def on_alike(self, owner: str, prefixes: list[int], salt: bytes) -> list[int]:
+        """How many prompts of an owner begin with these prefixes and have another salt."""
+        return self._state.stories.count_alike(owner, tuple(prefixes), salt)
 
     def on_stop(self) -> None:
         """End."""

@@ -151,20 +151,24 @@ class Workers:
 
     async def scrape(self) -> list[dict[str, Any]]:
         """What each process has counted; one that does not answer within SCRAPE_TIMEOUT is left out."""
-        counted = await asyncio.gather(*map(self._scrape, self._processes))
-        return [each for each in counted if each is not None]
+        return await self.ask_all("scrape")
 
-    async def _scrape(self, process: _Process) -> dict[str, Any] | None:
+    async def ask_all(self, message: str, **body: Any) -> list[Any]:
+        """The answer of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
+        asked = [self._ask(process, message, body) for process in self._processes]
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+
+    async def _ask(self, process: _Process, message: str, body: dict[str, Any]) -> Any:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT):
-                counted: dict[str, Any] = await process.channel.call("scrape")
+                answer = await process.channel.call(message, body)
         except (TimeoutError, EngineStopped):  # it hangs, or its end is about to be known
             if not process.is_silent:
                 logger.error("API process silent, counts left out process=%d", process.number)
             process.is_silent = True
             return None
         process.is_silent = False
-        return counted
+        return answer
 
     async def close(self) -> None:
         """End every process: those that do not end by themselves are killed."""

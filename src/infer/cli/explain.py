@@ -1,0 +1,71 @@
+"""`infer explain`: why a request to a running server took as long as it did."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from infer.cli import flags
+from infer.errors import ConfigError, RequestError
+
+HELP = "tell why a request to a running server took as long as it did"
+DESCRIPTION = """\
+Ask a server for the life of a request: where its time went, why it waited, what became of its prompt,
+and what would have made it faster. It may be running, or be one of the last that have ended.
+"""
+USAGE = "ID [options]"
+EXAMPLES = """\
+examples:
+  infer explain chatcmpl-0f1c...             the id of an answer, or its header x-request-id
+  infer explain req-7f21 --url http://gpu-box:8000 --api-key KEY
+  infer explain req-7f21 --json              the same in numbers
+"""
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 30.0
+MAX_BYTES = 4 << 20  # of an answer
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    parser.add_argument("request_id", metavar="ID", help="the id of an answer, or its header x-request-id")
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, metavar="URL", help=f"the server to ask (default: {DEFAULT_URL})"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the key that the request was made with, or the server's admin key"
+    )
+    parser.add_argument("--json", action="store_true", help="print numbers and sentences as JSON")
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the server, and print what it says."""
+    base = args.url.rstrip("/").removesuffix("/v1")
+    url = f"{base}/explain/{urllib.parse.quote(args.request_id, safe='/')}"
+    headers = {"accept": "application/json" if args.json else "text/plain"}
+    if args.api_key is not None:
+        headers["authorization"] = f"Bearer {args.api_key}"
+    try:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            text = answer.read(MAX_BYTES).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:  # it is the answer, too
+            raise RequestError(_reason(error)) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: an address that is none
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"cannot reach {base}: {reason}; is the server running?") from None
+    print(text if args.json else text.rstrip("\n"))
+    return 0
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What a server says about a request that it does not explain."""
+    try:
+        return str(json.loads(error.read(1 << 16))["error"]["message"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return f"the server answered with status {error.code}; does it have /explain?"

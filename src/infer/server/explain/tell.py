@@ -1,0 +1,180 @@
+"""From the id of a request to its explanation: asked of all API processes and of the engines that served it.
+
+    id, owner ──► requests that any API process has served (served.py)      ──► the newest of them
+              ──► the story of each of its prompts, from its engine         ──► words and advice
+
+An engine answers between two steps. One that does not answer in time, was started again or has forgotten the
+request leaves its part of the story out, and the explanation says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from infer.engine.stories import EngineStory
+from infer.errors import EngineError
+from infer.server.explain import words
+from infer.server.explain.advice import advise
+from infer.server.explain.served import PREFIX_TOKENS, ServedPart, ServedRequest
+from infer.server.fleet.fleet import Fleet
+
+ENGINE_TIMEOUT_S = 5.0
+FORGOTTEN = (
+    "Its engine tells nothing of it: it does not answer, was started again, or has forgotten the request "
+    "after many others (explain_requests)."
+)
+
+
+async def explain(fleet: Fleet, name: str, owner: str | None) -> dict[str, Any] | None:
+    """The explanation of the newest request with this id that an owner may see; None: there is none."""
+    found = fleet.state.stories.find(name, owner)
+    for others in await fleet.ask_processes("served", name=name, owner=owner):
+        found += msgspec.convert(others, list[ServedRequest])
+    if not found:
+        return None
+    served = max(found, key=lambda each: each.arrived_at)
+    prompts = await asyncio.gather(*(_explain_part(fleet, served, part) for part in served.parts))
+    slowest = max(prompts, key=lambda each: float(each["total_ms"]))
+    return {
+        "id": served.request_id,
+        "object": "explanation",
+        "path": served.path,
+        "model": served.parts[0].model,
+        "created": int(served.arrived),
+        "status": served.status or None,
+        "state": "ended" if served.ended_at else slowest["state"],
+        "total_ms": slowest["total_ms"],
+        "milliseconds": slowest["milliseconds"],
+        "sentences": slowest["sentences"],
+        "advice": slowest["advice"],
+        "num_prompts": served.num_parts,
+        "prompts": prompts,
+    }
+
+
+def as_text(explanation: dict[str, Any]) -> str:
+    """An explanation as plain text, prompt by prompt."""
+    prompts, texts = explanation["prompts"], []
+    for number, prompt in enumerate(prompts):
+        which = f", prompt {number} of {explanation['num_prompts']}" if len(prompts) > 1 else ""
+        title = (
+            f"{explanation['id']} {explanation['path']}{which}: model {explanation['model']}, engine "
+            f"{prompt['engine']}, {prompt['state']}, {words.spell_s(prompt['total_ms'] / 1000)}"
+        )
+        seconds = {stage: value / 1000 for stage, value in prompt["milliseconds"].items()}
+        texts.append(words.to_text(title, seconds, prompt["sentences"], prompt["advice"]))
+    return "\n".join(texts)
+
+
+async def _explain_part(fleet: Fleet, served: ServedRequest, part: ServedPart) -> dict[str, Any]:
+    story = await _ask_engine(fleet, part)
+    if story is None:
+        return _without_engine(served, part)
+    alike = await _count_alike(fleet, served, part) if story.num_cached < PREFIX_TOKENS[-1] else []
+    return to_json(story, served, part, alike)
+
+
+async def _ask_engine(fleet: Fleet, part: ServedPart) -> EngineStory | None:
+    engine = next((m for m in fleet.metrics.meters if m.labels == (part.model, part.engine)), None)
+    if engine is None:  # its model is no longer served
+        return None
+    try:
+        async with asyncio.timeout(ENGINE_TIMEOUT_S):
+            return await engine.explain(part.engine_id)
+    except (TimeoutError, EngineError):
+        return None
+
+
+async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) -> list[int]:
+    """Prompts of the same owner that begin alike and have another salt, by the length that they share."""
+    if not part.prefixes:
+        return []
+    counts = fleet.state.stories.count_alike(served.owner, part.prefixes, part.salt)
+    asked = {"owner": served.owner, "prefixes": list(part.prefixes), "salt": part.salt}
+    for others in await fleet.ask_processes("alike", **asked):
+        counts = [a + b for a, b in zip(counts, others, strict=True)]
+    return counts
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
+    """What the server alone knows."""
+    first = part.first_at or part.last_at or served.ended_at or part.submitted_at
+    seconds = {"API": part.submitted_at - served.arrived_at, "engine": first - part.submitted_at}
+    if part.last_at:
+        seconds |= {"decode": part.last_at - first, "out": max(served.ended_at - part.last_at, 0.0)}
+    said = [FORGOTTEN]
+    if part.num_tokens:
+        said.append(f"It has made {words.spell_count(part.num_tokens, 'token')}.")
+    if part.finish_reason is not None:
+        said.append(f"It ended with {part.finish_reason}.")
+    if served.error is not None:
+        said.append(f"Its answer was an error: {served.error}")
+    return {
+        "engine_id": part.engine_id,
+        "engine": part.engine,
+        "state": "ended" if part.finish_reason is not None else "unknown",
+        "finish_reason": part.finish_reason,
+        "output_tokens": part.num_tokens,
+        "total_ms": _ms(sum(seconds.values())),
+        "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
+        "sentences": said,
+        "advice": [],
+    }
+
+
+def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: list[int]) -> dict[str, Any]:
+    """The numbers of one prompt, and what they mean."""
+    seconds = words.stages(story, served)
+    saved = words.saved_s(story)
+    return {
+        "engine_id": part.engine_id,
+        "engine": part.engine,
+        "state": words.state_of(story),
+        "finish_reason": part.finish_reason or story.finish_reason,
+        "error": story.error,
+        "prompt_tokens": story.num_prompt,
+        "output_tokens": story.num_output,
+        "first_token_ms": _ms(story.first_at - served.arrived_at) if story.first_at else None,
+        "longest_gap_ms": _ms(part.longest_gap_s),
+        "total_ms": _ms(sum(seconds.values())),
+        "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
+        "sentences": words.sentences(story, served, part),
+        "advice": advise(story, seconds, alike),
+        "queue": {
+            "steps": story.waited_steps,
+            "by_reason_ms": words.held_ms(story),
+            "waiting_before": story.num_ahead,
+            "running_then": story.num_running,
+            "overtaken_by": story.num_overtakers,
+        },
+        "cache": {"tokens": story.num_cached, "saved_ms": None if saved is None else _ms(saved)},
+        "chunks": {"count": story.num_chunks, "tokens": story.num_computed, "beside": story.most_beside},
+        "preemptions": {
+            "count": story.num_preemptions,
+            "swaps": story.num_swaps,
+            "blocks_moved": story.num_moved,
+            "tokens_recomputed": story.num_recomputed,
+            "ms": _ms(story.away_s),
+        },
+        "drafts": {
+            "proposed": story.num_drafts,
+            "accepted": story.num_accepted,
+            "steps": story.num_draft_steps,
+        },
+        "constraint": {
+            "compile_ms": _ms(seconds["compile"]),
+            "mask_ms": _ms(story.mask_s),
+            "jumped_tokens": story.num_jumped,
+        }
+        if story.is_structured
+        else None,
+        "events": words.event_lines(story),
+        "events_omitted": story.num_omitted,
+    }
