@@ -22,15 +22,18 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from infer.client.subscribers import CLOSED, OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import IDLE_S, Engine
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineClient(Protocol):
@@ -64,6 +67,10 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
+        ...
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it: its last steps, its blocks and its queue."""
         ...
 
     async def close(self, reason: str = CLOSED) -> None:
@@ -134,20 +141,11 @@ class InProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""
-        done: Future[int] = Future()
+        return await self._call(self._engine.reset_prefix_cache)
 
-        def reset() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                if self._stopped is not None:
-                    raise self._stopped
-                done.set_result(self._engine.reset_prefix_cache())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._post(reset)
-        return await asyncio.wrap_future(done)
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it, between two steps."""
+        return await self._call(self._engine.look)
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the thread after the step in flight; open requests get `EngineStopped` with the reason."""
@@ -166,6 +164,23 @@ class InProcessClient:
                 self._progress_at = time.monotonic()  # idle time is no lack of progress
             self._inbox.append(command)
             self._wake.notify()
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Let the engine's thread do something between two steps, and return what came of it."""
+        done: Future[T] = Future()
+
+        def answer() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                if self._stopped is not None:
+                    raise self._stopped
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._post(answer)
+        return await asyncio.wrap_future(done)
 
     def _notify(self) -> None:
         """Let the engine thread look for work."""

@@ -2,6 +2,8 @@
 
     server                                         engine
     Add, Unsubscribe, Abort, ResetPrefixCache  ──►
+    Look                                       ──►
+                                               ◄── LiveReport
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
                                                                process; the others get the counts now and then
@@ -23,6 +25,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from infer import errors
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError, InferError, RequestError
 from infer.scheduling.request import Request, StepOutput
@@ -78,6 +81,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Send a `LiveReport`, and write steps down for the next one."""
+
+    ticket: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
 
@@ -86,7 +95,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Look | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -128,7 +137,14 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     answers: list[Answer] = []
 
 
-Message: TypeAlias = Ready | StepReport | Failure
+class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a `Look`."""
+
+    ticket: int
+    snapshot: LiveSnapshot
+
+
+Message: TypeAlias = Ready | StepReport | LiveReport | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode  # what the server sent

@@ -38,6 +38,7 @@ from infer.client.link import EngineLink
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
 from infer.scheduling.request import Request, StepOutput
@@ -69,7 +70,7 @@ class ProcessClient:
         self._start_again = start_again
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
-        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._added: dict[str, int] = {}  # by request id: the number of the command that added it
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
@@ -122,14 +123,13 @@ class ProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        ticket = next(self._tickets)
-        self._send(messages.ResetPrefixCache(ticket))
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._calls[ticket] = done
-        try:
-            return await done
-        finally:
-            self._calls.pop(ticket, None)
+        num_blocks: int = await self._call(messages.ResetPrefixCache)
+        return num_blocks
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it."""
+        snapshot: LiveSnapshot = await self._call(messages.Look)
+        return snapshot
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
@@ -141,6 +141,16 @@ class ProcessClient:
         await self._process.close(timeout=0.0 if is_stuck else STOP_TIMEOUT)
 
     # -- calls ------------------------------------------------------------------------------------
+
+    async def _call(self, command: Callable[[int], messages.Command]) -> Any:
+        """Send a command with a ticket and wait for its answer."""
+        ticket = next(self._tickets)
+        self._send(command(ticket))
+        self._calls[ticket] = done = asyncio.get_running_loop().create_future()
+        try:
+            return await done
+        finally:
+            self._calls.pop(ticket, None)
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
@@ -181,6 +191,11 @@ class ProcessClient:
     # -- reports ----------------------------------------------------------------------------------
 
     def _take(self, message: messages.Message) -> None:
+        if isinstance(message, messages.LiveReport):
+            done = self._calls.get(message.ticket)
+            if done is not None and not done.done():  # else cancelled meanwhile
+                done.set_result(message.snapshot)
+            return
         assert isinstance(message, messages.StepReport), message
         if is_progress(self._stats, message.stats):
             self._progress_at = time.monotonic()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import errors
+from infer.cache.prefix_tree import Branch
 from infer.client.messages import (
     Abort,
     Add,
@@ -19,6 +20,8 @@ from infer.client.messages import (
     Command,
     Failure,
     Launch,
+    LiveReport,
+    Look,
     Message,
     Ping,
     Ready,
@@ -34,6 +37,7 @@ from infer.client.messages import (
 )
 from infer.config.settings import EngineConfig
 from infer.constraints.description import Reasoning, Structured
+from infer.engine.live import LiveRequest, LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
@@ -122,11 +126,22 @@ STATS = st.builds(
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))
+RUNS = st.lists(COUNTS, max_size=6)
+SNAPSHOTS = st.builds(
+    LiveSnapshot,
+    **dict.fromkeys(LiveSnapshot.__struct_fields__, COUNTS)
+    | dict.fromkeys(("made_at", "interval_s"), FLOATS)
+    | dict.fromkeys(("cells", "host_cells"), RUNS)
+    | {"counts": st.tuples(COUNTS, COUNTS, COUNTS, COUNTS), "host_bytes": st.tuples(COUNTS, COUNTS, COUNTS)}
+    | {"requests": st.lists(st.builds(LiveRequest, TEXT, TEXT, TEXT, *[COUNTS] * 7), max_size=3)}
+    | {"branches": st.lists(st.builds(Branch, *[COUNTS] * 5), max_size=3), "steps": st.binary(max_size=99)},
+)
 COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
     st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(ResetPrefixCache, ticket=COUNTS),
+    st.builds(Look, ticket=COUNTS),
     st.builds(Ping),
     st.builds(Stop),
 )
@@ -141,6 +156,7 @@ MESSAGES = st.one_of(
         outputs=st.lists(OUTPUTS, max_size=4),
         answers=st.lists(ANSWERS, max_size=3),
     ),
+    st.builds(LiveReport, ticket=COUNTS, snapshot=SNAPSHOTS),
 )
 
 

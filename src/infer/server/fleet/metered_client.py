@@ -25,6 +25,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.client.subscribers import CLOSED
 from infer.config.settings import CacheConfig
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, Histogram
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
@@ -127,6 +128,10 @@ class MeteredClient:
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it."""
+        return await self.client.look()
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the engine; open requests get `EngineStopped` with the reason."""
