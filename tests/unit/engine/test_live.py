@@ -1,4 +1,4 @@
-"""What a page is shown of an engine: the books of blocks after every step, the ring of steps, the reasons to wait.
+"""What a page is shown of an engine: the states of its blocks, its last steps, and why requests wait.
 
 The engine is real, its model is the token oracle, and the clock belongs to the test.
 """
@@ -89,7 +89,7 @@ def check_blocks(world: OracleWorld, snapshot: LiveSnapshot) -> None:
         elif code == SHARED:
             assert len(owners) > 1
         else:
-            assert [listed[code - FIRST_LISTED]] == [sequences[owner] for owner in owners]  # type: ignore[index]
+            assert [listed[code - FIRST_LISTED]] == [sequences[owner] for owner in owners]
     host = unrolled(snapshot.host_cells)
     assert len(host) == pool.num_host_blocks
     assert host.count(FREE) == usage.num_free_host_blocks

@@ -1,7 +1,8 @@
 """What only process 0 of a server can answer is asked there.
 
 `/health`, `/metrics` and the operator's routes are about the whole server. Another API process hands such a
-request on, with all its headers, and the answer back; so it is the same everywhere. Two questions are asked:
+request on, with all its headers, and the answer back; so it is the same everywhere. `/admin/live` is about
+one engine, which every process can ask, and its answer has no end: it stays. Two questions are asked:
 
     {"name": "4711/1", "method": ..., "headers": ..., "body": ...}    the request; its answer may take long
     {"left": "4711/1"}                                                its client has left meanwhile
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineStopped
 from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
-from infer.server.middleware.auth import HEALTH_PATH, is_admin, route_path
+from infer.server.middleware.auth import HEALTH_PATH, LIVE_PATH, is_admin, route_path
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -37,7 +38,8 @@ class Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on to the routes here, or to process 0."""
         path = route_path(scope) if scope["type"] == "http" else ""
-        if path not in (HEALTH_PATH, METRICS_PATH) and not is_admin(path):
+        is_whole = path in (HEALTH_PATH, METRICS_PATH) or (is_admin(path) and path != LIVE_PATH)
+        if not is_whole:
             await self._app(scope, receive, send)
             return
         request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}
