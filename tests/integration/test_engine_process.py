@@ -120,6 +120,8 @@ def test_a_real_model_answers_as_it_does_offline(checkpoint: str) -> None:
                     assert list(outputs[0].prompt_logprobs or ()) == offline.prompt_logprobs
             embedding = await embed(client, Request(request_id="e", prompt=(5, 6, 7), pooling="mean"))
             assert [embedding] == llm.embed([5, 6, 7], pooling="mean", normalize=False)
+            snapshot = await client.look()
+            assert sum(snapshot.counts) == snapshot.num_blocks and snapshot.counts[1] > 0
             assert await client.reset_prefix_cache() > 0
             assert client.stats().num_cached_blocks == 0
 

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
+import numpy as np
+
+from infer.engine.live import STEP_COLUMNS, LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.scheduling.request import Request, StepOutput
+
+
+def fake_snapshot(number: int, fields: dict[str, Any]) -> LiveSnapshot:
+    """A snapshot of an engine with eight free blocks and as many steps as `number`; `fields` differ."""
+    steps = np.zeros((number, len(STEP_COLUMNS)), dtype=np.int64)
+    steps[:, 0] = range(1, number + 1)
+    plain: dict[str, Any] = dict.fromkeys(LiveSnapshot.__struct_fields__, 0)
+    plain |= {"made_at": 1.0, "interval_s": 0.01, "blocks_per_cell": 1, "num_blocks": 8, "block_size": 4}
+    plain |= {"counts": (8, 0, 0, 0), "cells": [0, 8], "host_cells": [], "requests": [], "branches": []}
+    plain |= {"host_bytes": (3, 2, 1), "number": number, "steps": steps.tobytes()}
+    return LiveSnapshot(**(plain | fields))
 
 
 class FakeClient:
@@ -23,6 +38,8 @@ class FakeClient:
         self.requests: list[Request] = []
         self.num_open = 0
         self.num_resets = 0
+        self.num_looks = 0
+        self.sight: dict[str, Any] = {}  # fields of the snapshots it shows
         self.aborted: list[tuple[str, int | None]] = []
         self.is_closed = False
 
@@ -66,6 +83,12 @@ class FakeClient:
 
     async def explain(self, request_id: str) -> EngineStory | None:
         return None
+
+    async def look(self) -> LiveSnapshot:
+        self.num_looks += 1
+        if self.failure is not None:
+            raise self.failure
+        return fake_snapshot(self.num_looks, self.sight)
 
     async def close(self, reason: str = "") -> None:
         self.is_closed = True

@@ -58,8 +58,8 @@ ALLOWED: dict[str, set[str]] = {
         "tools",
     },
     "cli": {
-        "frontend", "bench", "learn", "tools", "client", "engine", "scheduling", "loader", "sampling", "constraints",
-        "server", "tokenizer", "dialects",
+        "frontend", "bench", "learn", "tools", "client", "engine", "scheduling", "loader", "sampling",
+        "constraints", "server", "tokenizer", "dialects",
     },
     "__init__": {"frontend", "sampling", "constraints"},  # imported when a name is first used
     "__main__": {"cli"},

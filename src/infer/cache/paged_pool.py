@@ -40,13 +40,13 @@ in `kv_store.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
 from infer.cache.layout import blocks_of_sequence, longest_sequence, window_blocks
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixNode, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
@@ -168,7 +168,7 @@ class PagedKVCachePool:
         books.num_entered = num_cached // size
         if books.num_entered:
             books.cursor = path[books.num_entered - 1].number
-        books.uncounted = (len(tokens), num_cached)
+        books.uncounted = (len(tokens), path, num_cached)
         return num_cached
 
     def _continuable(self, path: list[PrefixNode], num_tokens: int) -> int:
@@ -374,6 +374,20 @@ class PagedKVCachePool:
             num_hit_tokens=self._tree.num_hit_tokens,
             num_evicted_blocks=self._tree.num_evicted_blocks,
         )
+
+    @property
+    def free_blocks(self) -> Sequence[int]:
+        """The blocks without an owner; live, to be read only."""
+        return self._device.free
+
+    def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield every sequence's id, its device blocks and its host blocks, for pictures."""
+        for seq_id, books in self._sequences.items():
+            yield seq_id, books.holdings(), books.host_holdings()
+
+    def hottest_branches(self, limit: int) -> list[Branch]:
+        """The parts of the prefix tree that most prompts were found to begin with, `limit` at most."""
+        return self._tree.hottest(limit)
 
     def holdings(self) -> dict[Owner, frozenset[int]]:
         """The device blocks of every sequence, by its id, and of the prefix tree; a copy, for pictures."""

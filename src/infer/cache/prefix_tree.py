@@ -30,8 +30,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Final
+from heapq import heappop, heappush
+from itertools import groupby, islice
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,6 +45,8 @@ Blocks = tuple[int, ...]  # of each table: a block, or NO_BLOCK
 
 ROOT: Final = 0  # the number of the root
 NO_BLOCK: Final = -1
+NO_BRANCH: Final = -1
+MAX_CHILDREN: Final = 4096  # of one node, that `hottest` looks at
 ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 
@@ -56,7 +59,18 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collect
     label: Label  # the tokens of the edge that leads here
     parent: int  # its number
     depth: int  # blocks from the root to here
+    num_hits: int = 0  # admitted prompts that began with this prefix and did not compute it
     children: dict[Label, PrefixNode] = msgspec.field(default_factory=dict)
+
+
+class Branch(NamedTuple):
+    """A run of cached blocks that the same prompts were found to begin with."""
+
+    parent: int  # the place of the branch it continues in the same list; NO_BRANCH: it begins at the root
+    start: int  # blocks before it
+    stop: int  # blocks up to its end
+    num_hits: int
+    num_children: int  # ways in which the tree goes on
 
 
 class PrefixTree:
@@ -223,10 +237,46 @@ class PrefixTree:
         self._allocator.drop(blocks, PREFIX_TREE)
         return len(blocks)
 
-    def record(self, num_queried: int, num_hit: int) -> None:
-        """Count the tokens of one prompt, and how many of them the cache spared."""
+    def record(self, num_queried: int, path: Sequence[PrefixNode], num_hit: int) -> None:
+        """Count the tokens of one prompt, the nodes it was found in, and the tokens that they spared."""
         self.num_queried_tokens += num_queried
         self.num_hit_tokens += num_hit
+        for node in path:
+            node.num_hits += 1
+
+    def hottest(self, limit: int) -> list[Branch]:
+        """The branches with most hits, at most `limit`; each comes after the one that it continues.
+
+        A branch is a run of blocks that the same prompts have hit. Of one node's children the first
+        MAX_CHILDREN are looked at, so that the cost stays small in a tree of any width.
+        """
+        found: list[Branch] = []
+        heap: list[
+            tuple[int, int, PrefixNode, int]
+        ] = []  # hits (negative), number, node, place of its parent
+
+        def look(node: PrefixNode, place: int) -> None:
+            for child in islice(node.children.values(), MAX_CHILDREN):
+                if child.num_hits:
+                    heappush(heap, (-child.num_hits, child.number, child, place))
+
+        look(self._root, NO_BRANCH)
+        while heap and len(found) < limit:
+            _, _, first, parent = heappop(heap)
+            last = first
+            while (next_node := _only_heir(last)) is not None:
+                last = next_node
+            found.append(Branch(parent, first.depth - 1, last.depth, first.num_hits, len(last.children)))
+            look(last, len(found) - 1)
+        return found
+
+
+def _only_heir(node: PrefixNode) -> PrefixNode | None:
+    """The child that as many prompts have hit as the node itself; None: some of them ended or parted here."""
+    for child in islice(node.children.values(), MAX_CHILDREN):
+        if child.num_hits == node.num_hits:
+            return child
+    return None
 
 
 def _groups_of(windows: Sequence[int | None]) -> list[slice]:

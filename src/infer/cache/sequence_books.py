@@ -16,9 +16,10 @@ every call that depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infer.cache.prefix_tree import ROOT
+from infer.cache.prefix_tree import ROOT, PrefixNode
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +34,7 @@ class SequenceBooks:
     num_entered: int = 0  # blocks of each table that are in the tree, up to the cursor
     cursor: int = ROOT  # the number of the node after which its next full block goes
     host_tables: list[list[int]] | None = None  # not None: swapped out
-    uncounted: tuple[int, int] | None = None  # (prompt tokens, hit tokens), until it is admitted
+    uncounted: tuple[int, Sequence[PrefixNode], int] | None = None  # see `PrefixTree.record`, until admitted
 
     def holdings(self) -> list[int]:
         """Every device block the sequence holds, deepest first: the order in which they should idle."""

@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar
 
 from infer.client.subscribers import CLOSED, OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import IDLE_S, Engine
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, is_progress
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -71,6 +72,10 @@ class EngineClient(Protocol):
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is served or was; None: it is not known, or not any more."""
+        ...
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it: its last steps, its blocks and its queue."""
         ...
 
     async def close(self, reason: str = CLOSED) -> None:
@@ -146,6 +151,10 @@ class InProcessClient:
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: it is not known, or not any more."""
         return await self._call(lambda: self._engine.explain(request_id))
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it, between two steps."""
+        return await self._call(self._engine.look)
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the thread after the step in flight; open requests get `EngineStopped` with the reason."""

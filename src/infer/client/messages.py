@@ -3,6 +3,8 @@
     server                                         engine
     Add, Unsubscribe, Abort                    ──►
     ResetPrefixCache, Explain                  ──►
+    Look                                       ──►
+                                               ◄── LiveReport
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
                                                                process; the others get the counts now and then
@@ -24,6 +26,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from infer import errors
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, InferError, RequestError
@@ -88,6 +91,12 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
 
 
+class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Send a `LiveReport`, and write steps down for the next one."""
+
+    ticket: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
 
@@ -96,7 +105,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Look | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -139,7 +148,14 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     answers: list[Answer] = []
 
 
-Message: TypeAlias = Ready | StepReport | Failure
+class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to a `Look`."""
+
+    ticket: int
+    snapshot: LiveSnapshot
+
+
+Message: TypeAlias = Ready | StepReport | LiveReport | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode  # what the server sent

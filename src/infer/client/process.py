@@ -147,6 +147,14 @@ class EngineServer:
             story = self._engine.explain(command.request_id)
             link.answers.append(messages.Answer(command.ticket, None, None, story))
 
+        elif isinstance(command, messages.Look):
+            try:
+                report = messages.LiveReport(command.ticket, self._engine.look())
+                link.socket.send(messages.encode(report))
+            except Exception as error:  # a picture that cannot be drawn must not stop any request
+                logger.exception("no live snapshot")
+                self._answer_error(link, command.ticket, error)
+
     def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 

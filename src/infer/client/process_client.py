@@ -39,6 +39,7 @@ from infer.client.messages import Answer
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
@@ -71,7 +72,7 @@ class ProcessClient:
         self._start_again = start_again
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._added: dict[str, int] = {}  # by request id: the number of the command that added it
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
@@ -124,13 +125,19 @@ class ProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        answer = await self._call(messages.ResetPrefixCache(next(self._tickets)))
+        answer: Answer = await self._call(messages.ResetPrefixCache(next(self._tickets)))
         assert answer.result is not None
         return answer.result
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: this engine does not know it, or not any more."""
-        return (await self._call(messages.Explain(next(self._tickets), request_id))).story
+        answer: Answer = await self._call(messages.Explain(next(self._tickets), request_id))
+        return answer.story
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it."""
+        snapshot: LiveSnapshot = await self._call(messages.Look(next(self._tickets)))
+        return snapshot
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
@@ -143,10 +150,10 @@ class ProcessClient:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def _call(self, command: messages.ResetPrefixCache | messages.Explain) -> Answer:
+    async def _call(self, command: messages.ResetPrefixCache | messages.Explain | messages.Look) -> Any:
         """Send a command and wait for its answer; raises what went wrong."""
         self._send(command)
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[command.ticket] = done
         try:
             return await done
@@ -192,6 +199,11 @@ class ProcessClient:
     # -- reports ----------------------------------------------------------------------------------
 
     def _take(self, message: messages.Message) -> None:
+        if isinstance(message, messages.LiveReport):
+            done = self._calls.get(message.ticket)
+            if done is not None and not done.done():  # else cancelled meanwhile
+                done.set_result(message.snapshot)
+            return
         assert isinstance(message, messages.StepReport), message
         if is_progress(self._stats, message.stats):
             self._progress_at = time.monotonic()

@@ -45,6 +45,10 @@ class CompilingRequests(Generic[T]):
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
+    def __iter__(self) -> Iterator[T]:
+        """The requests that wait, the oldest first."""
+        return iter([request for request, _ in self._waiting.values()])
+
     @property
     def num_jobs(self) -> int:
         """Requests that wait, or jobs that no thread has got rid of yet, whichever are more.

@@ -61,6 +61,7 @@ from infer.constraints.compiling import CompilingRequests
 from infer.constraints.token_bytes import TokenBytes
 from infer.engine.admission import admit, seed_of
 from infer.engine.host_half import HostHalf
+from infer.engine.live import LiveSnapshot, LiveView
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable, unserved
@@ -88,6 +89,7 @@ class _Flight(NamedTuple):
     step: PendingStep
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
     result: StepResult | None = None  # once it has been read
+    launched_at: float = 0.0  # on the clock of the live view, while that is on
 
 
 class Engine:
@@ -143,6 +145,7 @@ class Engine:
         )
         self._step_tokens = Histogram(STEP_TOKENS)
         self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
+        self._live = LiveView(scheduler, clock)  # what pages see, while any look
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -277,6 +280,10 @@ class Engine:
             **self._form,
         )
 
+    def look(self) -> LiveSnapshot:
+        """The engine as a page shows it; for some seconds from now on steps are written down for the next."""
+        return self._live.look(group for group, _ in self._compiling)
+
     def _draft_counts(self) -> dict[str, Any]:
         if self.speculation is None:
             return {}
@@ -353,7 +360,7 @@ class Engine:
         self._has_drafts = plan.chunks.num_drafts > 0
         if self._is_guided:
             return self._sample(plan, step)
-        self._flights.append(_Flight(plan, step, set()))
+        self._flights.append(_Flight(plan, step, set(), launched_at=self._launched_at()))
         return self._retire(all_but=self._num_ahead)
 
     def _sample(self, plan: StepPlan, step: PendingStep) -> list[StepOutput]:
@@ -377,7 +384,7 @@ class Engine:
             self._unreported += outputs + self._conclude_read() + self._give_up(plan, error)
             raise
         dropped: set[int] = set()
-        self._flights.append(_Flight(plan, step, dropped))
+        self._flights.append(_Flight(plan, step, dropped, launched_at=self._launched_at()))
         if self._guided.may_jump(plan):
             outputs += self._retire(all_but=1)
             outputs += self._guided.jump(plan, dropped)
@@ -408,6 +415,9 @@ class Engine:
             return min(self._steps_ahead, 2)
         is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
+
+    def _launched_at(self) -> float:
+        return self._live.clock() if self._live.is_on else 0.0
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
         """Wait for the steps under way, but for the last ones, and report what came of them."""
@@ -446,8 +456,10 @@ class Engine:
 
     def _conclude(self, flight: _Flight) -> list[StepOutput]:
         """Report what came of a step that has been read."""
-        plan, _, _, result = flight
+        plan, step, _, result, launched_at = flight
         assert result is not None
+        if self._live.is_on:
+            self._live.note(plan, result.ids, launched_at=launched_at, in_graph=step.in_graph)
         if plan.chunks.num_drafts:
             if self.speculation is not None:
                 self.speculation.judge(plan, result.ids)

@@ -77,15 +77,18 @@ class PendingStep:
     has room for masks.
     """
 
-    __slots__ = ("_launch", "_lines_KW", "_memory", "_result")
+    __slots__ = ("_launch", "_lines_KW", "_memory", "_result", "in_graph")
 
     def __init__(
         self,
         flags: int,
         launch: Callable[[StepMasks], Pending[StepResult]],
         memory: Callable[[int], np.ndarray],
+        *,
+        in_graph: bool = False,
     ) -> None:
         self._launch, self._memory = launch, memory
+        self.in_graph = in_graph  # whether its model runs in a captured graph, for pictures
         self._result = None if flags & AWAITS_MASKS else launch(NO_MASKS)
 
     def masks(self, count: int) -> np.ndarray:

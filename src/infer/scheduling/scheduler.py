@@ -80,6 +80,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.hold = NEXT_STEP  # why the last plan let no more in: one of HOLDS
         self.watch: SequenceWatch | None = None
+        self.num_forks = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
         self._num_beams = 0  # running
@@ -108,6 +109,7 @@ class Scheduler:
             self.pool.fork(parent.seq_id, child.seq_id, parent.num_computed)
         else:
             self.pool.match_prefix(child.seq_id, ())
+        self.num_forks += 1
         child.num_tokens, child.num_computed = parent.num_tokens, parent.num_computed
         if parent.num_slots > 1:  # the child moves into one of the places its parent was admitted with
             parent.num_slots -= 1

@@ -40,6 +40,7 @@ from infer.server.routes import (
     embeddings,
     explain,
     health,
+    live,
     llama_cpp,
     messages,
     models,
@@ -90,8 +91,9 @@ def build_app(
 ) -> FastAPI:
     """The application around a state; its engines are started and stopped by the caller.
 
-    `check_host` adds the check of the Host header that a server on loopback needs (host_check.py). In an API
-    process other than 0, `ask` reaches process 0 (forward.py).
+    `check_host` adds the check of the Host header that a server on loopback needs (host_check.py), and lets
+    its clients look at the engines without a key. In an API process other than 0, `ask` reaches process 0
+    (forward.py).
     """
     config = state.config
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
@@ -111,6 +113,7 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
+    app.state.live = live.LiveFeeds()
     parts = (
         completions,
         chat,
@@ -128,6 +131,8 @@ def build_app(
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
+    if config.admin_key is not None or check_host:
+        routers.append(live.router)
     routers.append(pages.make_router() if config.ui else ollama.root)
     if config.docs:
         routers.append(pages.make_docs_router())
@@ -140,7 +145,7 @@ def build_app(
         app.add_middleware(Forward, ask=ask)
     app.add_middleware(Gate, state=state)
     app.add_middleware(BodyLimit, max_body_size=config.max_body_size)
-    app.add_middleware(Auth, config=config)
+    app.add_middleware(Auth, config=config, is_private=check_host)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

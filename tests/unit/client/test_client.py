@@ -400,3 +400,20 @@ def test_logprobs_count_as_unread_and_one_output_may_be_of_any_size() -> None:
         assert isinstance(await queue.get(), RequestError)
 
     asyncio.run(main())
+
+
+def test_a_look_is_taken_between_two_steps() -> None:
+    async def main() -> None:
+        client, engine = make_client()
+        first = await client.look()
+        assert first.num_blocks == sum(first.counts) == 64
+        async for _ in client.generate(make_request(1)):
+            pass
+        engine._live._next_at = 0.0
+        snapshot = await client.look()
+        assert snapshot.number == first.number + 1 and snapshot.steps and snapshot.counts[1] > 0
+        await client.close()
+        with pytest.raises(EngineStopped):
+            await client.look()
+
+    asyncio.run(main())

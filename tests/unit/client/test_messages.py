@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import errors
+from infer.cache.prefix_tree import Branch
 from infer.client.messages import (
     Abort,
     Add,
@@ -20,6 +21,8 @@ from infer.client.messages import (
     Explain,
     Failure,
     Launch,
+    LiveReport,
+    Look,
     Message,
     Ping,
     Ready,
@@ -35,6 +38,7 @@ from infer.client.messages import (
 )
 from infer.config.settings import EngineConfig
 from infer.constraints.description import Reasoning, Structured
+from infer.engine.live import LiveRequest, LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory, StoryEvent
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
@@ -131,12 +135,23 @@ STORIES = st.builds(
     events=st.lists(st.builds(StoryEvent, COUNTS, COUNTS, FLOATS, COUNTS, COUNTS), max_size=3),
 )
 ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES), story=some(STORIES))
+RUNS = st.lists(COUNTS, max_size=6)
+SNAPSHOTS = st.builds(
+    LiveSnapshot,
+    **dict.fromkeys(LiveSnapshot.__struct_fields__, COUNTS)
+    | dict.fromkeys(("made_at", "interval_s"), FLOATS)
+    | dict.fromkeys(("cells", "host_cells"), RUNS)
+    | {"counts": st.tuples(COUNTS, COUNTS, COUNTS, COUNTS), "host_bytes": st.tuples(COUNTS, COUNTS, COUNTS)}
+    | {"requests": st.lists(st.builds(LiveRequest, TEXT, TEXT, TEXT, *[COUNTS] * 7), max_size=3)}
+    | {"branches": st.lists(st.builds(Branch, *[COUNTS] * 5), max_size=3), "steps": st.binary(max_size=99)},
+)
 COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
     st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(ResetPrefixCache, ticket=COUNTS),
     st.builds(Explain, ticket=COUNTS, request_id=TEXT),
+    st.builds(Look, ticket=COUNTS),
     st.builds(Ping),
     st.builds(Stop),
 )
@@ -151,6 +166,7 @@ MESSAGES = st.one_of(
         outputs=st.lists(OUTPUTS, max_size=4),
         answers=st.lists(ANSWERS, max_size=3),
     ),
+    st.builds(LiveReport, ticket=COUNTS, snapshot=SNAPSHOTS),
 )
 
 

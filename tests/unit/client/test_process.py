@@ -21,6 +21,8 @@ from infer.client.client import embed as embed_prompt
 from infer.client.messages import (
     Add,
     Command,
+    LiveReport,
+    Look,
     Ping,
     Ready,
     StepReport,
@@ -52,6 +54,7 @@ class ScriptedLink:
     def __init__(self, *turns: Sequence[Command]) -> None:
         self._turns = deque(deque(turn) for turn in turns)
         self.reports: list[StepReport] = []
+        self.sights: list[LiveReport] = []
         self._is_awaited = False
         self._readable = os.open("/dev/zero", os.O_RDONLY)
 
@@ -79,6 +82,9 @@ class ScriptedLink:
 
     def send(self, data: bytes) -> None:
         message = decode_message(data)
+        if isinstance(message, LiveReport):
+            self.sights.append(message)
+            return
         assert isinstance(message, StepReport)
         self.reports.append(message)
 
@@ -146,6 +152,25 @@ def test_embeddings_and_requests_share_the_places_to_wait() -> None:
 def test_a_ping_is_answered_by_a_report() -> None:
     (report,) = serve([Ping()])
     assert report.num_commands == 1
+
+
+def test_a_look_is_answered_with_what_the_engine_does() -> None:
+    link = ScriptedLink([Look(7), add(1)], [Look(8)])
+    EngineServer(make_engine(), [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
+    (first, second) = link.sights
+    assert (first.ticket, second.ticket) == (7, 8)
+    assert first.snapshot.num_blocks == sum(first.snapshot.counts) == 64
+
+
+def test_a_snapshot_that_fails_is_an_answer_and_no_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Engine) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Engine, "look", fail)
+    reports = serve([Look(7), add(1)])
+    (answer,) = [answer for report in reports for answer in report.answers]
+    assert answer.ticket == 7 and answer.failure is not None and answer.failure.kind == "EngineError"
+    assert [ticket for report in reports for ticket in report.tickets] == [1] * 5
 
 
 def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Steps:
 def test_memory_kept_for_later_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
-    assert steps.run(SIZE) is LOGITS
+    assert steps.run(SIZE) is LOGITS and steps.graphs.is_replaying
     assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 2, [SIZE])
 
 
@@ -99,6 +99,7 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
     steps = Steps(monkeypatch, num_failures=2)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
     steps.run(SIZE)
+    assert not steps.graphs.is_replaying
     assert (steps.recorder.num_replays, steps.launched, steps.sampled) == (0, [SIZE] * 2, [SIZE] * 2)
 
 

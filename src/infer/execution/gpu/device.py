@@ -204,6 +204,7 @@ class GpuDevice:
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; see the module's docstring for the order of things."""
         late, self._late = self._late, None  # whatever comes of this order, they are for no other
+        self.graphs.is_replaying = False
         try:
             if len(order.transfers):
                 self.store.transfer(order.moves())
@@ -214,7 +215,8 @@ class GpuDevice:
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
         memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
-        return PendingStep(order.flags, partial(self._launch_sampler, order, late, sample), memory)
+        launch, in_graph = partial(self._launch_sampler, order, late, sample), self.graphs.is_replaying
+        return PendingStep(order.flags, launch, memory, in_graph=in_graph)
 
     def path_of(self, order: StepOrder) -> str:
         """The way in which this order is computed, in words for people."""

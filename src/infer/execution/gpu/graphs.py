@@ -154,6 +154,7 @@ class StepGraphs:
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
+        self.is_replaying = False  # whether the last forward was that of a captured graph
         self._pool: Any = None  # a handle
         self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; whether it is taken
 
@@ -215,6 +216,7 @@ class StepGraphs:
         `sample` comes behind it, and no other step between the two.
         """
         captured = self._graphs.get(size)
+        self.is_replaying = captured is not None
         if captured is None:
             self._logits_SV = None  # those of a step that failed before it was sampled
             self._logits_SV = self._forward(size)

@@ -25,6 +25,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.client.subscribers import CLOSED
 from infer.config.settings import CacheConfig
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, Histogram
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
@@ -133,6 +134,10 @@ class MeteredClient:
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is served or was."""
         return await self.client.explain(request_id)
+
+    async def look(self) -> LiveSnapshot:
+        """The engine as a page shows it."""
+        return await self.client.look()
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the engine; open requests get `EngineStopped` with the reason."""

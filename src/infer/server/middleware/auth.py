@@ -1,7 +1,8 @@
 """Which requests need which key: every path is closed unless listed open.
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
-    /admin/...                             the admin key; without one configured there are no such routes
+    /admin/...                             the admin key; without one configured there are no such routes,
+                                           but for /admin/live where only this machine can ask
     /explain/...                           one of the API keys, which sees its own requests; or the admin
                                            key, which sees all
     everything else, known or not          one of the API keys, if any is configured
@@ -36,6 +37,7 @@ PAGE_PREFIX = "/ui/"
 DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
 EXPLAIN_PREFIX = "/explain/"
+LIVE_PATH = "/admin/live"
 
 
 def route_path(scope: Scope) -> str:
@@ -81,9 +83,10 @@ class KeyRing:
 class Auth:
     """ASGI layer: lets a request through, or answers 401 (404 where admin routes are off)."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, *, is_private: bool = False) -> None:
         self._app = app
         self._config = config
+        self._is_private = is_private  # only this machine can ask, and it needs no key
         self._clients = KeyRing(config.api_key)
         self._tenants = _tenant_secret(config.api_key) if config.cache_isolation == "key" else None
         self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
@@ -97,7 +100,7 @@ class Auth:
             await send({"type": "websocket.close", "code": 1008})  # the server has no websockets
             return
         path = route_path(scope)
-        if is_admin(path):
+        if is_admin(path) and not (path == LIVE_PATH and self._is_private and not self._admins):
             if not self._admins:
                 message = "admin routes are off; start the server with --admin-key to use them"
                 await ApiError(status=404, message=message).send_unread(scope, receive, send)

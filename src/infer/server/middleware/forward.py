@@ -1,7 +1,8 @@
 """What only process 0 of a server can answer is asked there.
 
 `/health`, `/metrics`, `/explain/...` and the operator's routes are about the whole server. Another API
-process hands such a request on, with all its headers, and the answer back; so it is the same everywhere. Two
+process hands such a request on, with all its headers, and the answer back; so it is the same everywhere.
+`/admin/live` is about one engine, which every process can ask, and its answer has no end: it stays. Two
 questions are asked:
 
     {"name": "4711/1", "method": ..., "headers": ..., "body": ...}    the request; its answer may take long
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.errors import EngineStopped
 from infer.server.asgi_call import call_app
 from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
-from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, is_admin, route_path
+from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, LIVE_PATH, is_admin, route_path
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -40,7 +41,7 @@ class Forward:
         """Pass one request on to the routes here, or to process 0."""
         path = route_path(scope) if scope["type"] == "http" else ""
         is_whole = path in (HEALTH_PATH, METRICS_PATH) or path.startswith(EXPLAIN_PREFIX)
-        if not is_whole and not is_admin(path):
+        if not is_whole and (path == LIVE_PATH or not is_admin(path)):
             await self._app(scope, receive, send)
             return
         request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}

@@ -1,0 +1,348 @@
+"""What a page shows that looks at a running engine: its last steps, its blocks, its queue, its prefix tree.
+
+    page looks  ──► LiveView.look()   turns the view on for WATCH_S more seconds; returns a LiveSnapshot
+    step ends   ──► LiveView.note()   writes one row of integers into a ring; called only while the view is on
+
+While nobody looks, a step costs one look at a flag. A snapshot is made between two steps, at most every
+MIN_INTERVAL_S and so rarely that all of them take at most MAX_SHARE of the time: where one takes long, the
+next comes later. Whoever asks earlier gets the last one again, so many pages cost as much as one.
+
+**Blocks** are drawn as a row of cells, one per block, in the order of their numbers:
+
+    code     0 free   1 cached: only the prefix tree holds it   2 shared: two or more sequences hold it
+             3 held by a sequence of a request that is not listed   4 + i: held by one of `requests[i]`
+    cells    [4, 3, 2, 1, 0, 252]    run lengths: 3 blocks of request 0, 1 shared, 252 free
+
+More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows what most of them are (where two
+kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the first
+one held. `counts` are exact.
+
+A snapshot holds ids and counts. No token, no text and no prompt is in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from heapq import nsmallest
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from infer.cache.memory import free_host_bytes, host_memory
+from infer.cache.prefix_tree import Branch
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence, SequenceGroup
+
+WATCH_S: Final = 3.0  # after the last look, in which steps are still written down
+MIN_INTERVAL_S: Final = 0.1  # between two snapshots
+MAX_SHARE: Final = 0.005  # of the time, that snapshots may take
+SLOW_INTERVAL_S: Final = 1.0  # between two looks at what changes slowly: the prefix tree, the host's memory
+MAX_STEPS: Final = 512  # rows of the ring
+MAX_CELLS: Final = 4096
+MAX_RUNNING: Final = 256  # requests that are listed
+MAX_WAITING: Final = 100  # likewise
+MAX_BRANCHES: Final = 24
+
+FREE, CACHED, SHARED, UNLISTED, FIRST_LISTED = range(5)  # codes of blocks
+HELD: Final = UNLISTED  # the kind of every block that one sequence holds
+NUM_KINDS: Final = HELD + 1
+
+Held = tuple[int, list[int], list[int]]  # the code of a sequence's request, its blocks, its host blocks
+
+STEP_COLUMNS: Final = (
+    "step",
+    "decode_rows",  # sequences that computed their last token, and drafts after it
+    "prompt_rows",  # chunks of prompts, and of what a preempted sequence computes again
+    "prompt_tokens",  # in these chunks
+    "drafts",  # judged by the step
+    "accepted",  # of these
+    "forks",  # sequences that began as copies, since the row before
+    "preemptions",
+    "transfers",  # blocks copied or swapped before the step
+    "in_graph",  # 1: the model ran in a captured graph
+    "microseconds",  # from the launch of the step, or from the end of the one before, to its end
+)
+
+
+class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Where one request stands; counts of several sequences are added up."""
+
+    request_id: str
+    state: str  # "decode", "prefill" or "waiting"
+    waits_for: str  # see `waits_for`; empty: it runs
+    num_sequences: int
+    num_prompt: int  # tokens
+    num_output: int  # tokens
+    num_computed: int  # tokens whose keys and values are in the cache
+    num_cached: int  # prompt tokens found there when it was admitted
+    num_blocks: int  # references to device blocks
+    num_host_blocks: int
+
+
+class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine between two steps."""
+
+    number: int  # counts snapshots, from 1
+    made_at: float  # seconds since 1970
+    interval_s: float  # until the next one can be had
+    step: int  # of the scheduler
+    num_running: int  # sequences
+    num_waiting: int  # sequences, those included whose constraint is being compiled
+    max_batch_size: int
+    token_budget: int
+    block_size: int
+    num_blocks: int
+    blocks_per_cell: int
+    counts: tuple[int, int, int, int]  # blocks that are free, cached, shared, held by one sequence
+    cells: list[int]  # run lengths: a code and how many cells have it, alternating
+    num_host_blocks: int
+    host_blocks_per_cell: int
+    host_cells: list[int]
+    requests: list[LiveRequest]  # running ones by urgency, then waiting ones in the order of their turns
+    num_unlisted: int  # sequences that belong to no listed request
+    branches: list[Branch]  # of the prefix tree, in blocks
+    host_bytes: tuple[int, int, int]  # the machine's memory, what this process uses, what is free
+    steps: bytes  # rows of int64, see STEP_COLUMNS, the oldest first
+
+
+class LiveView:
+    """The ring of steps and the last snapshot of one engine; the engine's thread owns it."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.is_on = False
+        self.clock = clock
+        self._scheduler = scheduler
+        self._until = 0.0
+        self._rows = np.zeros((0, len(STEP_COLUMNS)), dtype=np.int64)
+        self._num_rows = 0  # written since the view was turned on
+        self._num_forks = 0  # counted up to the last row
+        self._ended_at = 0.0  # the end of the last step
+        self._last: LiveSnapshot | None = None
+        self._num_made = 0
+        self._next_at = 0.0
+        self._slow: tuple[float, list[Branch], tuple[int, int, int]] = (-np.inf, [], (0, 0, 0))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def note(self, plan: StepPlan, ids: Seq[Seq[int]], *, launched_at: float, in_graph: bool) -> None:
+        """Write down a step that has ended, before its drafts are taken back; turns off what nobody sees."""
+        now = self.clock()
+        if now > self._until:
+            self.is_on, self._last = False, None
+            return
+        chunks = plan.chunks
+        num_rows = num_decoding = len(chunks)
+        num_tokens = num_accepted = 0
+        if not chunks.is_repeated:
+            lengths = chunks.stops - chunks.starts
+            prompts = np.fromiter((seq.num_prompt for seq in chunks.sequences), np.int64, num_rows)
+            decodes = chunks.draws & (chunks.starts >= prompts)
+            if chunks.num_drafts:
+                pairs = zip(chunks.sequences, ids, strict=True)
+                num_accepted = sum(max(len(drawn) - 1, 0) for seq, drawn in pairs if seq.drafts)
+            else:
+                decodes &= lengths == 1
+            num_decoding = int(np.count_nonzero(decodes))
+            num_tokens = int(lengths[~decodes].sum())
+        began_at = max(launched_at, self._ended_at)
+        self._rows[self._num_rows % MAX_STEPS] = (
+            plan.step,
+            num_decoding,
+            num_rows - num_decoding,
+            num_tokens,
+            chunks.num_drafts,
+            num_accepted,
+            self._scheduler.num_forks - self._num_forks,
+            len(plan.preempted),
+            len(plan.transfers),
+            in_graph,
+            round(1e6 * (now - began_at)) if launched_at else 0,
+        )
+        self._num_rows += 1
+        self._num_forks, self._ended_at = self._scheduler.num_forks, now
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def look(self, compiling: Iterable[SequenceGroup] = ()) -> LiveSnapshot:
+        """The engine as of now, or as of a moment ago; `compiling` are requests beside the queue."""
+        now = self.clock()
+        if not self.is_on or now > self._until:
+            self.is_on, self._num_rows = True, 0
+            self._num_forks = self._scheduler.num_forks
+            self._rows = np.zeros((MAX_STEPS, len(STEP_COLUMNS)), dtype=np.int64)
+        self._until = now + WATCH_S
+        if self._last is None or now >= self._next_at:
+            self._last = self._make(now, list(compiling))
+        return self._last
+
+    def _make(self, now: float, compiling: list[SequenceGroup]) -> LiveSnapshot:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        running, waiting = scheduler.running, [seq for seq in scheduler.sequences() if not seq.is_running]
+        groups = {id(seq.group): seq.group for seq in running[: 4 * MAX_RUNNING]}
+        listed = dict(list(groups.items())[:MAX_RUNNING])
+        turns = nsmallest(MAX_WAITING, waiting, key=lambda seq: seq.sort_key)
+        listed |= {id(seq.group): seq.group for seq in turns}
+        codes = {group: FIRST_LISTED + place for place, group in enumerate(listed)}
+        owners = {seq.seq_id: codes.get(id(seq.group), UNLISTED) for seq in (*running, *waiting)}
+        held = [
+            (owners.get(seq_id, UNLISTED), blocks, swapped)
+            for seq_id, blocks, swapped in pool.tables_of_all()
+        ]
+        codes_of_blocks = _codes([row[:2] for row in held], pool.num_blocks, pool.free_blocks)
+        host = _codes([(code, swapped) for code, _, swapped in held], pool.num_host_blocks)
+        per_cell, cells = _cells(codes_of_blocks)
+        host_per_cell, host_cells = _cells(host)
+        first = turns[0].group if turns else None
+        requests = [
+            _describe(group, scheduler, *num_held, is_first=group is first)
+            for group, num_held in zip(listed.values(), _tally(held, len(listed)), strict=True)
+        ]
+        room = MAX_WAITING - min(len(turns), MAX_WAITING)
+        requests += [_compiling(group) for group in compiling[:room]]
+        num_listed = sum(code != UNLISTED for code in owners.values()) + min(len(compiling), room)
+        branches, host_bytes = self._look_slowly(now)
+        self._num_made += 1
+        cost_s = self.clock() - now
+        interval_s = max(MIN_INTERVAL_S, cost_s / MAX_SHARE)
+        self._next_at = now + interval_s
+        free, cached, shared, owned = np.bincount(
+            np.minimum(codes_of_blocks, HELD), minlength=NUM_KINDS
+        ).tolist()
+        return LiveSnapshot(
+            number=self._num_made,
+            made_at=time.time(),
+            interval_s=interval_s,
+            step=scheduler.step,
+            num_running=len(running),
+            num_waiting=len(waiting) + len(compiling),
+            max_batch_size=scheduler.config.max_batch_size,
+            token_budget=scheduler.config.max_num_batched_tokens,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            blocks_per_cell=per_cell,
+            counts=(free, cached, shared, owned),
+            cells=cells,
+            num_host_blocks=pool.num_host_blocks,
+            host_blocks_per_cell=host_per_cell,
+            host_cells=host_cells,
+            requests=requests,
+            num_unlisted=len(owners) + len(compiling) - num_listed,
+            branches=branches,
+            host_bytes=host_bytes,
+            steps=self._last_rows(),
+        )
+
+    def _last_rows(self) -> bytes:
+        first = self._num_rows % MAX_STEPS
+        if self._num_rows <= MAX_STEPS:
+            return self._rows[: self._num_rows].tobytes()
+        return self._rows[first:].tobytes() + self._rows[:first].tobytes()
+
+    def _look_slowly(self, now: float) -> tuple[list[Branch], tuple[int, int, int]]:
+        looked_at, branches, host_bytes = self._slow
+        if now - looked_at >= SLOW_INTERVAL_S:
+            branches = self._scheduler.pool.hottest_branches(MAX_BRANCHES)
+            host_bytes = (*host_memory(), free_host_bytes())
+            self._slow = now, branches, host_bytes
+        return branches, host_bytes
+
+
+def waits_for(seq: Sequence, scheduler: Scheduler, *, is_first: bool) -> str:
+    """The first thing a waiting sequence lacks, as far as counts can tell.
+
+    "place": the batch is full. "blocks": its tokens need more blocks than can be had; what the prefix tree
+    would spare is not looked up. "turn": sequences come in strictly in order, and others are before it.
+    "budget": the steps' tokens are spent on others, or no step has been planned since it came.
+    """
+    if scheduler.num_free_places < seq.num_slots:
+        return "place"
+    if scheduler.pool.blocks_of(seq.num_tokens) > scheduler.pool.num_free_blocks:
+        return "blocks"
+    return "budget" if is_first else "turn"
+
+
+def _describe(
+    group: SequenceGroup, scheduler: Scheduler, num_blocks: int, num_host_blocks: int, *, is_first: bool
+) -> LiveRequest:
+    """One request as counts; it runs if one of its sequences does."""
+    sequences = group.unfinished
+    states = {seq.state for seq in sequences}
+    state = next((name for name in ("DECODE", "PREFILL") if name in states), "WAITING").lower()
+    reason = waits_for(sequences[0], scheduler, is_first=is_first) if states == {"WAITING"} else ""
+    return LiveRequest(
+        group.request.request_id,
+        state,
+        reason,
+        len(sequences),
+        len(group.request.prompt),
+        sum(seq.num_output for seq in sequences),
+        sum(seq.num_computed for seq in sequences),
+        sequences[0].num_cached if sequences else 0,
+        num_blocks,
+        num_host_blocks,
+    )
+
+
+def _compiling(group: SequenceGroup) -> LiveRequest:
+    """A request that waits beside the queue until its constraint is compiled."""
+    request = group.request
+    return LiveRequest(request.request_id, "waiting", "compile", 1, len(request.prompt), 0, 0, 0, 0, 0)
+
+
+def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
+    """The numbers of blocks that each listed request's sequences hold on the device and on the host."""
+    totals = [(0, 0)] * (FIRST_LISTED + num_requests)
+    for code, blocks, host_blocks in held:
+        num_blocks, num_host_blocks = totals[code]
+        totals[code] = num_blocks + len(blocks), num_host_blocks + len(host_blocks)
+    return totals[FIRST_LISTED:]
+
+
+def _codes(
+    held: Iterable[tuple[int, list[int]]], num_blocks: int, free: Seq[int] | None = None
+) -> np.ndarray:
+    """A code for each block, from what sequences hold; of the others `free` are free, or all: None."""
+    codes = np.full(num_blocks, FREE if free is None else CACHED, dtype=np.int64)
+    if free:
+        codes[np.array(free)] = FREE
+    blocks: list[int] = []
+    owners: list[int] = []
+    counts: list[int] = []
+    for code, held_blocks in held:
+        blocks += held_blocks
+        owners.append(code)
+        counts.append(len(held_blocks))
+    if blocks:
+        taken = np.array(blocks)
+        codes[taken] = np.repeat(owners, counts)
+        codes[np.bincount(taken, minlength=num_blocks) > 1] = SHARED
+    return codes
+
+
+def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
+    """How many blocks a cell stands for, and the cells as run lengths."""
+    per_cell = max(-(-len(codes) // MAX_CELLS), 1)
+    if per_cell > 1:
+        codes = _summarise(codes, per_cell)
+    if not len(codes):
+        return per_cell, []
+    begins = np.concatenate(([0], np.flatnonzero(np.diff(codes)) + 1))
+    lengths = np.diff(np.append(begins, len(codes)))
+    return per_cell, np.stack((codes[begins], lengths), axis=1).ravel().tolist()
+
+
+def _summarise(codes: np.ndarray, per_cell: int) -> np.ndarray:
+    """What most blocks of each cell are; of those that are held, the owner of the first."""
+    padded = np.full(-(-len(codes) // per_cell) * per_cell, -1, dtype=np.int64)
+    padded[: len(codes)] = codes
+    grid = padded.reshape(-1, per_cell)
+    kinds = np.minimum(grid, HELD)
+    order = np.array((HELD, SHARED, CACHED, FREE))
+    most = order[np.argmax([np.count_nonzero(kinds == kind, axis=1) for kind in order], axis=0)]
+    first_held = grid[np.arange(len(grid)), np.argmax(kinds == HELD, axis=1)]
+    summary: np.ndarray = np.where(most == HELD, first_held, most)
+    return summary

@@ -1,0 +1,178 @@
+"""GET /admin/live?model=NAME&replica=0: an engine at work, as server-sent events, for the page's tab "Live".
+
+    data: {"models": {"tiny": 1}, "model": "tiny", "replica": 0, "number": 7, "cells": [...], ...}
+
+An event is a `LiveSnapshot` (engine/live.py) with the steps that this page has not seen, and the names of all
+models with their numbers of engines. A page asks for nothing and gets at most ten events a second. Pages that
+look at the same engine share each question to it. When the last one has left no question is asked, and a few
+seconds later the engine stops to write steps down.
+
+It needs the admin key; a server on loopback without keys shows it to everyone on this machine (auth.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from time import monotonic
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Query
+from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from infer.client.client import EngineClient
+from infer.engine.live import STEP_COLUMNS, LiveSnapshot
+from infer.errors import RequestError, UnknownModel
+from infer.server.middleware.auth import LIVE_PATH
+from infer.server.protocol.errors import RETRY_LATER_S, ApiError, to_api_error
+from infer.server.protocol.stream import unless_disconnected
+from infer.server.state import ServedModel, ServerState
+
+INTERVAL_S = 0.1  # between two questions to one engine
+MAX_INTERVAL_S = 1.0  # likewise, where snapshots take long: the engine forgets pages that ask more rarely
+SILENCE_S = 5.0  # after which a stream says that it is alive
+MAX_PAGES = 16  # of one API process, at a time
+TOTALS = ("steps", "output_tokens", "prompt_tokens", "queried_tokens", "hit_tokens", "preemptions")
+ALIVE = b": the engine is busy with a step\n\n"
+
+router = APIRouter(tags=["admin"])
+
+
+class LiveFeed:
+    """The snapshots of one engine, on their way to all pages of this process that look at it."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._asked_at = -INTERVAL_S
+        self._last: LiveSnapshot | None = None
+        self._asking: asyncio.Task[LiveSnapshot] | None = None
+
+    async def next(self, seen: LiveSnapshot | None) -> LiveSnapshot:
+        """Wait for a snapshot that is not the one seen; all who wait share one question."""
+        if monotonic() - self._asked_at > 2 * MAX_INTERVAL_S:  # nobody has looked for a while
+            self._last = None
+        while self._last is None or (seen is not None and self._last.number == seen.number):
+            if self._asking is None:
+                self._asking = asyncio.ensure_future(self._ask())
+            self._last = await asyncio.shield(self._asking)
+        return self._last
+
+    async def _ask(self) -> LiveSnapshot:
+        try:
+            wait_s = INTERVAL_S if self._last is None else max(INTERVAL_S, self._last.interval_s)
+            await asyncio.sleep(self._asked_at + min(wait_s, MAX_INTERVAL_S) - monotonic())
+            self._asked_at = monotonic()
+            return await self._client.look()
+        finally:
+            self._asking = None
+
+
+class LiveFeeds:
+    """One feed per engine, and how many pages look."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self._feeds: WeakKeyDictionary[EngineClient, LiveFeed] = WeakKeyDictionary()
+
+    def of(self, client: EngineClient) -> LiveFeed:
+        """The feed of an engine."""
+        return self._feeds.setdefault(client, LiveFeed(client))
+
+
+class LiveStream(Response):
+    """Events for one page, until it leaves or the engine ends."""
+
+    def __init__(self, state: ServerState, feeds: LiveFeeds, model: ServedModel, replica: int) -> None:
+        self.status_code, self.background, self.media_type = 200, None, "text/event-stream"
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._state, self._feeds = state, feeds
+        self._model, self._replica = model, replica
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events for as long as the client is connected."""
+        self._feeds.num_pages += 1
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await unless_disconnected(receive, self._send_all(send))
+        finally:
+            self._feeds.num_pages -= 1
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        with contextlib.suppress(OSError):  # a send found the connection closed
+            async with contextlib.aclosing(self._events()) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield snapshots, and signs of life between them; the last event says why no more come."""
+        feed, seen = self._feeds.of(self._model.clients[self._replica]), None
+        while True:
+            next_one = asyncio.ensure_future(feed.next(seen))
+            try:
+                while not (await asyncio.wait((next_one,), timeout=SILENCE_S))[0]:
+                    yield ALIVE
+                snapshot = next_one.result()
+            except Exception as error:
+                yield b"data: " + to_api_error(error).encode() + b"\n\n"
+                return
+            finally:
+                next_one.cancel()
+            yield self._event_of(snapshot, seen)
+            seen = snapshot
+
+    def _event_of(self, snapshot: LiveSnapshot, seen: LiveSnapshot | None) -> bytes:
+        told = {
+            "models": {name: len(model.clients) for name, model in self._state.models.items()},
+            "model": self._model.name,
+            "replica": self._replica,
+            "totals": self._totals(),
+            **msgspec.structs.asdict(snapshot),
+            "steps": new_steps(snapshot, seen),
+        }
+        return b"data: " + msgspec.json.encode(told) + b"\n\n"
+
+    def _totals(self) -> dict[str, int]:
+        """What the engine has counted, for rates; its last report said so."""
+        stats = self._model.clients[self._replica].stats()
+        return {name: getattr(stats, f"num_{name}") for name in TOTALS}
+
+
+def new_steps(snapshot: LiveSnapshot, seen: LiveSnapshot | None) -> list[list[int]]:
+    """The steps of a snapshot that are not in the one seen before."""
+    rows = np.frombuffer(snapshot.steps, np.int64).reshape(-1, len(STEP_COLUMNS))
+    if seen is not None and seen.steps and snapshot.number > seen.number:
+        last = np.frombuffer(seen.steps, np.int64)[-len(STEP_COLUMNS)]
+        rows = rows[rows[:, 0] > last]
+    steps: list[list[int]] = rows.tolist()
+    return steps
+
+
+@router.get(LIVE_PATH)
+async def look(http: HttpRequest, model: str | None = None, replica: int = Query(0, ge=0)) -> Response:
+    """Show what an engine is doing, as server-sent events without end."""
+    state: ServerState = http.app.state.server
+    feeds: LiveFeeds = http.app.state.live
+    wanted = model or state.default_model or ""
+    served = next(
+        iter(state.models_of(wanted)), None
+    )  # not held: a page must not keep a model from unloading
+    if served is None:
+        raise UnknownModel(f"model {wanted!r} is not loaded; it is when it is asked for", param="model")
+    if replica >= len(served.clients):
+        raise RequestError(
+            f"replica is {replica}, but {served.name!r} has {len(served.clients)} engines, numbered from 0",
+            param="replica",
+        )
+    if feeds.num_pages >= MAX_PAGES:
+        message = f"{MAX_PAGES} pages look at this server already; close one of them"
+        return ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)}).response()
+    return LiveStream(state, feeds, served, replica)
