@@ -48,6 +48,8 @@ class Forward:
             answer = await self._ask(request)
         finally:
             watcher.cancel()
+        if not answer:  # its client has left, and process 0 has sent nothing
+            return
         scope["route"] = SimpleNamespace(path=answer["route"])  # as `route_of` reads it
         start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
         await send(start)
@@ -106,6 +108,8 @@ class Forwarded:
             sent.append(message)
 
         await self._app(scope, receive, send)
+        if not sent and left.is_set():
+            return {}
         start, *rest = sent
         body = b"".join(message.get("body", b"") for message in rest)
         headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
