@@ -11,7 +11,7 @@ Drafts come from outside before any step that can take some, or from the engine'
 Every token is checked against the oracle, every book after every step.
 
 A case that fails is made smaller as long as it still fails: fewer requests, then one feature less at a time.
-What is left is printed as a command that repeats it. Exit code 1: some case failed.
+What is left is printed as a command that repeats it. Exit code 1: some case failed; 130: Ctrl-C.
 
 A journal has a line for each case that has ended. A run that finds one does not repeat those cases, and
 counts them; its seeds and its number of requests are those of the first run.
@@ -24,12 +24,14 @@ import json
 import logging
 import multiprocessing
 import random
+import signal
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,15 @@ class Journal:
         """The seeds of all cases."""
         return range(self.first_seed, self.first_seed + -(-self.num_requests // SIZE))
 
+    @property
+    def resume(self) -> str:
+        """How a run that was interrupted goes on."""
+        if self._path is None:
+            return (
+                f"begin again with --first-seed {self.first_seed}, and with --journal FILE to go on next time"
+            )
+        return f"go on with: python -m tests.stress.nightly --journal {self._path}"
+
     def add(self, seed: int, events: Counter[str], report: str | None) -> None:
         """Note a case that has ended."""
         self._count(seed, events, report)
@@ -251,6 +262,15 @@ def progress(taken: float, num_ended: int, num_here: int, num_cases: int, num_fa
     )
 
 
+def uninterrupted_pool(jobs: int) -> Pool:
+    """Processes that do not see Ctrl-C, which is for this one; those that replace them do not either."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes begin with this mask
+    try:
+        return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=200)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def run_many(journal: Journal, jobs: int) -> int:
     """Run cases until all requests were sent; returns how many failed."""
     seeds = journal.seeds
@@ -259,7 +279,7 @@ def run_many(journal: Journal, jobs: int) -> int:
     if journal.ended:
         print(f"going on after {len(journal.ended)} cases, {journal.num_failed} of them failed", flush=True)
     started, told_at = time.monotonic(), 0.0
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=200) as pool:
+    with uninterrupted_pool(jobs) as pool:
         for number, (seed, events, report) in enumerate(pool.imap_unordered(run_seed, todo), start=1):
             journal.add(seed, events, report)
             if report is not None:
@@ -293,7 +313,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--without {','.join(sorted(unknown))}: not among {', '.join(FEATURES)}")
     if args.seed is None:
         first_seed = int(time.time()) if args.first_seed is None else args.first_seed
-        return 1 if run_many(Journal(args.journal, args.requests, first_seed), args.jobs) else 0
+        journal = Journal(args.journal, args.requests, first_seed)
+        try:
+            return 1 if run_many(journal, args.jobs) else 0
+        except KeyboardInterrupt:
+            print(f"\ninterrupted after {len(journal.ended)} of {len(journal.seeds)} cases; {journal.resume}")
+            return 130
     case = Case(args.seed, args.size, without)
     fault = fault_of(case)
     print(f"{case.command}: {fault or 'passed'}")

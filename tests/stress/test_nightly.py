@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -61,3 +65,33 @@ def test_a_journal_goes_on_where_a_run_was_interrupted(tmp_path: Path) -> None:
 def test_a_line_says_how_fast_and_how_long() -> None:
     line = progress(60.0, 30, 10, 3334, 0)
     assert line == "    60 s: 30 of 3334 cases, 0 failed, 50 requests/s, 5 h 30 min left"
+
+
+def test_ctrl_c_ends_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
+    journal = tmp_path / "night.jsonl"
+    command = [sys.executable, "-m", "tests.stress.nightly", "--jobs", "1", "--first-seed", "3"]
+    with subprocess.Popen(
+        [*command, "--journal", str(journal)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as night:
+        assert night.stdout is not None
+        assert night.stdout.readline().startswith("seeds 3 to ")
+        deadline = time.monotonic() + 300
+        while len(journal.read_text().splitlines()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        night.send_signal(signal.SIGINT)
+        out, error = night.communicate(timeout=120)
+    assert night.returncode == 130
+    assert f"cases; go on with: python -m tests.stress.nightly --journal {journal}" in out
+    assert "Traceback" not in error and "Traceback" not in out
+    assert len(Journal(journal, 1, 1).ended) > 0
+
+
+def test_without_a_journal_an_interrupted_run_says_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(journal: Journal, jobs: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nightly, "run_many", interrupt)
+    assert nightly.main(["--first-seed", "9"]) == 130
+    assert "begin again with --first-seed 9" in capsys.readouterr().out

@@ -120,11 +120,11 @@ class SpeculationConfig:
                 f"speculative_method={self.speculative_method} looks drafts up and needs no draft_model; "
                 "leave one of the two out"
             )
-        is_open = self.is_on and (self.speculative_method, self.draft_model) == ("auto", None)
+        is_open = self.is_on and self.speculative_method == "auto" and self.draft_model is None
         if is_open and len(set(self._asked)) > 1:
             raise ConfigError(
-                "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min "
-                "are for ngram; say which with speculative_method, or leave one of them out"
+                "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min are "
+                "for ngram; say which with speculative_method, or leave one of them out"
             )
         for name in ("adaptive_speculation", "synthetic_acceptance"):
             if self.speculative_decoding is None and not self.is_on and self._is_given(name):

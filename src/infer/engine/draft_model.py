@@ -78,7 +78,7 @@ class DraftModel:
 
     @property
     def is_late(self) -> bool:
-        """Whether drafts may be read after the step that verifies them is launched."""
+        """True if drafts may be read after the step that verifies them is launched."""
         return self._target is not None
 
     def note(self, plan: StepPlan) -> None:

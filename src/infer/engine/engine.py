@@ -228,12 +228,12 @@ class Engine:
         return self._requests.end(group, ended, "abort")
 
     def is_serving(self, request_id: str) -> bool:
-        """Whether a request is waiting or running."""
+        """True if a request is waiting or running."""
         return request_id in self._requests.groups or request_id in self._compiling
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, a step still under way, or an output not yet told.
+        """True if any request is waiting or running, a step still under way, or an output not yet told.
 
         A request whose constraint is being compiled is not: there is nothing that a step could do for it.
         """
@@ -241,7 +241,7 @@ class Engine:
 
     @property
     def has_step_in_flight(self) -> bool:
-        """Whether the device is still working on a step: the next `step()` will report it."""
+        """True if the device is still working on a step: the next `step()` will report it."""
         return bool(self._flights)
 
     @property

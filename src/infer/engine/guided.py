@@ -88,7 +88,7 @@ class GuidedRequests:
     # -- before a step draws ----------------------------------------------------------------------
 
     def are_in(self, plan: StepPlan) -> bool:
-        """Whether any sequence of a plan is guided."""
+        """True if any sequence of a plan is guided."""
         guides = self.guides
         return bool(guides) and any(seq.seq_id in guides for seq in plan.chunks.sequences)
 
@@ -166,7 +166,7 @@ class GuidedRequests:
     # -- ids that need no draw --------------------------------------------------------------------
 
     def may_jump(self, plan: StepPlan) -> bool:
-        """Whether it may be worth appending what must follow in the sequences of the step filled last.
+        """True if it may be worth appending what must follow in the sequences of the step filled last.
 
         Every guide that has a mask is asked: what is forced once stays so, appended or drawn. A guide that
         has reached a limit ends its request then.

@@ -29,7 +29,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
 
 
 def has_gpu_kernels(device: torch.device) -> bool:
-    """Whether the kernels that keep the state of a batch on the device run there."""
+    """True if the kernels that keep the state of a batch on the device run there."""
     return is_gpu(device)
 
 

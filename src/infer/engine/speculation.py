@@ -40,7 +40,7 @@ class Drafter(Protocol):
 
     @property
     def is_late(self) -> bool:
-        """Whether `collect` may come after the step that verifies the drafts is launched."""
+        """True if `collect` may come after the step that verifies the drafts is launched."""
         ...
 
     def begin(self, sequences: Seq[Sequence]) -> None:
@@ -117,7 +117,7 @@ class Speculation:
     # -- before a step ----------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether the next step should have drafts, as far as the ids that are known can tell.
+        """True if the next step should have drafts, as far as the ids that are known can tell.
 
         Steps that were waited for in vain are followed by a pause, twice as long each time.
         """
@@ -225,7 +225,7 @@ class Speculation:
         return self._lengths.most_rows(self._most_rows) if self._is_adaptive else self._most_rows
 
     def _is_quiet(self) -> bool:
-        """Whether no prompt is computed or about to be, and the batch is small enough for drafts to pay."""
+        """True if no prompt is computed or about to be, and the batch is small enough for drafts to pay."""
         scheduler = self._scheduler
         if not 0 < len(scheduler.running) <= self._max_rows:
             return False

@@ -75,7 +75,7 @@ def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:
 
 
 def is_progress(before: EngineStats, after: EngineStats) -> bool:
-    """Whether an engine has done something between two snapshots: computed tokens, or had nothing to do.
+    """True if an engine has done something between two snapshots: computed tokens, or had nothing to do.
 
     Outputs do not count, for a chunk of a long prompt makes none; nor do turns of the loop without a step.
     """

@@ -20,7 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 class AppAnswer(NamedTuple):
     """The whole answer, and the scope as the application's layers left it."""
 
-    status: int
+    status: int  # 0: the client has left, and nothing was sent
     headers: Headers
     body: bytes
     scope: Scope
@@ -65,6 +65,8 @@ async def call_app(
         sent.append(message)
 
     await app(scope, receive, send)
+    if not sent and gone.is_set():
+        return AppAnswer(0, [], b"", scope)
     start, *rest = sent
     answered = [(bytes(name), bytes(value)) for name, value in start["headers"]]
     return AppAnswer(start["status"], answered, b"".join(message.get("body", b"") for message in rest), scope)

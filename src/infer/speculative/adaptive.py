@@ -188,7 +188,7 @@ class DraftLengths:
     def is_worth_it(
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, seen: float = 0.0
     ) -> bool:
-        """Whether any wish would get drafts in a step."""
+        """True if any wish would get drafts in a step."""
         return any(self._chosen(step, wishes, num_others, None, seen)[0])
 
     def use(self, costs: StepCosts) -> None:

@@ -78,7 +78,7 @@ class NgramProposer:
         return repeat_from(text, places[0], wish.num_drafts) if places else NOTHING
 
     def has_match(self, wish: Wish) -> bool:
-        """Whether the text's end has occurred before."""
+        """True if the text's end has occurred before."""
         return wish.num_drafts > 0 and self._texts.index_of(wish).has(wish.tokens)
 
     def finish(self, wish: Wish) -> None:

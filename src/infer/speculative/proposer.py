@@ -38,7 +38,7 @@ class Proposer(Protocol):
         ...
 
     def has_match(self, wish: Wish) -> bool:
-        """Whether drafts are likely, so that it is worth waiting for ids of the sequence still on the device.
+        """True if drafts are likely, so that it is worth waiting for ids of the sequence still on the device.
 
         `tokens` lack those newest ids. The answer is cheap and may be wrong; a model that drafts says True.
         """

@@ -103,7 +103,7 @@ class SuffixProposer:
         return drafts
 
     def has_match(self, wish: Wish) -> bool:
-        """Whether the text's end has occurred before, in the sequence or in an answer of its salt."""
+        """True if the text's end has occurred before, in the sequence or in an answer of its salt."""
         if wish.num_drafts < 1:
             return False
         if self._texts.index_of(wish).has(wish.tokens):

@@ -40,7 +40,7 @@ class TextIndex:
         self._last_token = -1
 
     def continues_in(self, text: array[int]) -> bool:
-        """Whether `text` may be the indexed one with more tokens at its end, as far as a glance can tell."""
+        """True if `text` may be the indexed one with more tokens at its end, as far as a glance can tell."""
         known = len(self._older)
         return known == 0 or (known <= len(text) and text[known - 1] == self._last_token)
 
@@ -73,7 +73,7 @@ class TextIndex:
         self._num_dropped += count
 
     def has(self, tail: array[int]) -> bool:
-        """Whether the run at the end of `tail` has a place."""
+        """True if the run at the end of `tail` has a place."""
         return tail[-self.size :].tobytes() in self._newest
 
     def match(self, text: array[int], tail: array[int]) -> tuple[int, list[int]]:

@@ -280,6 +280,8 @@ def replay_config(
         raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
     knobs["draft_model"] = draft_model
+    if draft_model is None and knobs.get("speculative_decoding") is False:
+        knobs["speculative_method"] = "auto"  # one that needs a draft model was turned off, and has none now
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.

@@ -193,6 +193,20 @@ def test_a_draft_model_is_replayed_if_it_is_named(infer: Infer, model: Path, tmp
     assert "give the recorded model with --draft-model" in other.err
 
 
+@pytest.mark.parametrize("method", ["auto", "draft_model"])
+def test_a_record_with_a_draft_model_that_was_turned_off_needs_none(
+    infer: Infer, model: Path, tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    words = ["--model", str(model), "--draft-model", str(model), "--speculative-method", method]
+    words += ["--no-speculative-decoding", "--record", str(path), *DRAFTED]
+    assert main(["generate", "the river", *words]) == 0
+    assert not has_windows(path)
+    outcome = infer("replay", str(path), "--model", str(model))
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("tokens, identical\n")
+
+
 def test_a_draft_model_of_a_record_without_one_is_refused(infer: Infer, model: Path, record: Path) -> None:
     outcome = infer("replay", str(record), "--model", str(model), "--draft-model", str(model))
     assert outcome.code == 2

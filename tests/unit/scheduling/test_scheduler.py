@@ -604,3 +604,22 @@ def test_an_idle_engine_keeps_nothing_of_its_last_batch(is_aborted: bool) -> Non
         world.abort("a")
     world.run()
     assert world.scheduler.state._layout is None and not world.engine._flights
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("is_beam", [False, True])
+def test_who_was_preempted_comes_back_whole_without_chunks(policy: str, is_beam: bool) -> None:
+    """A step then has room for max_seq_len tokens (config/resolve.py), so any text can be recomputed."""
+    world = make_world(
+        num_blocks=20,
+        context_len=60,
+        max_num_batched_tokens=60,
+        use_chunked_prefill=False,
+        use_prefix_caching=False,
+        scheduler_policy=policy,
+    )
+    search = {"n": 2, "use_beam_search": True, "temperature": 0.0, "max_tokens": 28}
+    for number in range(4):
+        world.add(str(number), prompt_of(9, number), **(search if is_beam else {"max_tokens": 51}))
+    world.run()
+    assert world.verify() == 4 and world.scheduler.num_preemptions > 0

@@ -52,6 +52,8 @@ class Forward:
             answer = await self._ask(request)
         finally:
             watcher.cancel()
+        if not answer:  # its client has left, and process 0 has sent nothing
+            return
         scope["route"] = SimpleNamespace(path=answer["route"])  # as `route_of` reads it
         start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
         await send(start)
@@ -94,6 +96,8 @@ class Forwarded:
             left=left,
             **{FORWARDED: True},
         )
+        if not answer.status:
+            return {}
         return {
             "status": answer.status,
             "headers": answer.headers,
