@@ -207,5 +207,6 @@ class EventWriter(FrameWriter):
             "finish_reason": ends[0]["finish_reason"],
             "choices": [ends[choice] for choice in sorted(ends)],
             "usage": self.generation.usage(),
+            **self.generation.asked_metrics(),
         }
         return [named_event("done", orjson.dumps(content))]

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from infer.errors import ContextOverflow, MalformedRequest, RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Int, Name, Neutral
+from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Int, MeasuredBody, Name, Neutral
 from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.translate import Job, fill_context
@@ -190,7 +190,7 @@ class CountTokensRequest(Body):
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
 
-class MessagesRequest(CountTokensRequest, AskingBody):
+class MessagesRequest(CountTokensRequest, MeasuredBody):
     """`POST /v1/messages`."""
 
     max_tokens: Int
@@ -423,13 +423,15 @@ class MessageWriter(PartWriter):
 
     def finish(self) -> list[bytes]:
         """Why the answer ended, and what it cost."""
-        ended = _event("message_delta", delta=self._reason(), usage=self._usage())
+        times = self.generation.asked_metrics()
+        ended = _event("message_delta", delta=self._reason(), usage=self._usage(), **times)
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
         """The whole message; calls that were cut, whose arguments are no object, are left out."""
         whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
-        return self._message([block(part) for part in whole or [Part("text", 0)]], self._reason())
+        content = [block(part) for part in whole or [Part("text", 0)]]
+        return self._message(content, self._reason()) | self.generation.asked_metrics()
 
     def _message(self, content: list[dict[str, Any]], reason: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -565,7 +565,7 @@ class ResponseWriter(PartWriter):
         if is_cut:
             items[-1]["status"] = "incomplete"
         response = self._at("incomplete" if is_cut else "completed", items)
-        response["usage"] = self._usage()
+        response |= {"usage": self._usage()} | self.generation.asked_metrics()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._response = response
