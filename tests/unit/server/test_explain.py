@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from infer.cli import explain as cli
 from infer.cli.main import main
 from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig, ServerConfig
@@ -283,7 +283,7 @@ def test_the_command_prints_the_text_and_says_what_is_wrong(
         asked.append(request)
         return Answer()
 
-    monkeypatch.setattr(cli.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     assert main(["explain", "cmpl-1 2", "--url", "http://h:1/v1", "--api-key", "k"]) == 0
     assert capsys.readouterr().out == "the story\n"
     (request,) = asked

@@ -34,7 +34,8 @@ class Lives(OracleWorld):
 
     def __init__(self, **knobs: Any) -> None:
         self.clock = Clock()
-        super().__init__(**({"num_stories": 16, "clock": self.clock, "num_blocks": 64} | knobs))
+        defaults: dict[str, Any] = {"num_stories": 16, "clock": self.clock, "num_blocks": 64}
+        super().__init__(**(defaults | knobs))
 
     def step(self) -> Any:
         made = super().step()
@@ -340,3 +341,29 @@ def test_the_bar_shows_each_stage_that_took_time() -> None:
     assert [line.split()[0] for line in lines] == ["API", "queue", "decode"]
     assert lines[1] == f"queue       3.0 s   30%  {'#' * 12}"
     assert [spell_s(value) for value in (0.0004, 0.0123, 1.26, 12.6)] == ["0.4 ms", "12 ms", "1.3 s", "13 s"]
+
+
+def test_a_step_that_was_under_way_is_no_fault_of_the_server() -> None:
+    world = Lives()
+    world.clock.now = 105.0
+    world.add("a", prompt_of(5), max_tokens=9)
+    world.run()
+    story = world.story("a")
+    served = ServedRequest(
+        request_id="r", owner="", path="/", arrived_at=100.0, arrived=0.0, key="k",
+        marks=[("parse", 100.1), ("tokenize", 100.4), ("load", 101.9), ("submit", 102.0)], ended_at=115.0,
+    )  # fmt: skip
+    part = ServedPart(engine_id="a", model="m", engine="0", submitted_at=102.0)
+    assert sentences(story, served, part)[:2] == [
+        "The server had it for 2.0 s before it went to the engine (reading the body 100 ms, tokenizing "
+        "300 ms, loading the model 1.5 s, picking an engine 100 ms).",
+        "The engine took it 3.0 s later, when the step that it was in had ended.",
+    ]
+    seconds = stages(story, served, part)
+    assert seconds == {
+        "API": 2.0, "compile": 0.0, "queue": 3.0, "prefill": 0.0, "decode": 8.0, "blocked": 0.0, "out": 2.0,
+    }  # fmt: skip
+    said = " | ".join(advise(story, seconds, taken_s=3.0))
+    assert "waited 3.0 s for a step of others to end" in said
+    assert "the server took 2.0 s before it went to the engine" in said
+    assert "its last bytes left 2.0 s after its last token: the client reads slowly" in said

@@ -20,7 +20,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.protocol.stream import Generation, Piece
-from infer.server.routes.messages import MessageWriter
+from infer.server.routes.messages import MessageWriter, MessagesRequest
 from infer.server.routes.responses import ResponsesRequest, ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -36,6 +36,9 @@ class FakeJob:
 
 class FakeGeneration:
     job = FakeJob()
+
+    def asked_metrics(self) -> dict[str, Any]:
+        return {}
 
     def usage(self) -> dict[str, Any]:
         return {
@@ -105,7 +108,7 @@ def read(frames: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def message(parts: list[Part], finish_reason: str, stop_reason: str | int | None = None) -> dict[str, Any]:
-    writer = MessageWriter(GENERATION, cast(Any, None))
+    writer = MessageWriter(GENERATION, MessagesRequest(messages=[], max_tokens=1))
     writer.parts, writer.finish_reason, writer.stop_reason = parts, finish_reason, stop_reason
     return writer.body()
 
@@ -118,7 +121,9 @@ def response_writer() -> ResponseWriter:
 def test_a_stream_of_blocks_adds_up_to_the_message(
     pieces: list[list[AnswerEvent]], finish_reason: str
 ) -> None:
-    events = stream(MessageWriter(GENERATION, cast(Any, None)), pieces, finish_reason)
+    events = stream(
+        MessageWriter(GENERATION, MessagesRequest(messages=[], max_tokens=1)), pieces, finish_reason
+    )
     parts = parts_of(pieces)
     whole = message(parts, finish_reason)
     Message.model_validate(whole, strict=True)

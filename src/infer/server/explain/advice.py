@@ -29,6 +29,7 @@ class Case(NamedTuple):
     story: EngineStory
     seconds: Mapping[str, float]  # by stage
     alike: Sequence[int] = ()  # prompts of the same owner under other salts, by length of the shared prefix
+    taken_s: float = 0.0  # seconds until its engine took it
 
     def counts(self, value_s: float) -> bool:
         """Whether so many seconds are worth a word."""
@@ -37,6 +38,16 @@ class Case(NamedTuple):
     def held(self, hold: int) -> float:
         """The seconds that the request waited for one reason."""
         return self.story.held_s[hold] if hold < len(self.story.held_s) else 0.0
+
+
+def _long_step(case: Case) -> str | None:
+    if not case.counts(case.taken_s):
+        return None
+    limits = case.story.limits
+    return (
+        f"waited {spell_s(case.taken_s)} for a step of others to end: shorter steps take newcomers sooner "
+        f"(max_num_batched_tokens {limits.max_num_batched_tokens}), or another replica"
+    )
 
 
 def _full_batch(case: Case) -> str | None:
@@ -169,8 +180,8 @@ def _api(case: Case) -> str | None:
     if not case.counts(case.seconds["API"]):
         return None
     return (
-        f"the server took {spell_s(case.seconds['API'])} before the engine had it: more api_processes, or "
-        "prompts as token ids"
+        f"the server took {spell_s(case.seconds['API'])} before it went to the engine: more api_processes, "
+        "or prompts as token ids"
     )
 
 
@@ -181,12 +192,14 @@ def _slow_reader(case: Case) -> str | None:
 
 
 RULES: Sequence[Callable[[Case], str | None]] = (
-    _full_batch, _full_cache, _no_tokens, _closed_batch, _policy, _preempted, _salted, _chunks, _compiling,
-    _masks, _drafts, _prompts_beside, _api, _slow_reader,
+    _long_step, _full_batch, _full_cache, _no_tokens, _closed_batch, _policy, _preempted, _salted, _chunks,
+    _compiling, _masks, _drafts, _prompts_beside, _api, _slow_reader,
 )  # fmt: skip
 
 
-def advise(story: EngineStory, seconds: Mapping[str, float], alike: Sequence[int] = ()) -> list[str]:
+def advise(
+    story: EngineStory, seconds: Mapping[str, float], alike: Sequence[int] = (), taken_s: float = 0.0
+) -> list[str]:
     """What every rule says of a story; one sentence if none has anything to say."""
-    case = Case(story, seconds, alike)
+    case = Case(story, seconds, alike, taken_s)
     return [said for rule in RULES if (said := rule(case)) is not None] or [NOTHING]

@@ -131,7 +131,7 @@ def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
 
 def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: list[int]) -> dict[str, Any]:
     """The numbers of one prompt, and what they mean."""
-    seconds = words.stages(story, served)
+    seconds = words.stages(story, served, part)
     saved = words.saved_s(story)
     return {
         "engine_id": part.engine_id,
@@ -146,7 +146,7 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
         "total_ms": _ms(sum(seconds.values())),
         "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
         "sentences": words.sentences(story, served, part),
-        "advice": advise(story, seconds, alike),
+        "advice": advise(story, seconds, alike, words.taken_s(story, part)),
         "queue": {
             "steps": story.waited_steps,
             "by_reason_ms": words.held_ms(story),

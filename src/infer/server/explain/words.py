@@ -42,23 +42,30 @@ def spell_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def stages(story: EngineStory, served: ServedRequest | None = None) -> dict[str, float]:
-    """Seconds of each stage so far."""
+def stages(
+    story: EngineStory, served: ServedRequest | None = None, part: ServedPart | None = None
+) -> dict[str, float]:
+    """Seconds of each stage so far; what it waited for the engine to take it counts as queue."""
     now = story.ended_at or story.now
     accepted = story.accepted_at or now
     begun = story.begun_at or now
     first = story.first_at or now
     seconds = dict.fromkeys(STAGES, 0.0)
-    seconds["compile" if story.is_structured else "API"] = accepted - story.added_at
-    seconds["queue"] = begun - accepted
+    seconds["compile" if story.is_structured else "queue"] = accepted - story.added_at
+    seconds["queue"] += begun - accepted + taken_s(story, part)
     seconds["prefill"] = first - begun - story.away_first_s
     seconds["decode"] = now - first - (story.away_s - story.away_first_s)
     seconds["blocked"] = story.away_s
     if served is not None:
-        seconds["API"] += story.added_at - served.arrived_at
+        seconds["API"] = story.added_at - served.arrived_at - taken_s(story, part)
         if story.ended_at:
             seconds["out"] = (served.ended_at or story.now) - story.ended_at
     return {stage: max(value, 0.0) for stage, value in seconds.items()}
+
+
+def taken_s(story: EngineStory, part: ServedPart | None) -> float:
+    """Seconds until the engine took a request that was sent to it: it does so between two steps."""
+    return 0.0 if part is None else max(story.added_at - part.submitted_at, 0.0)
 
 
 def state_of(story: EngineStory) -> str:
@@ -82,13 +89,15 @@ def sentences(
 
 
 def _sentences(story: EngineStory, served: ServedRequest | None, part: ServedPart | None) -> Iterator[str]:
-    seconds = stages(story, served)
+    seconds = stages(story, served, part)
     if served is not None:
         yield _api(seconds["API"], served)
+    if (waited := taken_s(story, part)) >= MIN_SAID_S:
+        yield f"The engine took it {spell_s(waited)} later, when the step that it was in had ended."
     if story.is_structured:
         yield _compile(story, seconds["compile"])
     if story.accepted_at:
-        yield _queue(story, seconds["queue"])
+        yield _queue(story, seconds["queue"] - waited)
     if story.num_overtakers:
         yield (
             f"At least {spell_count(story.num_overtakers, 'request')} that came later went before it "
@@ -125,7 +134,7 @@ def _api(seconds: float, served: ServedRequest) -> str:
             said.append(f"{STAGE_WORDS[stage]} {spell_s(at - before)}")
         before = max(before, at)
     detail = f" ({', '.join(said)})" if said else ""
-    return f"The server had it for {spell_s(seconds)} before the engine did{detail}."
+    return f"The server had it for {spell_s(seconds)} before it went to the engine{detail}."
 
 
 def _compile(story: EngineStory, seconds: float) -> str:
@@ -252,7 +261,9 @@ def bar(seconds: Mapping[str, float]) -> list[str]:
         if value < MIN_SAID_S and value < 0.005 * total:
             continue
         share = value / total if total else 0.0
-        lines.append(f"{stage:<8} {spell_s(value):>8} {share:>5.0%}  {'#' * round(BAR_WIDTH * share)}")
+        lines.append(
+            f"{stage:<8} {spell_s(value):>8} {share:>5.0%}  {'#' * round(BAR_WIDTH * share)}".rstrip()
+        )
     return lines
 
 

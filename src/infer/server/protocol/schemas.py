@@ -336,6 +336,23 @@ class AskingBody(Body):
 
     stream: bool | None = None
 
+    @property
+    def wants_metrics(self) -> bool:
+        """Whether the answer should tell its own times."""
+        return False
+
+
+class MeasuredBody(AskingBody):
+    """A body whose answer can tell its own times."""
+
+    metrics: bool | None = None
+    include_metrics: bool | None = None  # vLLM's name of the same
+
+    @property
+    def wants_metrics(self) -> bool:
+        """Whether the answer should tell its own times."""
+        return bool(self.metrics or self.include_metrics)
+
 
 class StreamOptions(Body):
     """What a stream carries beside its tokens."""
@@ -347,7 +364,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class TunedBody(AskingBody):
+class TunedBody(MeasuredBody):
     """The fields that every route that asks for text takes under the same names."""
 
     model: Name | None = None

@@ -41,6 +41,7 @@ from infer.frontend.outputs import OutputBuilder, RequestOutput
 from infer.scheduling.request import DraftCounts, StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.schemas import AskingBody, SamplingBody
+from infer.server.protocol.timings import AnswerTimes
 from infer.server.protocol.translate import Job
 from infer.server.state import RAW_SEND, current_id, current_record
 
@@ -93,6 +94,12 @@ class Generation:
         self._num_open = len(job.requests)
         self._drafts: dict[tuple[int, int], DraftCounts] = {}  # by prompt and answer, where it had any
         self._failure: EngineError | None = None
+        self._times: AnswerTimes | None = None  # if the client asked for them
+
+    def keep_times(self) -> None:
+        """Note when tokens come, for `metrics`."""
+        record = current_record()
+        self._times = AnswerTimes(perf_counter() if record is None else record.arrived_at)
 
     @property
     def is_open(self) -> bool:
@@ -113,6 +120,8 @@ class Generation:
         self.first_at = self.first_at or perf_counter()
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
+        if self._times is not None:
+            self._times.take(where, output, perf_counter())
         if output.drafts is not None:
             self._drafts[where, output.index] = output.drafts
         pieces: list[Piece] = []
@@ -180,10 +189,19 @@ class Generation:
         return usage
 
     def metrics(self) -> dict[str, Any]:
-        """What became of the drafts of a single answer, in vLLM's words and place."""
-        if not self._drafts or len(self.job.requests) * self.job.params.num_sequences > 1:
-            return {}
-        return {"metrics": {"speculative_decoding": self._drafts[0, 0].to_wire()}}
+        """The times of the answer, if they were asked for, and what became of the drafts of a single one.
+
+        In vLLM's words and place.
+        """
+        found: dict[str, Any] = {}
+        if self._times is not None:
+            found = self._times.to_wire(self.num_output, sum(self._num_cached))
+            if num_drafts := sum(drafts.num_drafts for drafts in self._drafts.values()):
+                num_kept = sum(drafts.num_accepted for drafts in self._drafts.values())
+                found["draft_acceptance_rate"] = round(num_kept / num_drafts, 4)
+        if self._drafts and len(self.job.requests) * self.job.params.num_sequences == 1:
+            found["speculative_decoding"] = self._drafts[0, 0].to_wire()
+        return {"metrics": found} if found else {}
 
     async def _next_output(self) -> tuple[int, StepOutput]:
         if self._is_late:
@@ -282,6 +300,8 @@ class FrameWriter(ABC):
 
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
+        if body.wants_metrics:
+            generation.keep_times()
 
     async def settle(self) -> None:
         """Do what must be done before the client learns of the end."""
@@ -329,6 +349,7 @@ class ChunkWriter(FrameWriter):
         self._openings = [head + self.opening for head in self._heads]
         self._plain = self.closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._ends_with_usage = options is not None and bool(options.include_usage)
+        self._ends_with_metrics = body.wants_metrics
         self.has_usage = options is not None and bool(options.continuous_usage_stats)
         self.has_ids = bool(body.return_token_ids)
 
@@ -337,10 +358,11 @@ class ChunkWriter(FrameWriter):
         return self.generation.usage()
 
     def end(self) -> list[bytes]:
-        """The frame of usage where it was asked for, and [DONE]."""
-        if not self._ends_with_usage:
+        """The frame of usage and metrics where they were asked for, and [DONE]."""
+        if not self._ends_with_usage and not self._ends_with_metrics:
             return [DONE]
-        rest = {"usage": self.last_usage()} | self.generation.metrics()
+        rest = {"usage": self.last_usage()} if self._ends_with_usage else {}
+        rest |= self.generation.metrics()
         return [self._before + b"]," + orjson.dumps(rest)[1:] + b"\n\n", DONE]
 
     @classmethod

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from infer.errors import ContextOverflow, MalformedRequest, RequestError, show_value
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
-from infer.server.protocol.schemas import AskingBody, Body, ChatRequest, CountedChat, Int, Name, Neutral
+from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Int, MeasuredBody, Name, Neutral
 from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.translate import Job, fill_context
@@ -190,7 +190,7 @@ class CountTokensRequest(Body):
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
 
-class MessagesRequest(CountTokensRequest, AskingBody):
+class MessagesRequest(CountTokensRequest, MeasuredBody):
     """`POST /v1/messages`."""
 
     max_tokens: Int
