@@ -2,7 +2,7 @@
 
     server                                         engine
     Add, Unsubscribe, Abort, ResetPrefixCache  ──►
-    Look                                       ──►
+    Watch                                      ──►
                                                ◄── LiveReport
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
@@ -81,7 +81,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
-class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Send a `LiveReport`, and write steps down for the next one."""
 
     ticket: int
@@ -95,7 +95,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Look | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Watch | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a `Look`."""
+    """The answer to a `Watch`."""
 
     ticket: int
     snapshot: LiveSnapshot

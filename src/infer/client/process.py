@@ -144,7 +144,7 @@ class EngineServer:
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
 
-        elif isinstance(command, messages.Look):
+        elif isinstance(command, messages.Watch):
             try:
                 report = messages.LiveReport(command.ticket, self._engine.look())
                 link.socket.send(messages.encode(report))

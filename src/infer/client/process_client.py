@@ -128,7 +128,7 @@ class ProcessClient:
 
     async def look(self) -> LiveSnapshot:
         """The engine as a page shows it."""
-        snapshot: LiveSnapshot = await self._call(messages.Look)
+        snapshot: LiveSnapshot = await self._call(messages.Watch)
         return snapshot
 
     async def close(self, reason: str = CLOSED) -> None:
