@@ -4,7 +4,8 @@
 
 Two parts:
 
-    snapshots    milliseconds and kilobytes of one snapshot, by blocks in use, of an engine without a model
+    snapshots    milliseconds (of CPU) and kilobytes of one snapshot, by blocks in use, of an engine without a
+                 model in which 1,000 requests wait
     throughput   one engine decodes `--rows` sequences without a pause. Runs of `--seconds` with a page and
                  without one take turns, so that whatever else the machine does meets both. Every tenth of a
                  second the engine is asked for a snapshot, which is encoded as it is for its server. The
@@ -120,12 +121,11 @@ def snapshot_costs() -> Iterator[tuple[int, int, float, float]]:
             engine.add(Request(request_id=f"request-{number:032}", prompt=prompt, params=params))
         while len(scheduler.running) < num_rows or any(seq.num_output < 2 for seq in scheduler.running):
             engine.step()
-        times = []
-        for _ in range(15):
-            view = LiveView(scheduler)
-            start = time.perf_counter()
+        view, times = LiveView(scheduler, itertools.count(0.0, MIN_INTERVAL_S).__next__, lambda: 0.0), []
+        for _ in range(30):
+            start = time.thread_time()
             data = encode(LiveReport(1, view.look()))
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(1e3 * (time.thread_time() - start))
         yield num_blocks, pool.usage().num_used, statistics.median(times), len(data) / 1e3
 
 
