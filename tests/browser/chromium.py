@@ -77,7 +77,9 @@ class Page:
         message: dict[str, Any] = json.loads(self._socket.recv(timeout=PATIENCE_S + 10))
         return message
 
-    def open(self, url: str, *, width: int = 1200, height: int = 800, scheme: str = "light") -> None:
+    def open(
+        self, url: str, *, width: int = 1200, height: int = 800, scheme: str = "light", is_calm: bool = False
+    ) -> None:
         """Load an address in a window of this size, and forget what happened before."""
         self.command(
             "Emulation.setDeviceMetricsOverride",
@@ -86,7 +88,11 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        motion = "reduce" if is_calm else "no-preference"
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": motion},
+        ]
         self.command("Emulation.setEmulatedMedia", features=features)
         self.events.clear()
         loader = self.command("Page.navigate", url=url)["loaderId"]
@@ -133,7 +139,15 @@ class Page:
     def press(self, key: str, *, ctrl: bool = False) -> None:
         """Press and release a key."""
         fields = {"key": key, "code": key, "modifiers": 2 if ctrl else 0}
-        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37}[key]
+        code = {
+            "Enter": 13,
+            "Escape": 27,
+            "Tab": 9,
+            "ArrowRight": 39,
+            "ArrowLeft": 37,
+            "Home": 36,
+            "End": 35,
+        }[key]
         self.command(
             "Input.dispatchKeyEvent",
             type="keyDown",

@@ -42,6 +42,12 @@ class FakeApi:
         self.gate = asyncio.Event()
         self.hung_up = threading.Event()  # a stream was left before its end
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.sights: list[dict[str, Any]] = []  # events of /admin/live, sent to whoever looks
+        self.looks: list[str] = []  # the queries of those who looked
+        self.num_looking = 0
+        self.admin_key: str | None = None
+        self.stories: dict[str, str] = {}  # by request id
+        self.metrics_text = ""
         self.app = Starlette(
             routes=[
                 Route("/", self.index),
@@ -49,6 +55,9 @@ class FakeApi:
                 Route("/v1/chat/completions", self.answer, methods=["POST"]),
                 Route("/v1/completions", self.answer, methods=["POST"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/admin/live", self.live),
+                Route("/explain/{request_id:path}", self.explain),
+                Route("/metrics", self.metrics),
                 Mount("/ui", StaticFiles(directory=DIRECTORY, html=True)),
             ]
         )
@@ -60,6 +69,9 @@ class FakeApi:
         self.wanted_key = None
         self.gate.clear()
         self.hung_up.clear()
+        self.sights.clear()
+        self.looks.clear()
+        self.admin_key, self.stories, self.metrics_text = None, {}, ""
 
     def open_gate(self) -> None:
         """Let paused streams go on; called from the test's thread."""
@@ -91,6 +103,34 @@ class FakeApi:
             {"id": "tiny-qwen3", "object": "model", "max_model_len": 64, "default_sampling_params": {}},
         ]
         return JSONResponse({"object": "list", "data": cards})
+
+    async def live(self, request: Request) -> Response:
+        """The events that the test has put down, and those that it will."""
+        if self.admin_key and request.headers.get("authorization") != f"Bearer {self.admin_key}":
+            return error(401, "no valid key was given")
+        self.looks.append(request.url.query)
+        return StreamingResponse(self._send_sights(), media_type="text/event-stream")
+
+    async def _send_sights(self) -> AsyncIterator[str]:
+        sent, self.num_looking = 0, self.num_looking + 1
+        try:
+            while True:
+                for sight in self.sights[sent:]:
+                    sent += 1
+                    yield event(sight)
+                await asyncio.sleep(0.01)
+        finally:
+            self.num_looking -= 1
+
+    async def explain(self, request: Request) -> Response:
+        """The story of a request, as text."""
+        assert request.headers["accept"] == "text/plain"
+        story = self.stories.get(request.path_params["request_id"])
+        return error(404, "no such request") if story is None else Response(story, media_type="text/plain")
+
+    async def metrics(self, request: Request) -> Response:
+        """What the test says."""
+        return Response(self.metrics_text, media_type="text/plain")
 
     async def tokenize(self, request: Request) -> Response:
         """A token per word."""

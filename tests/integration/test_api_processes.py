@@ -152,6 +152,15 @@ def test_every_request_has_one_line_in_the_log(server: ServerProcess, clients: l
         assert server.log.read_text().count(f"request_id=admin-{number}") == 1
 
 
+def test_every_process_shows_the_engine_at_work(clients: list[httpx.Client]) -> None:
+    for client in clients:
+        assert client.get("/admin/live").status_code == 401, "not the admin's key"
+        with client.stream("GET", "/admin/live?model=tiny&replica=0", headers=ROOT) as stream:
+            event = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        sight = json.loads(event.removeprefix("data: "))
+        assert sight["models"] == {"tiny": 1} and sum(sight["counts"]) == sight["num_blocks"] == 256
+
+
 def test_a_response_stored_by_one_process_is_continued_by_all(clients: list[httpx.Client]) -> None:
     body: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
     made, ids = None, []

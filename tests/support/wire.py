@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
@@ -148,6 +149,9 @@ class ScriptedClient:
 
     async def explain(self, request_id: str) -> EngineStory | None:
         return None
+
+    async def look(self) -> LiveSnapshot:
+        raise EngineError("there is no engine to look at")
 
     async def close(self, reason: str = "") -> None:
         return None

@@ -3,7 +3,7 @@
     server                                         engine
     Add, Unsubscribe, Abort                    ──►
     ResetPrefixCache, Explain                  ──►
-    Look                                       ──►
+    Watch                                      ──►
                                                ◄── LiveReport
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
@@ -91,7 +91,7 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
 
 
-class Look(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Send a `LiveReport`, and write steps down for the next one."""
 
     ticket: int
@@ -105,7 +105,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Look | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Watch | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a `Look`."""
+    """The answer to a `Watch`."""
 
     ticket: int
     snapshot: LiveSnapshot

@@ -147,7 +147,7 @@ class EngineServer:
             story = self._engine.explain(command.request_id)
             link.answers.append(messages.Answer(command.ticket, None, None, story))
 
-        elif isinstance(command, messages.Look):
+        elif isinstance(command, messages.Watch):
             try:
                 report = messages.LiveReport(command.ticket, self._engine.look())
                 link.socket.send(messages.encode(report))

@@ -136,7 +136,7 @@ class ProcessClient:
 
     async def look(self) -> LiveSnapshot:
         """The engine as a page shows it."""
-        snapshot: LiveSnapshot = await self._call(messages.Look(next(self._tickets)))
+        snapshot: LiveSnapshot = await self._call(messages.Watch(next(self._tickets)))
         return snapshot
 
     async def close(self, reason: str = CLOSED) -> None:
@@ -150,7 +150,7 @@ class ProcessClient:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def _call(self, command: messages.ResetPrefixCache | messages.Explain | messages.Look) -> Any:
+    async def _call(self, command: messages.ResetPrefixCache | messages.Explain | messages.Watch) -> Any:
         """Send a command and wait for its answer; raises what went wrong."""
         self._send(command)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -103,7 +103,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks_per_cell: int
     host_cells: list[int]
     requests: list[LiveRequest]  # running ones by urgency, then waiting ones in the order of their turns
-    num_unlisted: int  # sequences that belong to no listed request
+    num_unlisted: int  # sequences that are not among the requests
     branches: list[Branch]  # of the prefix tree, in blocks
     host_bytes: tuple[int, int, int]  # the machine's memory, what this process uses, what is free
     steps: bytes  # rows of int64, see STEP_COLUMNS, the oldest first
@@ -112,9 +112,15 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class LiveView:
     """The ring of steps and the last snapshot of one engine; the engine's thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.is_on = False
         self.clock = clock
+        self._cpu_clock = cpu_clock  # by which the cost of a snapshot is measured
         self._scheduler = scheduler
         self._until = 0.0
         self._rows = np.zeros((0, len(STEP_COLUMNS)), dtype=np.int64)
@@ -180,6 +186,7 @@ class LiveView:
         return self._last
 
     def _make(self, now: float, compiling: list[SequenceGroup]) -> LiveSnapshot:
+        began_at = self._cpu_clock()
         scheduler, pool = self._scheduler, self._scheduler.pool
         running, waiting = scheduler.running, [seq for seq in scheduler.sequences() if not seq.is_running]
         groups = {id(seq.group): seq.group for seq in running[: 4 * MAX_RUNNING]}
@@ -187,7 +194,8 @@ class LiveView:
         turns = nsmallest(MAX_WAITING, waiting, key=lambda seq: seq.sort_key)
         listed |= {id(seq.group): seq.group for seq in turns}
         codes = {group: FIRST_LISTED + place for place, group in enumerate(listed)}
-        owners = {seq.seq_id: codes.get(id(seq.group), UNLISTED) for seq in (*running, *waiting)}
+        holders = (*running, *turns, *(seq for seq in waiting if seq.is_swapped))
+        owners = {seq.seq_id: codes.get(id(seq.group), UNLISTED) for seq in holders}
         held = [
             (owners.get(seq_id, UNLISTED), blocks, swapped)
             for seq_id, blocks, swapped in pool.tables_of_all()
@@ -203,15 +211,14 @@ class LiveView:
         ]
         room = MAX_WAITING - min(len(turns), MAX_WAITING)
         requests += [_compiling(group) for group in compiling[:room]]
-        num_listed = sum(code != UNLISTED for code in owners.values()) + min(len(compiling), room)
+        num_listed = sum(id(seq.group) in listed for seq in running) + len(turns) + min(len(compiling), room)
         branches, host_bytes = self._look_slowly(now)
         self._num_made += 1
-        cost_s = self.clock() - now
-        interval_s = max(MIN_INTERVAL_S, cost_s / MAX_SHARE)
-        self._next_at = now + interval_s
         free, cached, shared, owned = np.bincount(
             np.minimum(codes_of_blocks, HELD), minlength=NUM_KINDS
         ).tolist()
+        interval_s = max(MIN_INTERVAL_S, (self._cpu_clock() - began_at) / MAX_SHARE)
+        self._next_at = now + interval_s
         return LiveSnapshot(
             number=self._num_made,
             made_at=time.time(),
@@ -230,7 +237,7 @@ class LiveView:
             host_blocks_per_cell=host_per_cell,
             host_cells=host_cells,
             requests=requests,
-            num_unlisted=len(owners) + len(compiling) - num_listed,
+            num_unlisted=len(running) + len(waiting) + len(compiling) - num_listed,
             branches=branches,
             host_bytes=host_bytes,
             steps=self._last_rows(),

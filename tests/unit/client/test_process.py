@@ -22,12 +22,12 @@ from infer.client.messages import (
     Add,
     Command,
     LiveReport,
-    Look,
     Ping,
     Ready,
     StepReport,
     Stop,
     Unsubscribe,
+    Watch,
     decode_message,
     encode,
 )
@@ -155,7 +155,7 @@ def test_a_ping_is_answered_by_a_report() -> None:
 
 
 def test_a_look_is_answered_with_what_the_engine_does() -> None:
-    link = ScriptedLink([Look(7), add(1)], [Look(8)])
+    link = ScriptedLink([Watch(7), add(1)], [Watch(8)])
     EngineServer(make_engine(), [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
     (first, second) = link.sights
     assert (first.ticket, second.ticket) == (7, 8)
@@ -167,7 +167,7 @@ def test_a_snapshot_that_fails_is_an_answer_and_no_request_ends(monkeypatch: pyt
         raise ValueError("a bug")
 
     monkeypatch.setattr(Engine, "look", fail)
-    reports = serve([Look(7), add(1)])
+    reports = serve([Watch(7), add(1)])
     (answer,) = [answer for report in reports for answer in report.answers]
     assert answer.ticket == 7 and answer.failure is not None and answer.failure.kind == "EngineError"
     assert [ticket for report in reports for ticket in report.tickets] == [1] * 5

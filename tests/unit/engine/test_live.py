@@ -52,7 +52,7 @@ class Clock:
 
 def make_world(**knobs: Any) -> tuple[OracleWorld, Clock]:
     world, clock = OracleWorld(**knobs), Clock()
-    world.engine._live = LiveView(world.scheduler, clock)
+    world.engine._live = LiveView(world.scheduler, clock, clock)
     return world, clock
 
 
@@ -94,6 +94,7 @@ def check_blocks(world: OracleWorld, snapshot: LiveSnapshot) -> None:
     assert len(host) == pool.num_host_blocks
     assert host.count(FREE) == usage.num_free_host_blocks
     assert sum(r.num_host_blocks for r in snapshot.requests) == len(host) - usage.num_free_host_blocks
+    assert snapshot.num_unlisted == 0
     assert sum(r.num_blocks for r in snapshot.requests) == sum(len(held) for _, held, _ in pool.holdings())
 
 

@@ -20,7 +20,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.protocol.stream import Generation, Piece
-from infer.server.routes.messages import MessageWriter, MessagesRequest
+from infer.server.routes.messages import MessagesRequest, MessageWriter
 from infer.server.routes.responses import ResponsesRequest, ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -37,7 +37,7 @@ class FakeJob:
 class FakeGeneration:
     job = FakeJob()
 
-    def asked_metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {}
 
     def usage(self) -> dict[str, Any]:

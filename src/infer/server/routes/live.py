@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from time import monotonic
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -74,15 +73,27 @@ class LiveFeed:
 
 
 class LiveFeeds:
-    """One feed per engine, and how many pages look."""
+    """One feed for each engine that pages look at."""
 
     def __init__(self) -> None:
-        self.num_pages = 0
-        self._feeds: WeakKeyDictionary[EngineClient, LiveFeed] = WeakKeyDictionary()
+        self._feeds: dict[EngineClient, tuple[LiveFeed, int]] = {}  # with the number of its pages
 
-    def of(self, client: EngineClient) -> LiveFeed:
-        """The feed of an engine."""
-        return self._feeds.setdefault(client, LiveFeed(client))
+    @property
+    def num_pages(self) -> int:
+        """How many pages look."""
+        return sum(number for _, number in self._feeds.values())
+
+    @contextlib.contextmanager
+    def looking(self, client: EngineClient) -> Iterator[LiveFeed]:
+        """Let one more page look at an engine; its feed ends with the last of them."""
+        feed, number = self._feeds.get(client) or (LiveFeed(client), 0)
+        self._feeds[client] = feed, number + 1
+        try:
+            yield feed
+        finally:
+            number = self._feeds.pop(client)[1] - 1
+            if number:
+                self._feeds[client] = feed, number
 
 
 class LiveStream(Response):
@@ -96,25 +107,24 @@ class LiveStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events for as long as the client is connected."""
-        self._feeds.num_pages += 1
-        try:
-            with contextlib.suppress(ClientDisconnect):
-                await unless_disconnected(receive, self._send_all(send))
-        finally:
-            self._feeds.num_pages -= 1
+        with (
+            self._feeds.looking(self._model.clients[self._replica]) as feed,
+            contextlib.suppress(ClientDisconnect),
+        ):
+            await unless_disconnected(receive, self._send_all(feed, send))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, feed: LiveFeed, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
         with contextlib.suppress(OSError):  # a send found the connection closed
-            async with contextlib.aclosing(self._events()) as events:
+            async with contextlib.aclosing(self._events(feed)) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def _events(self, feed: LiveFeed) -> AsyncGenerator[bytes, None]:
         """Yield snapshots, and signs of life between them; the last event says why no more come."""
-        feed, seen = self._feeds.of(self._model.clients[self._replica]), None
+        seen: LiveSnapshot | None = None
         while True:
             next_one = asyncio.ensure_future(feed.next(seen))
             try:

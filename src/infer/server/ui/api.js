@@ -8,6 +8,7 @@
  *                                  data: {"choices":[],"usage":{...}}
  *                                  data: [DONE]
  *   POST /tokenize                 {"count": 7, ...}
+ *   GET /admin/live                data: {"number": 7, "cells": [...], ...}     for the tab "Live"
  *
  * A stream may begin long before its first token: lines that begin with a colon only keep the connection alive,
  * and what goes wrong then comes as an event, data: {"error": {"message": ...}}.
@@ -57,8 +58,24 @@ export async function* streamAnswer(path, body, key, signal) {
   throw new ApiError("the connection ended before the answer did");
 }
 
+/** Yield what an engine does, event by event, until it is aborted; `engine` is a model and a replica, or null. */
+export async function* streamLive(engine, key, signal) {
+  const query = engine ? `?${new URLSearchParams({ model: engine[0], replica: engine[1] })}` : "";
+  const response = await request(`/admin/live${query}`, key, { signal });
+  for await (const data of readEvents(response.body)) {
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.message);
+    yield event;
+  }
+}
+
+/** What a path answers, as text. */
+export async function getText(path, key, accept = "*/*") {
+  return (await request(path, key, { headers: { accept } })).text();
+}
+
 async function request(path, key, options) {
-  const headers = { "content-type": "application/json" };
+  const headers = { "content-type": "application/json", ...options.headers };
   if (key) headers.authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers }).catch(explainFailure);
   if (response.ok) return response;

@@ -4,7 +4,8 @@
  *   app.js ── settings.js   the fields at the right ──► the request's body
  *     ├────── api.js        the request ──► pieces of the answer          answer.js  puts them together
  *     ├────── view.js       an element per message                        markdown.js  text ──► elements
- *     └────── store.js      what the browser keeps
+ *     ├────── store.js      what the browser keeps
+ *     └────── live.js       the tab that shows an engine at work
  *
  * One request runs at a time. `chat.messages` is always what the next request would send; the view follows it.
  * A turn that made no text at all is taken back: the question returns to its field.
@@ -14,6 +15,7 @@
 
 import { Answer } from "/ui/answer.js";
 import { countTokens, listModels, streamAnswer } from "/ui/api.js";
+import { showLive } from "/ui/live.js";
 import { acceptKey, askForKey, checkSettings, isWide, readParameters, readToolChoice, setPanel, showDefaults, startSettings } from "/ui/settings.js";
 import { isChatKey, listChats, loadChat, newChat, removeChat, restoreChat, saveChat, toApi, toMarkdown } from "/ui/store.js";
 import { adopt, AnswerView, copyText, download, drawMessages, fromTemplate, newMessage, onFrames, Stopwatch } from "/ui/view.js";
@@ -322,6 +324,7 @@ function selectTab(tab) {
     other.tabIndex = isSelected ? 0 : -1;
     $(other.getAttribute("aria-controls")).hidden = !isSelected;
   }
+  showLive(tab.id === "live-tab");
   showError("");
 }
 
@@ -366,7 +369,9 @@ document.addEventListener("click", ({ target }) => {
 });
 document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
   if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-  const other = document.querySelector("[role=tab][aria-selected=false]");
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const step = event.key === "ArrowRight" ? 1 : -1;
+  const other = tabs.at((tabs.indexOf(event.target) + step) % tabs.length);
   selectTab(other);
   other.focus();
 });
@@ -405,6 +410,7 @@ function start() {
   const broken = listChats().filter(({ isBroken }) => isBroken).length;
   if (broken) showNotice(`${broken} stored conversation${broken > 1 ? "s" : ""} cannot be read; the list lets you delete what is left`);
   showModels(kept.model);
+  if (location.hash === "#live") selectTab($("live-tab"));
 }
 
 start();
