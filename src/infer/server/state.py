@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from infer.client.client import EngineClient
 from infer.config.settings import SchedulerConfig, ServerConfig
@@ -72,6 +72,15 @@ class RequestFailure:
     code: str | None = None  # word that programs branch on, where OpenAI has one; None: the status
 
 
+class Span(NamedTuple):
+    """A stage of a request, for a trace."""
+
+    name: str
+    start: float  # perf_counter seconds
+    end: float
+    facts: dict[str, str | int]
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """The facts about one HTTP request while it is served; no prompt, no answer and no key is among them."""
@@ -91,6 +100,8 @@ class RequestRecord:
     is_gone: bool = False  # the client left before that
     error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
+
+    spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
 
     def mark(self, stage: str, at: float | None = None) -> None:
         """Note that a stage has ended, now or at a time of `perf_counter`, where a trace was asked for."""
