@@ -36,7 +36,7 @@ from infer.log import progress
 
 HELP = "answer the requests of a file, in OpenAI's batch format"
 DESCRIPTION = (
-    "LineAnswer every request of IN.jsonl and append the answers to OUT.jsonl, in the order in which they\n"
+    "Answer every request of IN.jsonl and append the answers to OUT.jsonl, in the order in which they\n"
     "come. Started again, it goes on with the lines that have no answer yet."
 )
 USAGE = "IN.jsonl OUT.jsonl [options]"

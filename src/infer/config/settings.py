@@ -477,6 +477,10 @@ class ServerConfig:
         "infer",
         "prefix of a second name for every metric, beside infer_; vllm: as in dashboards made for vLLM",
     )
+    otlp_traces_endpoint: str | None = knob(
+        None,
+        "send OpenTelemetry traces to the collector at this URL, over HTTP; needs pip install 'infer[otel]'",
+    )
     access_log: bool = knob(True, "log one line per request")
     unknown_fields: str = knob(
         "ignore",
@@ -534,6 +538,11 @@ class ServerConfig:
             parse_alias(alias)
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let every client in; give a key or none")
+        if not (self.otlp_traces_endpoint or "http://").startswith(("http://", "https://")):
+            raise ConfigError(
+                "otlp_traces_endpoint must be a URL such as http://127.0.0.1:4318, "
+                f"got {self.otlp_traces_endpoint!r}"
+            )
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
             raise ConfigError(
                 "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "

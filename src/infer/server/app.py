@@ -51,6 +51,7 @@ from infer.server.routes import (
     tokens,
 )
 from infer.server.state import ServerState
+from infer.server.tracing import Tracing
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -157,11 +158,13 @@ def build_app(
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     ignores_unknown = config.unknown_fields == "ignore"
+    endpoint = config.otlp_traces_endpoint
     app.add_middleware(
         AccessLog,
         metrics=fleet.metrics,
         is_logged=config.access_log,
         ignores_unknown=ignores_unknown,
         stories=state.stories,
+        tracing=None if endpoint is None else Tracing(endpoint),
     )
     return app

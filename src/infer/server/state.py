@@ -103,6 +103,15 @@ class RequestFailure:
     code: str | None = None  # word that programs branch on, where OpenAI has one; None: the status
 
 
+class Span(NamedTuple):
+    """A stage of a request, for a trace."""
+
+    name: str
+    start: float  # perf_counter seconds
+    end: float
+    facts: dict[str, str | int]
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """The facts about one HTTP request while it is served; no prompt, no answer and no key is among them."""
@@ -129,6 +138,7 @@ class RequestRecord:
     is_traced: bool = False  # whether the answer's headers tell them
     stories: ServedRequests | None = None  # where it is kept if it goes to an engine; None: nowhere
     story: ServedRequest | None = None  # what is kept of it
+    spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
 
     def note_user(self, body: Any) -> None:
         """Let the user that a body names be the asker, instead of the API key."""

@@ -8,8 +8,12 @@ import pytest
 
 from infer.cli.stepping import NUM_SHOWN
 from infer.config.settings import EngineConfig
+from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
+from infer.execution.cpu_step import CpuSteps
+from infer.execution.gpu.graphs import StepGraphs
+from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.tools.record import Record
@@ -212,3 +216,24 @@ def test_a_record_is_replayed_step_by_step(tmp_path: Path) -> None:
     assert [frame.step for frame in shown] == [
         event.step for event in record.events() if type(event).__name__ == "Ran"
     ]
+
+
+def heading(**knobs: Any) -> str:
+    """The first line of the last frame of a short answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, ignore_eos=True)
+    return tiny_life(params, **knobs)[-1].text.splitlines()[0]
+
+
+def test_a_frame_names_the_path_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "PyTorch, eager" in heading(attention_backend="torch_ref")
+    assert ("C kernels, one by one" if library() else "PyTorch, eager") in heading(record_cpu_step=False)
+    monkeypatch.setattr(CpuSteps, "is_recorded", lambda self, num_tokens: True)  # as of a model in int8
+    assert ("C program" if library() else "PyTorch, eager") in heading()
+
+
+def test_a_frame_names_the_path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device half of a GPU runs on a CPU with the references of its kernels, and captures no graph."""
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda *_, **__: True)
+    assert "kernel by kernel" in heading(use_overlap=False)
+    monkeypatch.setattr(StepGraphs, "is_captured", lambda self, size: True)
+    assert re.search(r"CUDA graph for \d+ rows, ", heading(use_overlap=False))

@@ -17,7 +17,7 @@ down, has not begun, so it is counted among the HTTP errors alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from time import perf_counter
 from typing import Any
@@ -31,7 +31,7 @@ from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
 from infer.server.explain.served import ServedPart, add_part
-from infer.server.state import RequestRecord, current_record
+from infer.server.state import RequestRecord, Span, current_record
 
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -190,6 +190,7 @@ class _RequestTimes:
         self._longest_gap_s = 0.0
         self._last_at: dict[int, float] = {}  # by sequence
         self._first_at: float | None = None
+        self._embedded_at: float | None = None
         self._queue_s = 0.0
         self._num_tokens: Counter[int] = Counter()  # by sequence
         self._open = set(range(request.params.num_reported))
@@ -216,6 +217,7 @@ class _RequestTimes:
         if output.embedding:
             self._mark_stages(now, output)
             self._count_prompt(output)
+            self._queue_s, self._embedded_at = output.queue_s, now
         if output.finish_reason is not None:
             self._open.discard(output.index)
             is_stop = output.finish_reason == "abort" and output.index in self._stopped
@@ -270,6 +272,22 @@ class _RequestTimes:
             return self._reason or "error"
         return "stop" if self._open <= self._stopped else "abort"
 
+    def _spans(self) -> Iterator[Span]:
+        """The stages of the request, as far as it came."""
+        facts: dict[str, str | int] = {"infer.request_id": self._request.request_id}
+        computed_at = self._first_at or self._embedded_at
+        if computed_at is None:
+            yield Span("queue", self._submitted_at, perf_counter(), facts)
+            return
+        begun_at = min(self._submitted_at + self._queue_s, computed_at)
+        yield Span("queue", self._submitted_at, begun_at, facts)
+        prompt: dict[str, str | int] = {"gen_ai.usage.input_tokens": len(self._request.prompt)}
+        yield Span("prefill", begun_at, computed_at, facts | prompt)
+        if self._first_at is not None:
+            made: dict[str, str | int] = {"gen_ai.usage.output_tokens": self._num_tokens.total()}
+            made["gen_ai.response.finish_reason"] = self._reason_of_end()
+            yield Span("decode", self._first_at, max(self._last_at.values()), facts | made)
+
     def finish(self) -> None:
         meter, record, params = self._meter, self._record, self._request.params
         num_tokens = self._num_tokens.total()
@@ -280,6 +298,8 @@ class _RequestTimes:
         if self._part is not None:
             self._part.num_tokens, self._part.longest_gap_s = num_tokens, self._longest_gap_s
             self._part.finish_reason = self._reason_of_end()
+        if record.spans is not None and not self.is_refused:
+            record.spans += self._spans()
         if self._first_at is None:
             return
         last_at = max(self._last_at.values())

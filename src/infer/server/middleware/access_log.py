@@ -33,12 +33,14 @@ import orjson
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.server.asgi_call import Headers
 from infer.server.explain.served import ServedRequests
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, header_of, route_path
 from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import SPECIFIED_PREFIX, ApiError, api_of
 from infer.server.state import RAW_SEND, RequestRecord, recording
+from infer.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,10 @@ class AccessLog:
         is_logged: bool,
         ignores_unknown: bool,
         stories: ServedRequests | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
+        self._tracing = tracing
         self._metrics = metrics
         self._is_logged = is_logged
         self._ignores_unknown = ignores_unknown
@@ -90,16 +94,23 @@ class AccessLog:
         record.stories = self._stories
         if record.is_traced or self._stories is not None:
             record.marks = []
+        tracing = None if path in (HEALTH_PATH, METRICS_PATH) else self._tracing
+        span = None if tracing is None else tracing.begin(scope, record)
+        headers = [] if tracing is None else tracing.headers(span)
         self._metrics.num_active += 1
         try:
             with recording(record):
-                await self._serve(scope, receive, send, record)
+                await self._serve(scope, receive, send, record, headers)
         finally:
             self._metrics.num_active -= 1
             self._finish(scope, record)
+            if tracing is not None:
+                tracing.end(span, scope, record, route_of(scope))
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        id_headers = [(b"x-request-id", record.request_id.encode())]
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, headers: Headers
+    ) -> None:
+        id_headers = [(b"x-request-id", record.request_id.encode()), *headers]
         if record.api == "anthropic":
             id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
         scope[RAW_SEND] = send
