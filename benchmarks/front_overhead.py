@@ -23,7 +23,7 @@ from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import Upstream
 from infer.config.settings import ServerConfig
 from infer.server.processes.board import Board
-from infer.server.serve import HttpServer, bind, http_config, stop_on_signals, url_of
+from infer.server.serve import HttpServer, bind, http_config, loop_factory, stop_on_signals, url_of
 from infer.server.state import ServerState
 
 KEY = "bench"
@@ -89,9 +89,11 @@ def main() -> None:
     parser.add_argument("--front-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.front_of:
-        asyncio.run(run_front(args.front_of))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(run_front(args.front_of))
         return
-    made = [start("infer.server", args.model, "--port", "0", "--api-key", KEY, "--no-access-log")]
+    quiet = ("--api-key", KEY, "--no-access-log", "--log-level", "warning", "--num-threads", "1")
+    made = [start("infer.server", args.model, "--port", "0", *quiet)]
     try:
         made.append(start("benchmarks.front_overhead", args.model, "--front-of", made[0][1]))
         urls = {"replica": made[0][1], "front": made[1][1]}
@@ -102,10 +104,11 @@ def main() -> None:
             process.terminate()
             process.wait()
     for name, values in times.items():
-        p95 = statistics.quantiles(values, n=20)[-1]
-        print(f"{name:8} first token p50 {statistics.median(values):6.2f} ms   p95 {p95:6.2f} ms")
+        p10, *_, p90 = statistics.quantiles(values, n=10)
+        shown = f"p10 {p10:.2f}  p50 {statistics.median(values):.2f}  p90 {p90:.2f}"
+        print(f"{name:8} first token in ms: {shown}")
     added = statistics.median(times["front"]) - statistics.median(times["replica"])
-    print(f"added    p50 {added:.2f} ms")
+    print(f"added    p50 {added:.2f}")
 
 
 if __name__ == "__main__":

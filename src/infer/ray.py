@@ -12,8 +12,8 @@ one server of ours in a process of its own, and passes requests on to it.
 `infer serve --cluster ray` needs none of this: there tokens take no way through Serve's proxy.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Serve sends the class below to other processes without the names
+# that only strings mention, and FastAPI has to know what `request` is.
 import importlib
 import secrets
 from collections.abc import Mapping

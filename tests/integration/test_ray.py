@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,10 @@ from tests.support.server_process import KNOBS, ROOT, is_alive, wait_until
 pytest.importorskip("ray")
 
 PATIENCE_S = 240.0
+ALONE = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps every node on the loopback interface
+}
 SERVES = re.compile(r"replica serves number=(\d+) url=(\S+) pid=(\d+) node=(\S+)")
 
 
@@ -57,8 +62,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps every node on the loopback interface
+    os.environ |= ALONE
     from ray.cluster_utils import Cluster
 
     here: dict[str, Any] = {"node_ip_address": "127.0.0.1"}
@@ -95,6 +99,61 @@ def site(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         if process is not None and process.stdout is not None:
             process.stdout.close()
         cluster.shutdown()
+
+
+SERVE = """
+import sys
+import ray
+from ray import serve
+from infer.ray import app
+
+ray.init(num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1")
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
+knobs = {"dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 4, "num_blocks": 256}
+names = {"model": sys.argv[1], "served_model_name": "tiny", "api_key": ["k"]}
+serve.run(app({**names, **knobs, "deployment": {"num_replicas": 1}}), route_prefix="/")
+print("up", flush=True)
+sys.stdin.read()
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_application_of_ray_serve_answers_and_streams(checkpoint: str, tmp_path: Path) -> None:
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, checkpoint, str(port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+            env=os.environ | ALONE | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        assert any(line.strip() == "up" for line in lines), (tmp_path / "log").read_text()
+        url, headers = f"http://127.0.0.1:{port}", {"authorization": "Bearer k"}
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        whole = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).json()
+        streamed = httpx.post(
+            f"{url}/v1/completions", json=body | {"stream": True}, headers=headers, timeout=60
+        ).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
 
 
 def test_replicas_are_on_nodes_of_their_own_and_answer_alike(site: Site) -> None:
