@@ -86,7 +86,9 @@ class ReplicaProcess:
     def wait_end(self) -> str:
         """Wait until the process ends; returns how."""
         code = self._process.wait()
-        return f"its process ended with code {code}" + (f": {self._last[-1]}" if code > 0 and self._last else "")
+        return f"its process ended with code {code}" + (
+            f": {self._last[-1]}" if code > 0 and self._last else ""
+        )
 
     def stop(self) -> None:
         """Let it drain and end; kill it if it does not."""

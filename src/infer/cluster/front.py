@@ -41,6 +41,7 @@ PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
 KEYS = {b"authorization", b"x-api-key"}
+OVERTIME_S = 5.0  # for the error of a replica that is in time
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
 
@@ -130,7 +131,7 @@ class Front:
         elif path == METRICS_PATH:
             await (await self._metrics())(scope, receive, send)
         else:
-            await self._forward(scope, body, receive, _Answer(scope, send))
+            await self._forward_in_time(scope, body, receive, _Answer(scope, send))
 
     def _health(self) -> Response:
         board = self._state.board
@@ -153,6 +154,21 @@ class Front:
             if not isinstance(page, BaseException) and page[0] == 200
         ]
         return Response(merge_pages(found), media_type=CONTENT_TYPE)
+
+    async def _forward_in_time(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        """Forward a request; replicas keep `request_timeout` themselves, unless one has frozen."""
+        seconds = self._state.config.request_timeout
+        try:
+            async with asyncio.timeout(seconds + OVERTIME_S):
+                await self._forward(scope, body, receive, answer)
+        except TimeoutError:
+            error = ApiError(
+                status=504, message=f"the request took longer than {seconds:g} s (request_timeout)"
+            )
+            if answer.has_head:
+                await answer.fail(error)
+            else:
+                await error.response()(scope, receive, answer.send)
 
     async def _forward(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
         tried: list[RemoteServer] = []

@@ -49,6 +49,7 @@ class Upstream(asyncio.Protocol):
         self._pieces: deque[bytes] = deque()
         self._backlog = 0
         self.is_whole = False  # the answer has come to its end
+        self._is_bodiless = False  # to HEAD there is none, whatever its length says
 
     @classmethod
     async def connect(cls, host: str, port: int) -> Upstream:
@@ -69,6 +70,7 @@ class Upstream(asyncio.Protocol):
     async def ask(self, request: bytes) -> ResponseHead:
         """Send a request; return the head of its answer."""
         self._begin()
+        self._is_bodiless = request.startswith(b"HEAD ")
         if self._transport is None or self._is_lost:
             raise ReplicaGone("the connection is closed")
         self._transport.write(request)
@@ -142,6 +144,7 @@ class Upstream(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status >= 200:
             self._head = ResponseHead(status, self._headers)
+            self.is_whole = self._is_bodiless
         self._headers = []
 
     def on_body(self, body: bytes) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from infer.cli.main import main
+from infer.cluster import front as front_module
 from infer.cluster.front import build_front, merge_pages
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
@@ -225,6 +226,37 @@ async def test_health_says_whether_the_front_starts_serves_or_drains() -> None:
         assert (await site.chat()).status_code == 503
         site.state.board.is_starting, site.state.board.is_draining = False, True
         assert "draining" in (await site.request("GET", "/health")).text
+
+
+@in_loop
+async def test_the_answer_to_head_has_no_body_and_keeps_its_connection() -> None:
+    fake = FakeReplica(b"HTTP/1.1 200 OK\r\ncontent-length: 400\r\n\r\n")
+    async with front(fake) as site, asyncio.timeout(30):
+        for _ in range(2):
+            answer = await site.request("HEAD", "/v1/models")
+            assert answer.status_code == 200 and answer.content == b""
+    assert fake.num_connections == 1
+
+
+@in_loop
+async def test_an_interim_answer_is_followed_by_the_real_one() -> None:
+    async with front(FakeReplica(b"HTTP/1.1 100 Continue\r\n\r\n", whole(b"[1]"))) as site:
+        answer = await site.chat()
+    assert answer.status_code == 200 and answer.json() == [1]
+
+
+@in_loop
+async def test_a_replica_that_freezes_costs_no_more_than_the_time_of_a_request() -> None:
+    front_module.OVERTIME_S, usual = 0.1, front_module.OVERTIME_S
+    try:
+        async with front(FakeReplica("wait"), request_timeout=0.1) as site:
+            answer = await site.chat()
+        assert answer.status_code == 504 and "request_timeout" in answer.text
+        async with front(FakeReplica(SSE, chunk(EVENT), "wait"), request_timeout=0.1) as site:
+            answer = await site.chat()
+        assert answer.status_code == 200 and "request_timeout" in answer.text.removeprefix(EVENT.decode())
+    finally:
+        front_module.OVERTIME_S = usual
 
 
 @in_loop
