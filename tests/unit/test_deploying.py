@@ -90,6 +90,14 @@ def validate(thing: dict[str, Any]) -> None:
     jsonschema.Draft7Validator(schema).validate(thing)
 
 
+def validate_pod(spec: dict[str, Any]) -> None:
+    """Check the part of an object that is a pod, as a Deployment would hold it."""
+    definitions = recorded()["definitions"]
+    jsonschema.Draft7Validator(
+        {"$ref": "#/definitions/io.k8s.api.core.v1.PodSpec", "definitions": definitions}
+    ).validate(spec)
+
+
 def settings_of(words: list[str], tmp_path: Path) -> tuple[EngineConfig, ServerConfig]:
     """What a command line means to the real parser; the file of --config has keys."""
     assert words[0].rpartition("/")[2] == "infer"
@@ -323,6 +331,35 @@ def test_the_page_lets_a_container_drain_before_it_is_killed() -> None:
     ]
     assert len(seconds) >= 3
     assert min(seconds) > ServerConfig().drain_timeout + supervisor.STOP_TIMEOUT + LAST_WRITES_S
+
+
+def test_kuberay_starts_our_application_with_knobs_that_exist() -> None:
+    made = yaml.safe_load((DEPLOY / "kuberay/rayservice.yaml").read_text(encoding="utf-8"))
+    assert (made["apiVersion"], made["kind"]) == ("ray.io/v1", "RayService")
+    [application] = yaml.safe_load(made["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    knobs = dict(application["args"])
+    deployment = knobs.pop("deployment")
+    drain_s = knobs.pop("drain_timeout")
+    EngineConfig.from_knobs(**knobs)
+    scaling, actor = deployment["autoscaling_config"], deployment["ray_actor_options"]
+    assert deployment["graceful_shutdown_timeout_s"] > drain_s + supervisor.STOP_TIMEOUT + LAST_WRITES_S
+    assert scaling["target_ongoing_requests"] < knobs["max_batch_size"]
+    cluster = made["spec"]["rayClusterConfig"]
+    [workers] = cluster["workerGroupSpecs"]
+    assert workers["maxReplicas"] >= scaling["max_replicas"]
+    image = (DEPLOY / "kuberay/Dockerfile").read_text(encoding="utf-8")
+    assert f'"ray[default,serve]=={cluster["rayVersion"]}"' in image
+    for group in (cluster["headGroupSpec"], workers):
+        spec = group["template"]["spec"]
+        validate_pod(spec)
+        [only] = spec["containers"]
+        assert only["env"][0] == {"name": "RAY_AUTH_MODE", "value": "token"}
+        secret = only["env"][1]["valueFrom"]["secretKeyRef"]
+        assert f"secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert float(limits["cpu"]) >= actor["num_cpus"] and float(limits["nvidia.com/gpu"]) >= actor["num_gpus"]
 
 
 def unit_values(name: str) -> list[str]:

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes; exit code 1 if every engine is down for good."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
+    if config.cluster == "ray":
+        return _serve_cluster(models, config, args.log_level)
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
         if engine.speculation.is_on and engine.speculation.draft_model is not None:
@@ -79,6 +81,22 @@ def run(args: argparse.Namespace) -> int:
 
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(serve(models, config, announce=_announce, spares=spares))
+    except EngineLost as error:
+        logger.critical("server ends error=%s", error)
+        return 1
+    return 0
+
+
+def _serve_cluster(models: Mapping[str, EngineConfig], config: ServerConfig, log_level: str) -> int:
+    """Serve from replicas on other machines, whose models are looked for there."""
+    import asyncio
+
+    from infer.cluster.serve import serve_cluster
+    from infer.server.serve import loop_factory
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(serve_cluster(models, config, announce=_announce, log_level=log_level))
     except EngineLost as error:
         logger.critical("server ends error=%s", error)
         return 1

@@ -465,6 +465,18 @@ class ServerConfig:
         "engines that serve the model side by side, on a GPU each, or with a share of the processor's cores",
         aliases=("data_parallel_size",),
     )
+    cluster: str = knob(
+        "none",
+        "where replicas run: none: on this machine, in one server; ray: on the nodes of a Ray cluster, each "
+        "a server of its own, and this one forwards to them",
+        choices=("none", "ray"),
+    )
+    ray_address: str | None = knob(None, "address of the Ray cluster; default: the one that Ray finds")
+    max_replicas: int | None = knob(
+        None, "in a cluster: add replicas up to this many while requests wait; default: as many as replicas"
+    )
+    target_queue_time: float = knob(1.0, "seconds that requests may wait before max_replicas adds a replica")
+    scale_down_after: float = knob(300.0, "seconds without a queue until an added replica is ended")
     share_device: bool = knob(
         False,
         "let replicas share GPUs where there are too few for all of them, and divide device_memory; "
@@ -499,6 +511,28 @@ class ServerConfig:
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
+    def _check_cluster(self) -> None:
+        """Refuse settings of a cluster without one, and what a cluster has no place for."""
+        if self.cluster == "none":
+            for name in ("ray_address", "max_replicas"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is for a cluster; give --cluster ray as well, or leave it out")
+            return
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas to start with"
+            )
+        alone = {
+            "admin_key": (self.admin_key is not None, "admin routes are about one server"),
+            "in_process": (self.in_process, "replicas are processes on other machines"),
+            "share_device": (self.share_device, "Ray gives each replica a GPU of its own"),
+            "api_processes": (self.api_processes is not None, "the front is one process"),
+            "response_store": (self.response_store not in (0, 1000), "replicas share no memory of responses"),
+        }
+        for name, (is_given, why) in alone.items():
+            if is_given:
+                raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
+
     def __post_init__(self) -> None:
         check_choice(self, "unknown_fields")
         check_choice(self, "cache_isolation")
@@ -510,6 +544,11 @@ class ServerConfig:
         check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
         if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
             raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
+        check_choice(self, "cluster")
+        for name in ("target_queue_time", "scale_down_after"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        self._check_cluster()
         if self.response_store < 0:
             raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
         if self.explain_requests < 0:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
@@ -125,7 +126,7 @@ async def serve(
     warn_if_open(config)
     warn_if_expired(config)
     remove_stale_directories()
-    stopping = _stop_on_signals(state)
+    stopping = stop_on_signals(state)
     knobs = [with_server_defaults(model).knobs() for model in models.values()]
     answer = partial(_answer_process, Forwarded(http.loaded_app), state)
     await workers.start(answer, listener, [] if config.on_demand else knobs)
@@ -254,11 +255,16 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) -> uvicorn.Config:
-    """The settings of the HTTP server around an application; `ask` as in `build_app`."""
+    """The settings of the HTTP server around our application; `ask` as in `build_app`."""
     config = state.config
     app = build_app(state, fleet, check_host=needs_host_check(config), ask=ask)
     for route in app.routes:  # what matches nothing has each built, which the first request would wait for
         route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
+    return http_config(app, config)
+
+
+def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """The settings of the HTTP server around any application."""
     made = uvicorn.Config(
         app,
         http=GuardedConnection,
@@ -277,7 +283,7 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
     return made
 
 
-def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
+def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
     """Done at the first SIGINT, SIGTERM or SIGHUP; a second one of the former two cuts requests off.
 
     Another one ends the process. A terminal that closes may send SIGHUP twice, so it never cuts off; it does

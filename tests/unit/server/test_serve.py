@@ -137,7 +137,7 @@ def test_a_second_signal_says_how_many_requests_it_ends(
     async def interrupt_twice() -> None:
         state = ServerState(config=ServerConfig())
         state.board.count_request(3)
-        stopping = serving._stop_on_signals(state)
+        stopping = serving.stop_on_signals(state)
         interrupt_self()
         await stopping
         assert caplog.messages == []
@@ -153,7 +153,7 @@ def test_a_second_signal_says_how_many_requests_it_ends(
 def test_a_terminal_that_closes_twice_cuts_nothing_off() -> None:
     async def hang_up() -> None:
         state = ServerState(config=ServerConfig())
-        stopping = serving._stop_on_signals(state)
+        stopping = serving.stop_on_signals(state)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
             await asyncio.wait_for(stopping, 5)
@@ -165,7 +165,7 @@ def test_a_terminal_that_closes_twice_cuts_nothing_off() -> None:
 
 def test_a_server_started_with_nohup_does_not_mind_its_terminal() -> None:
     async def hang_up() -> None:
-        stopping = serving._stop_on_signals(ServerState(config=ServerConfig()))
+        stopping = serving.stop_on_signals(ServerState(config=ServerConfig()))
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(0.05)
         assert not stopping.done()

@@ -1,0 +1,121 @@
+"""A replica's process: an ordinary server, told what to do on standard input, which is also its lifeline.
+
+    python -m infer.cluster.child  <──  one line of JSON: models, server, log level
+
+Keys are neither on a command line nor in a file. When standard input closes, whoever started this process is
+gone or wants its end: it drains and leaves, as at SIGTERM. Standard output gets one line once requests are
+welcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import Any, TypeAlias
+
+import orjson
+
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.errors import InferError
+from infer.log import setup_logging
+
+READY = "ready: "
+NUM_LAST_LINES = 20
+STOP_S = 15.0  # beyond drain_timeout
+
+Orders: TypeAlias = dict[str, Any]  # "models": knobs by name, "server": knobs, "log_level"
+
+
+def main() -> int:
+    """Serve until standard input closes or a signal comes."""
+    orders = orjson.loads(sys.stdin.buffer.readline())
+    setup_logging(orders["log_level"])
+    models = {name: EngineConfig.from_knobs(**knobs) for name, knobs in orders["models"].items()}
+    server: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in orders["server"].items()}
+    config = ServerConfig(**server)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    from infer.server.serve import loop_factory, serve
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(serve(models, config, announce=lambda url: print(f"{READY}{url}", flush=True)))
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _end_with_stdin() -> None:
+    os.read(sys.stdin.fileno(), 1)  # returns at the end of file
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class ReplicaProcess:
+    """A replica on this machine: starts it, waits for it, ends it. For an actor's threads."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._drain_s = float(orders["server"].get("drain_timeout", ServerConfig().drain_timeout))
+        self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "infer.cluster.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,  # a signal to the actor's group is not for it
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(orders) + b"\n")
+        self._process.stdin.flush()
+        threading.Thread(target=self._pass_log_on, daemon=True).start()
+
+    def wait_ready(self) -> str:
+        """Return the URL once the model is loaded; raise `RuntimeError` with the reason if it ends before."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        if not line.startswith(READY):
+            self._process.wait()
+            raise RuntimeError("a replica could not start:\n" + "\n".join(self._last))
+        return line.removeprefix(READY).strip()
+
+    def wait_end(self) -> str:
+        """Wait until the process ends; returns how."""
+        code = self._process.wait()
+        return f"its process ended with code {code}" + (
+            f": {self._last[-1]}" if code > 0 and self._last else ""
+        )
+
+    def stop(self) -> None:
+        """Let it drain and end; kill it if it does not."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(self._drain_s + STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
+    def _pass_log_on(self) -> None:
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            self._last.append(line)
+            print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,319 @@
+"""The front of a cluster: an application that forwards requests to replicas, and answers for all of them.
+
+    client ──► AccessLog ─► CORS ─► Auth ─► BodyLimit ─► Gate ─► Front ──HTTP──► replica, which does the work
+
+Tokens come from the replica's own server and are passed on as they are. A replica that goes before its answer
+has begun is replaced by another, unseen by the client: signs of life (`: ping`) do not count as a beginning.
+If it goes later, the stream ends with an error in the form of its API, and an answer that is not streamed
+breaks off. 503 of a replica (its queue is full, it drains) sends the request to the next one as well.
+
+`/health` is 200 while some replica serves. `/metrics` has the series of all replicas, each with its number as
+the label `replica`. Admin routes are about one server and are not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from urllib.parse import quote
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.cluster.replicas import RemoteServer, ReplicaSet
+from infer.cluster.upstream import ReplicaGone, ResponseHead, Upstream
+from infer.server.metrics import CONTENT_TYPE, ServerMetrics
+from infer.server.middleware.access_log import METRICS_PATH, AccessLog
+from infer.server.middleware.auth import HEALTH_PATH, Auth, route_path
+from infer.server.middleware.host_check import HostCheck, needs_host_check
+from infer.server.middleware.limits import BodyLimit, Gate
+from infer.server.protocol.errors import RETRY_LATER_S, ApiError, api_of
+from infer.server.protocol.stream import DONE, named_event
+from infer.server.state import ServerState, current_id
+
+logger = logging.getLogger(__name__)
+
+# Headers of one connection, and those that the front writes itself.
+PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date"}
+OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
+OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
+KEYS = {b"authorization", b"x-api-key"}
+OVERTIME_S = 5.0  # for the error of a replica that is in time
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
+WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
+
+
+def build_front(state: ServerState, replicas: ReplicaSet) -> ASGIApp:
+    """The application with all its layers."""
+    config = state.config
+    app: ASGIApp = Gate(Front(state, replicas), state)
+    app = Auth(BodyLimit(app, config.max_body_size), config)
+    if config.cors_origin:
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
+        )
+    if needs_host_check(config):
+        app = HostCheck(app, config.allowed_host)
+    metrics = ServerMetrics(config.metrics_prefix)
+    logged = AccessLog(app, metrics, is_logged=config.access_log, ignores_unknown=False)
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = SimpleNamespace(path="forwarded")  # the front knows no routes
+        await logged(scope, receive, send)
+
+    return named
+
+
+class _Answer:
+    """One answer on its way to the client, from whichever replica gives it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.path = route_path(scope)
+        self.has_head = False
+        self.has_begun = False  # more than signs of life were passed on
+        self.is_stream = False
+        self.send = send
+
+    async def start(self, head: ResponseHead) -> None:
+        """Pass the head on, once."""
+        if not self.has_head:
+            self.has_head = True
+            kinds = [value for name, value in head.headers if name == b"content-type"]
+            self.is_stream = any(kind.startswith(STREAMS) for kind in kinds)
+            headers = [(name, value) for name, value in head.headers if name not in OF_ANSWER]
+            await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
+
+    async def pass_on(self, piece: bytes) -> None:
+        """Pass a piece of the body on."""
+        self.has_begun = self.has_begun or not _is_sign_of_life(piece)
+        await self.send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self) -> None:
+        """End the body."""
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream that has a head with an error; what is not a stream breaks off."""
+        if not self.is_stream:
+            raise ConnectionError(error.message)
+        told = error.encode()
+        if api_of(self.path) == "ollama":
+            frame = told + b"\n"
+        elif self.path in WITH_DONE:
+            frame = b"data: " + told + b"\n\n" + DONE
+        else:
+            frame = named_event("error", told)
+        await self.send({"type": "http.response.body", "body": frame, "more_body": False})
+
+
+class Front:
+    """ASGI application: forwards what it does not answer itself."""
+
+    def __init__(self, state: ServerState, replicas: ReplicaSet) -> None:
+        self._state = state
+        self._replicas = replicas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        body = (await receive()).get("body", b"")  # whole: BodyLimit has read it
+        path = route_path(scope)
+        if path == HEALTH_PATH:
+            await self._health()(scope, receive, send)
+        elif path == METRICS_PATH:
+            await (await self._metrics())(scope, receive, send)
+        else:
+            await self._forward_in_time(scope, body, receive, _Answer(scope, send))
+
+    def _health(self) -> Response:
+        board = self._state.board
+        reason = "starting: no replica is ready yet" if board.is_starting else None
+        reason = "draining: no new requests are taken" if board.is_draining else reason
+        reason = reason or (None if self._replicas.up else "no replica serves at the moment")
+        if reason is None:
+            return Response(b'{"status":"ok"}', media_type="application/json")
+        headers = {"retry-after": str(RETRY_LATER_S)}
+        return ApiError(status=503, message=reason, headers=headers).response()
+
+    async def _metrics(self) -> Response:
+        servers = self._replicas.up
+        pages = await asyncio.gather(
+            *(server.get(METRICS_PATH) for server in servers), return_exceptions=True
+        )
+        found = [
+            (server.number, page[1])
+            for server, page in zip(servers, pages, strict=True)
+            if not isinstance(page, BaseException) and page[0] == 200
+        ]
+        return Response(merge_pages(found), media_type=CONTENT_TYPE)
+
+    async def _forward_in_time(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        """Forward a request; replicas keep `request_timeout` themselves, unless one has frozen."""
+        seconds = self._state.config.request_timeout
+        try:
+            async with asyncio.timeout(seconds + OVERTIME_S):
+                await self._forward(scope, body, receive, answer)
+        except TimeoutError:
+            error = ApiError(
+                status=504, message=f"the request took longer than {seconds:g} s (request_timeout)"
+            )
+            if answer.has_head:
+                await answer.fail(error)
+            else:
+                await error.response()(scope, receive, answer.send)
+
+    async def _forward(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        tried: list[RemoteServer] = []
+        refusal: tuple[ResponseHead, bytes] | None = None  # the last 503
+        while (server := self._replicas.pick(body, tried)) is not None:
+            tried.append(server)
+            server.num_active += 1
+            try:
+                refusal = await self._try(server, scope, body, receive, answer)
+            except ReplicaGone as error:
+                server.is_up = False  # until a probe finds it well
+                logger.warning(
+                    "replica gone number=%d began=%s request_id=%s error=%s",
+                    server.number, answer.has_begun, current_id(), error,
+                )  # fmt: skip
+                if answer.has_begun:
+                    message = "the replica that was answering is gone; send the request again"
+                    await answer.fail(ApiError(status=500, message=message))
+                    return
+                continue
+            finally:
+                server.num_active -= 1
+            if refusal is None:
+                return
+        if refusal is not None and not answer.has_head:
+            head, said = refusal
+            await answer.start(head)
+            await answer.pass_on(said)
+            await answer.end()
+            return
+        message = "no replica serves at the moment; try again in a few seconds"
+        error_503 = ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)})
+        if answer.has_head:
+            await answer.fail(error_503)
+        else:
+            await error_503.response()(scope, receive, answer.send)
+
+    async def _try(
+        self, server: RemoteServer, scope: Scope, body: bytes, receive: Receive, answer: _Answer
+    ) -> tuple[ResponseHead, bytes] | None:
+        """Let one replica answer; returns its refusal if it has no room, None if the request is done."""
+        connection = await server.connect()
+        request = self._message(scope, body, server)
+        leaving = asyncio.ensure_future(_close_when_left(receive, connection))
+        try:
+            try:
+                head = await connection.ask(request)
+            except ReplicaGone:
+                if not connection.is_used or leaving.done():
+                    raise
+                leaving.cancel()  # an idle connection that the replica had closed
+                connection = await server.connect_anew()
+                leaving = asyncio.ensure_future(_close_when_left(receive, connection))
+                head = await connection.ask(request)
+            if head.status == 503:
+                pieces = [piece async for piece in _pieces(connection)]
+                server.give_back(connection)
+                return head, b"".join(pieces)
+            if answer.has_head and head.status != 200:
+                message = f"another replica took over and refused the request with status {head.status}"
+                await answer.fail(ApiError(status=500, message=message))
+                return None
+            async for piece in _pieces(connection):
+                await answer.start(
+                    head
+                )  # not before there is something to say: until then it may still change
+                await answer.pass_on(piece)
+            await answer.start(head)
+            await answer.end()
+            server.give_back(connection)
+            return None
+        except ReplicaGone:
+            if leaving.done() and not leaving.cancelled():  # the client has left, and we have closed it
+                return None
+            raise
+        finally:
+            leaving.cancel()
+            if not connection.is_whole:
+                connection.close()
+
+    def _message(self, scope: Scope, body: bytes, server: RemoteServer) -> bytes:
+        """The request as bytes, under the front's id; with the front's key where clients need none."""
+        dropped = OF_REQUEST if self._state.config.api_key else OF_REQUEST | KEYS
+        path = quote(route_path(scope)).encode() if scope.get("root_path") else bytes(scope["raw_path"])
+        query = b"?" + scope["query_string"] if scope.get("query_string") else b""
+        lines = [
+            scope["method"].encode() + b" " + path.partition(b"?")[0] + query + b" HTTP/1.1",
+            b"host: replica",
+        ]
+        lines += [name + b": " + value for name, value in scope["headers"] if name not in dropped]
+        lines.append(b"x-request-id: " + str(current_id()).encode())
+        lines.append(b"content-length: " + str(len(body)).encode())
+        if not self._state.config.api_key:
+            lines.append(b"authorization: Bearer " + server.key.encode())
+        return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def _close_when_left(receive: Receive, connection: Upstream) -> None:
+    """Close the connection when the client leaves, so that the replica computes no more for it."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+    connection.close()
+
+
+async def _pieces(connection: Upstream) -> AsyncIterator[bytes]:
+    while (piece := await connection.read()) is not None:
+        yield piece
+
+
+def _is_sign_of_life(piece: bytes) -> bool:
+    """Whether a piece of a stream holds nothing but pings, which readers skip."""
+    return all(part.startswith((b":", b"event: ping")) for part in piece.split(b"\n\n") if part.strip())
+
+
+def merge_pages(pages: list[tuple[int, bytes]]) -> bytes:
+    """Several pages of metrics as one: every series has the number of its replica as a label."""
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: comments, samples
+    for number, page in pages:
+        for name, comments, samples in _families(page):
+            known = families.setdefault(name, (comments, []))
+            known[1].extend(_with_label(sample, number) for sample in samples)
+    lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
+    return b"\n".join(lines) + b"\n"
+
+
+def _families(page: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    name, comments, samples = b"", list[bytes](), list[bytes]()
+    for line in page.splitlines():
+        if line.startswith(b"# HELP "):
+            if name:
+                yield name, comments, samples
+            name, comments, samples = line.split(b" ", 3)[2], [line], []
+        elif line.startswith(b"#"):
+            comments.append(line)
+        elif line:
+            samples.append(line)
+    if name:
+        yield name, comments, samples
+
+
+def _with_label(sample: bytes, number: int) -> bytes:
+    label = b'replica="%d"' % number
+    name, brace, rest = sample.partition(b"{")
+    if brace:
+        return name + b"{" + label + b"," + rest
+    bare, _, value = sample.partition(b" ")
+    return bare + b"{" + label + b"} " + value

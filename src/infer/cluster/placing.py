@@ -1,0 +1,202 @@
+"""Replicas on the nodes of a Ray cluster. Ray places, starts and watches; it never sees a request or a token.
+
+    placement group {CPU, GPU} ──► actor ──► the replica's process, an ordinary server on the node's address
+
+One task keeps each replica: it places the actor, waits for the model, hands its URL to the front, and waits
+for its end. Whatever ended it (a crash, a killed actor, a node that is gone), the next one is placed wherever
+there is room, after a pause that grows. Only the very first start may fail for good: then nothing would ever
+serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from infer.cluster.child import Orders, ReplicaProcess
+from infer.cluster.replicas import RemoteServer, ReplicaSet
+from infer.errors import ConfigError, EngineLost
+
+logger = logging.getLogger(__name__)
+
+PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a replica is placed again
+DRAIN_POLL_S = 0.05
+NAMESPACE = "infer"
+HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
+
+
+def import_ray() -> Any:
+    """The package ray, or an error that says how to get it."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError(HOW_TO_INSTALL) from None
+
+
+class ReplicaActor:
+    """What runs on a node: holds the process of one replica. Its calls block, each in a thread of its own."""
+
+    def __init__(self, orders: Orders) -> None:
+        host = import_ray().util.get_node_ip_address()
+        server = orders["server"] | {"host": host, "port": 0}
+        self._process = ReplicaProcess(orders | {"server": server})
+
+    def wait_ready(self) -> tuple[str, int, str]:
+        """The URL of the replica once it serves, the id of its process, and the node that it is on."""
+        node = import_ray().get_runtime_context().get_node_id()
+        return self._process.wait_ready(), self._process.pid, node
+
+    def wait_end(self) -> str:
+        """How the replica ended, when it has."""
+        return self._process.wait_end()
+
+    def stop(self) -> None:
+        """Let the replica drain and end."""
+        self._process.stop()
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A replica that there should be, through all its lives."""
+
+    number: int
+    task: asyncio.Task[None] | None = None
+    server: RemoteServer | None = None
+    actor: Any = None
+    group: Any = None
+    is_leaving: bool = False
+
+
+class RayPlacer:
+    """Keeps a number of replicas running on a Ray cluster."""
+
+    def __init__(self, orders: Orders, bundle: dict[str, float], key: str, replicas: ReplicaSet) -> None:
+        self._ray = import_ray()
+        self._orders = orders
+        self._bundle = bundle
+        self._key = key
+        self._replicas = replicas
+        self._slots: list[_Slot] = []
+        self._next = 0
+        self._has_served = False
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing will serve
+        self.on_ready: Callable[[], None] = lambda: None
+
+    async def connect(self, address: str | None) -> None:
+        """Join the cluster at an address; None: the one that Ray finds, or one of this machine alone."""
+        options = {"namespace": NAMESPACE, "ignore_reinit_error": True, "log_to_driver": True}
+        try:
+            await asyncio.to_thread(self._ray.init, address=address, **options)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address or 'the usual address'}: {error}"
+            ) from None
+
+    @property
+    def count(self) -> int:
+        """The replicas that there should be."""
+        return sum(not slot.is_leaving for slot in self._slots)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a replica is being started, restarted or ended."""
+        return any(slot.server is None or slot.is_leaving for slot in self._slots)
+
+    def add(self) -> None:
+        """Have one replica more."""
+        slot = _Slot(self._next)
+        self._next += 1
+        slot.task = asyncio.create_task(self._keep(slot))
+        self._slots.append(slot)
+
+    def remove(self) -> None:
+        """Have one replica less: the youngest ends when its last request has."""
+        slot = next(slot for slot in reversed(self._slots) if not slot.is_leaving)
+        slot.is_leaving = True
+        if slot.server is not None:
+            slot.server.is_leaving = True
+        asyncio.create_task(self._end(slot))
+
+    async def close(self) -> None:
+        """End every replica."""
+        await asyncio.gather(*(self._end(slot) for slot in list(self._slots)))
+        await asyncio.to_thread(self._ray.shutdown)
+
+    async def _keep(self, slot: _Slot) -> None:
+        num_failures = 0
+        while not slot.is_leaving:
+            try:
+                await self._start(slot)
+                num_failures = 0
+                reason = await slot.actor.wait_end.remote()
+            except Exception as error:  # Ray's own kinds: the actor or its node died, the start failed
+                reason = str(error).strip().splitlines()[-1] if str(error) else type(error).__name__
+            self._forget(slot)
+            if slot.is_leaving:
+                return
+            if not self._has_served:
+                if not self.lost.done():
+                    self.lost.set_result(reason)
+                return
+            pause = PAUSES_S[min(num_failures, len(PAUSES_S) - 1)]
+            num_failures += 1
+            logger.warning("replica ended number=%d reason=%r next_in_s=%g", slot.number, reason, pause)
+            await asyncio.sleep(pause)
+
+    async def _start(self, slot: _Slot) -> None:
+        """Place the actor; once its replica serves, the front uses it."""
+        ray, util = self._ray, importlib.import_module("ray.util")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        slot.group = util.placement_group([self._bundle], strategy="STRICT_PACK")
+        await slot.group.ready()
+        options = {
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0),
+            "max_concurrency": 4,
+            "max_restarts": 0,  # `_keep` places it anew, perhaps elsewhere
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(slot.group),
+        }
+        slot.actor = ray.remote(ReplicaActor).options(**options).remote(self._orders)
+        url, pid, node = await slot.actor.wait_ready.remote()
+        slot.server = RemoteServer(slot.number, url, self._key, is_leaving=slot.is_leaving)
+        self._replicas.servers.append(slot.server)
+        self._has_served = True
+        logger.info("replica serves number=%d url=%s pid=%d node=%s", slot.number, url, pid, node[:8])
+        self.on_ready()
+
+    def _forget(self, slot: _Slot) -> None:
+        if slot.server is not None:
+            self._replicas.remove(slot.server)
+            slot.server = None
+        with suppress(Exception):  # the cluster may be gone
+            if slot.actor is not None:
+                self._ray.kill(slot.actor)
+            if slot.group is not None:
+                importlib.import_module("ray.util").remove_placement_group(slot.group)
+        slot.actor = slot.group = None
+
+    async def _end(self, slot: _Slot) -> None:
+        slot.is_leaving = True
+        while slot.server is not None and slot.server.num_active:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if slot.server is not None and slot.actor is not None:
+            with suppress(Exception):
+                await slot.actor.stop.remote()
+        if slot.task is not None and slot.server is None:
+            slot.task.cancel()  # it waits for a place, a model or its next try
+        if slot.task is not None:
+            await asyncio.gather(slot.task, return_exceptions=True)
+        self._forget(slot)
+        if slot in self._slots:
+            self._slots.remove(slot)
+
+
+def raise_if_lost(placer: RayPlacer) -> None:
+    """Raise why no replica will ever serve, if that is so."""
+    if placer.lost.done():
+        raise EngineLost(placer.lost.result())

@@ -1,0 +1,153 @@
+"""The replicas that a front knows, and which of them gets a request.
+
+A request goes to the replica that served a body with the same beginning, whose prefix cache may hold it,
+unless that one has MAX_IMBALANCE requests more than the least busy one: the rule of server/fleet/router.py,
+on pieces of 256 bytes instead of tokens, because the front tokenizes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from infer.cluster.scaling import LoadReport, read_load
+from infer.cluster.upstream import ReplicaGone, Upstream
+
+logger = logging.getLogger(__name__)
+
+PIECE = 256  # bytes hashed at a time
+MAX_PIECES = 64
+MAX_REMEMBERED = 32_768
+MAX_IMBALANCE = 4
+PROBE_S = 5.0
+MAX_IDLE = 64  # connections kept to one replica
+
+
+@dataclass(slots=True, eq=False)
+class RemoteServer:
+    """A server on some node: where it is, and how it does."""
+
+    number: int
+    url: str
+    key: str  # one that it accepts, for what the front itself asks
+    is_up: bool = True  # as far as the last request or probe could tell
+    is_leaving: bool = False  # it ends when its last request has
+    num_active: int = 0  # requests that the front has there
+    idle: list[Upstream] = field(default_factory=list)
+
+    async def connect(self) -> Upstream:
+        """A connection: one that is idle, or a new one."""
+        while self.idle:
+            kept = self.idle.pop()
+            if kept.is_reusable:
+                return kept
+            kept.close()
+        return await self.connect_anew()
+
+    async def connect_anew(self) -> Upstream:
+        """A new connection."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None and parts.port is not None
+        return await Upstream.connect(parts.hostname, parts.port)
+
+    def give_back(self, connection: Upstream) -> None:
+        """Keep a connection for the next request, if it can have one."""
+        if connection.is_reusable and len(self.idle) < MAX_IDLE:
+            self.idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        while self.idle:
+            self.idle.pop().close()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Ask for a page with the front's own key."""
+        head = f"GET {path} HTTP/1.1\r\nhost: replica\r\nauthorization: Bearer {self.key}\r\n\r\n"
+        async with asyncio.timeout(PROBE_S):
+            connection = await self.connect()
+            try:
+                status, _ = await connection.ask(head.encode())
+                pieces = []
+                while (piece := await connection.read()) is not None:
+                    pieces.append(piece)
+            except BaseException:
+                connection.close()
+                raise
+        self.give_back(connection)
+        return status, b"".join(pieces)
+
+
+class ReplicaSet:
+    """Every replica there is now. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.servers: list[RemoteServer] = []
+        self._served_by: OrderedDict[int, RemoteServer] = OrderedDict()
+        self._turn = 0
+
+    @property
+    def up(self) -> list[RemoteServer]:
+        """Those that take requests."""
+        return [server for server in self.servers if server.is_up and not server.is_leaving]
+
+    def remove(self, server: RemoteServer) -> None:
+        """Forget a replica that is gone."""
+        if server in self.servers:
+            self.servers.remove(server)
+        server.is_up = False
+        server.close()
+        self._served_by = OrderedDict((k, s) for k, s in self._served_by.items() if s is not server)
+
+    def pick(self, body: bytes, without: Collection[RemoteServer] = ()) -> RemoteServer | None:
+        """Choose the replica for a request, and remember the choice; None: there is none left."""
+        able = [server for server in self.up if server not in without]
+        if not able:
+            return None
+        least = min(server.num_active for server in able)
+        keys = _beginnings(body) if len(able) > 1 else []
+        chosen = next((s for key in reversed(keys) if (s := self._served_by.get(key)) in able), None)
+        if chosen is None or chosen.num_active > least + MAX_IMBALANCE:
+            self._turn += 1  # equals take turns
+            order = [able[(self._turn + i) % len(able)] for i in range(len(able))]
+            chosen = next(server for server in order if server.num_active == least)
+        for key in keys:
+            self._served_by[key] = chosen
+            self._served_by.move_to_end(key)
+        while len(self._served_by) > MAX_REMEMBERED:
+            self._served_by.popitem(last=False)
+        return chosen
+
+    async def probe(self) -> list[LoadReport]:
+        """Ask every replica how it does; returns the loads of those that take requests."""
+        servers = list(self.servers)
+        found = await asyncio.gather(*(self._probe(server) for server in servers))
+        return [load for load in found if load is not None]
+
+    async def _probe(self, server: RemoteServer) -> LoadReport | None:
+        status, load = 0, None
+        with suppress(ReplicaGone, TimeoutError):
+            status, _ = await server.get("/health")
+            if status == 200 and not server.is_leaving:
+                answered, page = await server.get("/metrics")
+                load = read_load(server.number, page) if answered == 200 else None
+        if server.is_up != (status == 200):
+            server.is_up = status == 200
+            logger.info("replica %s number=%d", "is up" if server.is_up else "does not serve", server.number)
+        return load
+
+
+def _beginnings(body: bytes) -> list[int]:
+    """One hash per whole piece of a body's beginning; each covers everything before it."""
+    keys: list[int] = []
+    key = 0
+    for start in range(0, min(len(body) // PIECE, MAX_PIECES) * PIECE, PIECE):
+        key = hash((key, body[start : start + PIECE]))
+        keys.append(key)
+    return keys

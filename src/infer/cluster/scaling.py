@@ -1,0 +1,98 @@
+"""How many replicas there should be: more while requests wait everywhere, fewer when they fit on fewer.
+
+    queue time of a replica    the mean of requests that started since the last look, or, if more, how long
+                               sequences have been waiting there without a pause
+    one more                   the shortest queue time of all is above the target, at two looks in a row
+    one less                   nothing waited anywhere for `scale_down_after` s, and all that ran would fit
+                               on one replica fewer; what one can hold is what ran on it while others waited
+
+One step at a time: while a replica is being started or ended nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NUM_LOOKS = 2  # with long queues, before a replica is added
+
+
+class LoadReport(NamedTuple):
+    """What a replica's metrics say."""
+
+    number: int
+    num_running: float
+    num_waiting: float
+    queue_s: float  # seconds that all requests have waited so far, those that began
+    num_queued: float  # requests that began
+
+
+def read_load(number: int, page: bytes) -> LoadReport:
+    """Read the load from a page of metrics; several models and engines are added up."""
+    names = {
+        b"infer_num_requests_running": 0,
+        b"infer_num_requests_waiting": 1,
+        b"infer_request_queue_time_seconds_sum": 2,
+        b"infer_request_queue_time_seconds_count": 3,
+    }
+    sums = [0.0, 0.0, 0.0, 0.0]
+    for line in page.splitlines():
+        where = names.get(line.partition(b"{")[0])
+        if where is not None:
+            sums[where] += float(line.rpartition(b" ")[2])
+    return LoadReport(number, *sums)
+
+
+@dataclass(slots=True)
+class Scaler:
+    """Decides from reports; `now` is any clock that counts seconds."""
+
+    lowest: int
+    highest: int
+    target_s: float
+    scale_down_after: float
+    _before: dict[int, LoadReport] = field(default_factory=dict)
+    _waiting_since: dict[int, float] = field(default_factory=dict)
+    _num_long: int = 0
+    _calm_since: float | None = None
+    _busiest: float = 0.0  # most that ran at once since it is calm
+    _capacity: float | None = None  # most that ran on one replica while others waited there
+
+    def decide(self, reports: Sequence[LoadReport], now: float) -> int:
+        """Return the number of replicas there should be, which differs by one at most."""
+        queues = [self._queue_s(report, now) for report in reports]
+        self._before = {report.number: report for report in reports}
+        for report in reports:
+            if report.num_waiting:
+                self._capacity = max(self._capacity or 0.0, report.num_running)
+        count = len(reports)
+        if not reports:
+            return count
+        self._num_long = self._num_long + 1 if min(queues) > self.target_s else 0
+        if self._num_long >= NUM_LOOKS and count < self.highest:
+            self._num_long, self._calm_since = 0, None
+            return count + 1
+        running = sum(report.num_running for report in reports)
+        if any(report.num_waiting for report in reports) or self._calm_since is None:
+            self._calm_since, self._busiest = now, running
+        self._busiest = max(self._busiest, running)
+        fits = self._capacity is None or self._busiest <= (count - 1) * self._capacity
+        if not fits:
+            self._calm_since = None
+        elif count > self.lowest and now - self._calm_since >= self.scale_down_after:
+            self._calm_since = None
+            return count - 1
+        return count
+
+    def _queue_s(self, report: LoadReport, now: float) -> float:
+        if report.num_waiting:
+            waited = now - self._waiting_since.setdefault(report.number, now)
+        else:
+            self._waiting_since.pop(report.number, None)
+            waited = 0.0
+        before = self._before.get(report.number, LoadReport(report.number, 0, 0, 0, 0))
+        started = report.num_queued - before.num_queued
+        if started <= 0:  # none, or the replica was started anew
+            return waited
+        return max(waited, (report.queue_s - before.queue_s) / started)

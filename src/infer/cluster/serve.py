@@ -1,0 +1,129 @@
+"""The life of a front: bind, place replicas, forward, scale, drain, end.
+
+It is the life of `server/serve.py` with replicas in the place of engines: the port is taken first and answers
+503 until one replica serves, SIGTERM drains, a second signal cuts off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from infer.cluster.child import Orders
+from infer.cluster.front import build_front
+from infer.cluster.placing import RayPlacer, import_ray, raise_if_lost
+from infer.cluster.replicas import ReplicaSet
+from infer.cluster.scaling import Scaler
+from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.server.processes.board import Board
+from infer.server.serve import HttpServer, bind, drain, http_config, stop_on_signals, url_of, warn_if_open
+from infer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+PROBE_EVERY_S = 1.0
+
+# Settings of the front, which replicas do not get: how it listens, and what there is once for all of them.
+OF_FRONT = (
+    "host", "port", "uds", "tls_cert", "tls_key", "cors_origin", "allowed_host", "cluster", "ray_address",
+    "replicas", "max_replicas", "target_queue_time", "scale_down_after", "response_store", "api_processes",
+)  # fmt: skip
+
+
+async def serve_cluster(
+    models: Mapping[str, EngineConfig],
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None],
+    log_level: str = "info",
+) -> None:
+    """Serve these models from replicas on a cluster until a signal comes."""
+    import_ray()  # the error that says how to install it comes before the port is taken
+    state = ServerState(config=config, board=Board(1))
+    state.board.is_starting = True
+    replicas = ReplicaSet()
+    http = http_config(build_front(state, replicas), config)
+    listener = bind(config)
+    server = HttpServer(http, listener, state.board)
+    warn_if_open(config)
+    stopping = stop_on_signals(state)
+    key = secrets.token_hex(16)
+    placer = RayPlacer(orders_of(models, config, key, log_level), bundle_of(models), key, replicas)
+    ready = asyncio.Event()
+    placer.on_ready = ready.set
+    serving = asyncio.create_task(server.serve())
+    scaling: asyncio.Task[None] | None = None
+    starting = asyncio.create_task(_start(placer, config, ready))
+    ends: set[asyncio.Future[Any]] = {stopping, serving, placer.lost}
+    try:
+        await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        raise_if_lost(placer)
+        if starting.done():
+            starting.result()
+            state.board.is_starting = False
+            scaling = asyncio.create_task(_watch(placer, replicas, config))
+            announce(url_of(config, listener))
+            await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            await drain(state, config.drain_timeout)
+    finally:
+        state.board.is_draining = True
+        starting.cancel()
+        if scaling is not None:
+            scaling.cancel()
+        server.should_exit = True
+        await asyncio.gather(serving, placer.close(), return_exceptions=True)
+        stopping.cancel()
+        if config.uds is not None:
+            with suppress(OSError):
+                Path(config.uds).unlink()
+    logger.info("stopped")
+
+
+async def _start(placer: RayPlacer, config: ServerConfig, ready: asyncio.Event) -> None:
+    await placer.connect(config.ray_address)
+    for _ in range(config.replicas):
+        placer.add()
+    await ready.wait()
+
+
+async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) -> None:
+    """Probe the replicas every second, and have more or fewer of them."""
+    highest = config.max_replicas or config.replicas
+    scaler = Scaler(config.replicas, highest, config.target_queue_time, config.scale_down_after)
+    clock = asyncio.get_running_loop().time
+    while True:
+        reports = await replicas.probe()
+        if not placer.is_changing and len(reports) == placer.count:
+            wanted = scaler.decide(reports, clock())
+            if wanted != placer.count:
+                logger.info("replicas=%d wanted=%d", placer.count, wanted)
+                placer.add() if wanted > placer.count else placer.remove()
+        await asyncio.sleep(PROBE_EVERY_S)
+
+
+def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str) -> Orders:
+    """What each replica is told; it accepts the clients' keys, and one that only the front knows."""
+    table = knob_table(with_server=True)
+    server = {
+        name: getattr(config, name)
+        for name, row in table.items()
+        if row.section == "server" and name not in OF_FRONT
+    }
+    server |= {"api_key": [*config.api_key, key], "response_store": 0}
+    return {
+        "models": {name: engine.knobs() for name, engine in models.items()},
+        "server": server,
+        "log_level": log_level,
+    }
+
+
+def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
+    """What a replica takes of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
+    devices = {str(engine.load.device) for engine in models.values()}
+    threads = max(engine.load.num_threads or 1 for engine in models.values())
+    return {"CPU": float(threads)} | ({} if devices == {"cpu"} else {"GPU": 1.0})

@@ -1,0 +1,157 @@
+"""A connection to a replica's HTTP: bytes in, the head and then the pieces of an answer out, as they come.
+
+    Upstream.ask(request) ──► head ──► read() piece ──► read() piece ──► read() None: the end
+
+HTTP is parsed in C. Nothing is decoded or gathered: a piece is what one read of the socket brought. What has
+not been read yet is bounded: the socket is left alone until the client of the front has taken it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import NamedTuple, cast
+
+import httptools
+
+CONNECT_S = 5.0
+IDLE_S = 20.0  # a server keeps idle connections for 30 s: older ones may be closed at any moment
+MAX_BACKLOG = 1 << 20  # bytes
+
+
+class ReplicaGone(Exception):
+    """The connection to a replica ended before its answer did."""
+
+
+class ResponseHead(NamedTuple):
+    """The first part of an answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+class Upstream(asyncio.Protocol):
+    """One connection, which answers one request at a time."""
+
+    def __init__(self) -> None:
+        self.idle_since = monotonic()
+        self.is_used = False  # whether an answer has come over it
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_lost = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head: ResponseHead | None = None
+        self._pieces: deque[bytes] = deque()
+        self._backlog = 0
+        self.is_whole = False  # the answer has come to its end
+        self._is_bodiless = False  # to HEAD there is none, whatever its length says
+
+    @classmethod
+    async def connect(cls, host: str, port: int) -> Upstream:
+        """Open a connection, or raise `ReplicaGone`."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, made = await loop.create_connection(cls, host, port)
+        except (OSError, TimeoutError) as error:
+            raise ReplicaGone(f"cannot connect: {error}") from None
+        return made
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another request may be sent over it."""
+        return not self._is_lost and self.is_whole and monotonic() - self.idle_since < IDLE_S
+
+    async def ask(self, request: bytes) -> ResponseHead:
+        """Send a request; return the head of its answer."""
+        self._begin()
+        self._is_bodiless = request.startswith(b"HEAD ")
+        if self._transport is None or self._is_lost:
+            raise ReplicaGone("the connection is closed")
+        self._transport.write(request)
+        while self._head is None:
+            await self._wait()
+        return self._head
+
+    async def read(self) -> bytes | None:
+        """The next piece of the body; None at its end."""
+        while not self._pieces:
+            if self.is_whole:
+                self.idle_since, self.is_used = monotonic(), True
+                return None
+            await self._wait()
+        piece = b"".join(self._pieces)
+        self._pieces.clear()
+        if self._backlog > MAX_BACKLOG and self._transport is not None:
+            self._transport.resume_reading()
+        self._backlog = 0
+        return piece
+
+    def close(self) -> None:
+        """Close it now; the replica ends a request whose answer has not come."""
+        self._is_lost = True
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._is_lost:
+            raise ReplicaGone("the connection was lost")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+        if self._backlog > MAX_BACKLOG and self._transport is not None:
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever waits."""
+        self._is_lost = True
+        self._wake()
+
+    # what the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Take the head; one of 100 Continue is followed by the real one."""
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._head = ResponseHead(status, self._headers)
+            self.is_whole = self._is_bodiless
+        self._headers = []
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._pieces.append(body)
+        self._backlog += len(body)
+
+    def on_message_complete(self) -> None:
+        """Note the end of the answer."""
+        self.is_whole = self._head is not None

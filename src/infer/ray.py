@@ -1,0 +1,94 @@
+"""An application of Ray Serve, for those whose cluster is run by Serve or KubeRay.
+
+    applications:
+      - name: infer
+        import_path: infer.ray:app
+        args: {model: org/name, max_seq_len: 8192, deployment: {num_replicas: 2}}
+
+`args` are knobs, of the engine and of the server, and `deployment` has what `serve.deployment` takes: the
+number of replicas or their `autoscaling_config`, `ray_actor_options` and so on. Each replica of Serve runs
+one server of ours in a process of its own, and passes requests on to it.
+
+`infer serve --cluster ray` needs none of this: there tokens take no way through Serve's proxy.
+"""
+
+# No `from __future__ import annotations`: Serve sends the class below to other processes without the names
+# that only strings mention, and FastAPI has to know what `request` is.
+import importlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from infer.cluster.child import Orders, ReplicaProcess
+from infer.cluster.front import build_front
+from infer.cluster.placing import import_ray
+from infer.cluster.replicas import RemoteServer, ReplicaSet
+from infer.cluster.serve import bundle_of, orders_of
+from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.server.state import ServerState
+
+
+class _Relayed(Response):
+    """A response that the front gives, over the connection that Serve has to the client."""
+
+    def __init__(self, front: Any) -> None:
+        super().__init__()
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._front(scope, receive, send)
+
+
+class ServeReplica:
+    """A replica of Serve: a server of ours in a process of its own, and the front that forwards to it."""
+
+    def __init__(self, orders: Orders, key: str, config: ServerConfig) -> None:
+        server = orders["server"] | {"host": "127.0.0.1", "port": 0}
+        self._process = ReplicaProcess(orders | {"server": server})
+        replicas = ReplicaSet()
+        replicas.servers.append(RemoteServer(0, self._process.wait_ready(), key))
+        self._replicas = replicas
+        self.front = build_front(ServerState(config=config), replicas)
+
+    async def check_health(self) -> None:
+        """Raise if the server is gone: Serve then starts this replica anew."""
+        if self._process.has_ended:
+            raise RuntimeError(f"the server of this replica is gone: {self._process.wait_end()}")
+        await self._replicas.probe()
+
+    def __del__(self) -> None:
+        process = getattr(self, "_process", None)
+        if process is not None:
+            process.stop()
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Build the application from knobs; Serve calls it with `args` of its configuration."""
+    import_ray()
+    serve = importlib.import_module("ray.serve")
+    given = dict(args)
+    deployment = dict(given.pop("deployment", {}))
+    of_server = {name for name, row in knob_table(with_server=True).items() if row.section == "server"}
+    server = {name: given.pop(name) for name in sorted(of_server & given.keys())}
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in server.items()
+    }
+    config = ServerConfig(**settings)
+    models = {config.served_model_name or "": EngineConfig.from_knobs(**given)}
+    key = secrets.token_hex(16)
+    bundle = bundle_of(models)
+    options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    options |= deployment.pop("ray_actor_options", {})
+    routes = FastAPI(openapi_url=None)
+
+    @serve.ingress(routes)
+    class InferReplica(ServeReplica):
+        @routes.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"])
+        async def forward(self, request: Request) -> Response:
+            return _Relayed(self.front)
+
+    made = serve.deployment(InferReplica, ray_actor_options=options, **deployment)
+    return made.bind(orders_of(models, config, key, "info"), key, config)
