@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -27,10 +28,17 @@ _has_hook = False  # a fork of this process is noticed in the child
 _is_forked = False  # a process that was forked after its parent had loaded a model
 
 
-def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
-    """Load the model of a config, whose headers these are.
+def load_weights(
+    config: EngineConfig,
+    headers: ModelHeaders,
+    *,
+    show_progress: bool = False,
+    on_idle_loss: Callable[[], None] = lambda: None,
+) -> LoadedModel:
+    """Load the model of a config, whose headers these are, and start its other ranks, if it has any.
 
-    Settings that no engine could be built with are refused before a weight is read.
+    Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
+    when a rank is gone while there is no step that would say so.
     """
     load, size = config.load, config.load.tensor_parallel_size
     _notice_forks()
@@ -40,7 +48,7 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
         return load_part(config, headers, show_progress=show_progress)
     check_ranks(config, headers)
     num_threads = max(1, torch.get_num_threads() // size)
-    ranks = RankProcesses(config, size, num_threads)
+    ranks = RankProcesses(config, size, num_threads, on_idle_loss)
     try:
         use_threads(num_threads)
         loaded = load_part(config, headers, Rank(0, size), show_progress=show_progress)

@@ -20,13 +20,14 @@ import subprocess
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from infer.client.messages import Failure, to_error
+from infer.client.messages import DONE, Failure, RankLaunch, to_error
 from infer.client.spawn import give_orders, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig
@@ -40,19 +41,6 @@ RANK_MODULE: Final = "infer.client.rank_process"
 LOOK_S: Final = 0.25  # seconds between two looks at ranks that others wait for
 STOPPED_S: Final = 1.0  # seconds after which a process that a signal has stopped counts as gone
 SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that others wait for counts as gone
-DONE: Final = b"done"
-
-
-class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a rank's process: the first line of its standard input, as JSON."""
-
-    knobs: dict[str, Any]
-    rank: int
-    size: int
-    memory: int  # file descriptor of the shared memory
-    report: int  # file descriptor of the pipe
-    num_threads: int
-    log_level: str
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +49,7 @@ class _Group:
 
     abort: Any  # ends all waits in shared memory
     arrived: Any  # exchanges of each rank
+    on_idle_loss: Callable[[], None]  # called when a rank is gone that no step waits for
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     num_done: dict[int, int] = field(default_factory=dict)  # parts of a start, by rank
@@ -80,6 +69,8 @@ class _Group:
             self.abort()
             self.kill()
             self.changed.notify_all()
+        if not (self.is_closing or self.is_waited_for):
+            self.on_idle_loss()
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -92,13 +83,21 @@ class _Group:
 class RankProcesses:
     """Ranks 1 and up, from their start to their end; a `RankGroup` (loader/load.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        size: int,
+        num_threads: int,
+        on_idle_loss: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start them; `on_idle_loss` is called by a thread when one is gone that nobody waits for."""
         handle = make_memory(size)
         try:
             self._link = open_link(handle, 0, size)
             self.communicator: Communicator = self._link.communicator
-            self._group = group = _Group(self._link.communicator.abort, self._link.arrived)
+            self._group = group = _Group(self._link.communicator.abort, self._link.arrived, on_idle_loss)
             self._num_parts = 0  # parts of a start that have been asked for
+            group.is_waited_for = True
             knobs, level = config.knobs(), log_level()
             self._threads = []
             for rank in range(1, size):

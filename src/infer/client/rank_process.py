@@ -15,8 +15,8 @@ import sys
 
 import msgspec
 
-from infer.client.messages import to_failure
-from infer.client.rank_group import DONE, RankLaunch
+from infer.client.imports import quick_imports
+from infer.client.messages import DONE, RankLaunch, to_failure
 from infer.client.spawn import EXIT_ORPHANED, take_orders
 from infer.config.settings import EngineConfig
 from infer.errors import DeviceLost, InferError
@@ -47,11 +47,12 @@ def main() -> int:
 
 
 def _serve(launch: RankLaunch) -> None:
-    from infer.client.load import load_part, use_threads
-    from infer.engine.rank_worker import open_link, serve_rank
-    from infer.loader.find.source import resolve_model
-    from infer.loader.load import read_headers
-    from infer.loader.slices import Rank
+    with quick_imports():
+        from infer.client.load import load_part, use_threads
+        from infer.engine.rank_worker import open_link, serve_rank
+        from infer.loader.find.source import resolve_model
+        from infer.loader.load import read_headers
+        from infer.loader.slices import Rank
 
     use_threads(launch.num_threads)
     link = open_link(launch.memory, launch.rank, launch.size)

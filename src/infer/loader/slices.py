@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from infer.config.settings import MAX_RANKS
 from infer.errors import ConfigError
 from infer.kernels.cpu.collectives import column_share
 from infer.layers.parallel import BY_COLUMNS, BY_ROWS, BY_VOCABULARY, kind_of
@@ -137,6 +138,16 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
         experts=experts,
         intermediate_size=size,
     )
+
+
+def rank_counts(config: ModelConfig) -> list[int]:
+    """The numbers of ranks that can share a network; groups of quantized weights may allow fewer."""
+    found = []
+    for count in range(1, MAX_RANKS + 1):
+        with suppress(ConfigError):
+            rank_config(config, Rank(count - 1, count))
+            found.append(count)
+    return found
 
 
 def own_kv_heads(config: ModelConfig, rank: Rank) -> slice:

@@ -44,7 +44,7 @@ from infer.loader.formats.quantized import describe, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.loader.headers import ModelHeaders, WeightSource
 from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
-from infer.loader.slices import ALONE, Cutter, Rank, Slice, own_vocabulary, rank_config
+from infer.loader.slices import ALONE, Cutter, Rank, Slice, own_vocabulary, rank_config, rank_counts
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.quant.coded import StoredCodes
@@ -145,10 +145,11 @@ class WeightPlan:
         """Refuse a number of ranks that cannot share the weights, with the first reason."""
         if self.uncut:
             name, why = next(iter(self.uncut.items()))
+            others = f" and {len(self.uncut) - 1} more" if len(self.uncut) > 1 else ""
+            sizes = [str(size) for size in rank_counts(self.headers.config) if size != self.rank.world_size]
             raise ConfigError(
                 f"tensor_parallel_size={self.rank.world_size} cannot be had with {self.headers.source.name}: "
-                f"{why} ({name}{f' and {len(self.uncut) - 1} more' if len(self.uncut) > 1 else ''}); "
-                "use a number that divides its heads and sizes, in whole groups of quantized weights"
+                f"{why} ({name}{others}); its heads and sizes can be shared by {', '.join(sizes)}"
             )
 
     def give_projections(self, model: Model, device: torch.device) -> None:
