@@ -26,7 +26,7 @@ from tests.support.server_process import start_server
 PROMPTS = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=20_000, temperature=0, ignore_eos=True)
-PATIENCE = 60.0  # seconds, on a busy machine
+PATIENCE = 240.0  # seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def test_two_processes_answer_as_one_and_end_with_a_killed_rank(checkpoint: Path
     assert report.difference is None and num_steps > 10
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_group(checkpoint: Path) -> None:
     with open_llm(checkpoint, 2) as llm:
         error, _ = lose_rank(llm, signal.SIGSTOP)
