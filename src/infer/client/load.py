@@ -16,6 +16,7 @@ import torch
 
 from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
+from infer.engine.machine import has_gpu_kernels
 from infer.errors import ConfigError
 from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model
 from infer.loader.slices import ALONE, Rank
@@ -81,7 +82,7 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
     device, size = choose_device(load.device), load.tensor_parallel_size
-    if device.type != "cpu":
+    if has_gpu_kernels(device):
         raise ConfigError(
             f"tensor_parallel_size={size} works on CPUs only so far, and the model would be on {device}; "
             "leave it out, or set device=cpu"

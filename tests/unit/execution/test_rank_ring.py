@@ -1,4 +1,4 @@
-"""Memory that ranks share: messages arrive whole and in order, and exchanges have the same bits everywhere."""
+"""Memory that ranks share: messages arrive whole and in order, exchanges have the same bits everywhere."""
 
 from __future__ import annotations
 
