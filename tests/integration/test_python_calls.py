@@ -46,7 +46,7 @@ def llm(checkpoint: str) -> LLM:
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
         ({"max_modle_len": 64}, "unknown knob 'max_modle_len'; did you mean 'max_seq_len'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2: .* is not built yet"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got 2: .* is not built yet"),
         ({"lora_modules": "org/name"}, "lora_modules must be left out, got 'org/name': .* is not built yet"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],

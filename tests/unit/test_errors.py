@@ -35,7 +35,6 @@ def test_a_slip_is_understood(given: str, meant: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "tensor_parallel_size",
         "lora_rank",
         "host_memory",  # not kv_cache_memory
         "length_penalty",  # not presence_penalty

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
-from infer.loader.load import LoadedModel, ModelHeaders, load_model
+from infer.engine.machine import has_gpu_kernels
+from infer.errors import ConfigError
+from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model
+from infer.loader.slices import ALONE, Rank
+from infer.loader.weight_plan import plan_weights
 from infer.tools.memory_plan import check_settings
 
 logger = logging.getLogger(__name__)
@@ -22,15 +29,42 @@ _has_hook = False  # a fork of this process is noticed in the child
 _is_forked = False  # a process that was forked after its parent had loaded a model
 
 
-def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
-    """Load the model of a config, whose headers these are.
+def load_weights(
+    config: EngineConfig,
+    headers: ModelHeaders,
+    *,
+    show_progress: bool = False,
+    on_idle_loss: Callable[[], None] = lambda: None,
+) -> LoadedModel:
+    """Load the model of a config, whose headers these are, and start its other ranks, if it has any.
 
-    Settings that no engine could be built with are refused before a weight is read.
+    Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
+    when a rank is gone while there is no step that would say so.
     """
-    load = config.load
+    load, size = config.load, config.load.tensor_parallel_size
     _notice_forks()
     if load.num_threads is not None:
         use_threads(load.num_threads)
+    if size == 1:
+        return load_part(config, headers, show_progress=show_progress)
+    check_ranks(config, headers)
+    num_threads = max(1, torch.get_num_threads() // size)
+    ranks = RankProcesses(config, size, num_threads, on_idle_loss)
+    try:
+        use_threads(num_threads)
+        loaded = load_part(config, headers, Rank(0, size), show_progress=show_progress)
+        ranks.wait()
+    except BaseException:
+        ranks.close()
+        raise
+    return replace(loaded, ranks=ranks)
+
+
+def load_part(
+    config: EngineConfig, headers: ModelHeaders, rank: Rank = ALONE, *, show_progress: bool = False
+) -> LoadedModel:
+    """Load what one rank has of the model of a config; the first checks the settings of all."""
+    load = config.load
     return load_model(
         headers.source,
         dtype=load.dtype,
@@ -39,8 +73,23 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
         max_seq_len=load.max_seq_len,
         show_progress=show_progress,
         headers=headers,
-        check=partial(check_settings, config),
+        rank=rank,
+        check=partial(check_settings, config) if rank.number == 0 else lambda choice: None,
     )
+
+
+def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
+    """Refuse what ranks cannot do before any of them is started."""
+    load = config.load
+    device, size = choose_device(load.device), load.tensor_parallel_size
+    if has_gpu_kernels(device):
+        raise ConfigError(
+            f"tensor_parallel_size={size} works on CPUs only so far, and the model would be on {device}; "
+            "leave it out, or set device=cpu"
+        )
+    plan_weights(
+        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size
+    ).check_cuts()
 
 
 def use_threads(number: int) -> None:

@@ -57,6 +57,21 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     num_stories: int = 0  # requests that have ended and can still be explained; 0: none can be
 
 
+class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a rank's process: the first line of its standard input, as JSON."""
+
+    knobs: dict[str, Any]
+    rank: int
+    size: int
+    memory: int  # file descriptor of the shared memory
+    report: int  # file descriptor of the pipe
+    num_threads: int
+    log_level: str
+
+
+DONE = b"done"  # what the process of a rank reports, in a line, after each part of its start
+
+
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Serve this request; outputs come with the ticket."""
 

@@ -212,7 +212,7 @@ def load_engine(config: EngineConfig) -> Engine:
     with phases("load weights"):
         given = config, token_bytes
         threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
-        loaded = load_weights(config, headers)
+        loaded = load_weights(config, headers, on_idle_loss=lambda: os._exit(EXIT_FAILED))
     return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
 
 

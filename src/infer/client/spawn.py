@@ -29,10 +29,12 @@ ENGINE_MODULE = "infer.client.process"
 Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
 
 
-def spawn(module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True) -> subprocess.Popen[bytes]:
+def spawn(
+    module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True, leads: bool = True
+) -> subprocess.Popen[bytes]:
     """Start a process that runs a module, with its output in a pipe or going where ours goes.
 
-    It waits for its orders on standard input.
+    It waits for its orders on standard input. It `leads` a group of its own, or is ended with ours.
     """
     # -P and our own path: the child imports what we import, never from the working directory
     return subprocess.Popen(
@@ -42,7 +44,7 @@ def spawn(module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True) -
         stderr=subprocess.STDOUT if is_piped else None,
         pass_fds=pass_fds,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
+        start_new_session=leads,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
     )
 
 

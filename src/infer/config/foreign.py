@@ -39,9 +39,6 @@ FOREIGN: Mapping[str, tuple[object, str]] = {
     "ctx_size_draft": (0, _DRAFT),
     "gpu_layers_draft": (None, _DRAFT),
     "device_draft": (None, _DRAFT),
-    "tensor_parallel_size": (1, _GPUS),
-    "tp": (1, _GPUS),
-    "tp_size": (1, _GPUS),
     "pipeline_parallel_size": (1, _GPUS),
     "enable_expert_parallel": (False, _GPUS),
     "distributed_executor_backend": (None, _GPUS),
@@ -86,7 +83,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "gpu_layers_draft": "-ngld",
     "device_draft": "-devd",
     "parallel": "-np",
-    "tensor_parallel_size": "-tp",
+    "tp": "-tp",
 }
 """Settings that other engines also have a short flag for."""
 

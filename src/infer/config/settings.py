@@ -47,6 +47,7 @@ from infer.errors import ConfigError
 _CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # what the help texts quote
 KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
+MAX_RANKS = 64  # processes that share a model
 MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
 FAST_PRODUCTS_GAIN = "up to 1.6 times as fast for prompts and batches, hardly faster for one sequence"
 FAST_PRODUCTS_COST = "about +0.7 % (int4) to +0.8 % (int8) perplexity on the default model"
@@ -98,12 +99,22 @@ class LoadConfig:
         aliases=("max_model_len", "ctx_size"),
     )
     num_threads: int | None = knob(None, "CPU threads; default: one per physical core", aliases=("threads",))
+    tensor_parallel_size: int = knob(
+        1,
+        "processes that share the weights and the KV cache of the model, each computing its part of every "
+        "step; on CPUs only so far (docs/features/tensor-parallelism.md)",
+        aliases=("tp", "tp_size"),
+    )
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
         if isinstance(self.quantization, str):
             object.__setattr__(self, "quantization", self.quantization.lower())
-        check_positive(self, "max_seq_len", "num_threads")
+        check_positive(self, "max_seq_len", "num_threads", "tensor_parallel_size")
+        if self.tensor_parallel_size > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size must be at most {MAX_RANKS}, got {self.tensor_parallel_size}"
+            )
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")

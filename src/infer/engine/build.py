@@ -10,10 +10,11 @@ model is loaded.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,7 @@ from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
+from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
@@ -64,6 +66,8 @@ from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
+
+BIND, PROBE, BUILD = 2, 3, 4  # kinds of messages to other ranks; orders are 1
 
 
 def build_engine(
@@ -83,18 +87,16 @@ def build_engine(
     (`token_bytes_of`).
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
-    config = resolve_for(settings, loaded)
+    config, ranks = resolve_for(settings, loaded), loaded.ranks
     if steps_ahead is not None and config.steps_ahead:
         config = replace(config, steps_ahead=steps_ahead)
     phases = Phases() if phases is None else phases
+    if ranks is not None:
+        ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
-        wait_for_linears = bind(
-            loaded.model,
-            loaded.device,
-            deterministic=config.deterministic,
-            mlp_backend=config.backends.mlp,
-            cpu_products=settings.run.cpu_products,
-        )
+        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator)
+    if ranks is not None:
+        ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
@@ -105,7 +107,7 @@ def build_engine(
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
-        cost = measure_cost(loaded.model, store, size.block_size, loaded.device)
+        cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
     if served_len < config.max_seq_len:
         logger.warning(
@@ -124,7 +126,11 @@ def build_engine(
     )
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
+        if ranks is not None:
+            ranks.send(BUILD, json.dumps([astuple(size), shape_of(scheduler.state)]).encode())
         device = make_device(config, loaded, store, shape_of(scheduler.state), graph_bytes)
+        if ranks is not None:
+            ranks.wait()
         warm_up: WarmUp | None = None
         if isinstance(device, GpuDevice):
             warm_up = WarmUp(device)
@@ -148,7 +154,7 @@ def build_engine(
     on_gpu = is_gpu(loaded.device)
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
-        time_step: Callable[[int], float] = partial(prefill_seconds, loaded.model, loaded.device)
+        time_step: Callable[[int], float] = partial(_prefill_seconds, loaded)
         if warm_up is not None:
             with phases("capture"):
                 while warm_up.prepare():
@@ -198,6 +204,47 @@ def build_engine(
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
+
+
+def _bind(
+    config: ResolvedConfig, loaded: LoadedModel, communicator: Communicator | None
+) -> Callable[[], bool]:
+    return bind(
+        loaded.model,
+        loaded.device,
+        deterministic=config.deterministic,
+        mlp_backend=config.backends.mlp,
+        cpu_products=config.settings.run.cpu_products,
+        communicator=communicator,
+        vocab_size=loaded.config.vocab_size,
+    )
+
+
+def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communicator) -> ResolvedConfig:
+    """Bind the part of the model that another rank than 0 has; returns the same decisions as rank 0's."""
+    config = resolve_for(settings, loaded)
+    _bind(config, loaded, communicator)()
+    return config
+
+
+def build_rank(
+    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, shape: StateShape
+) -> TorchDevice | GpuDevice:
+    """Return the device half of another rank than 0, whose cache and rows are as many as rank 0's."""
+    store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
+    return make_device(config, loaded, store, shape)
+
+
+def probe_rank(loaded: LoadedModel, num_tokens: int) -> None:
+    """Compute what rank 0 measures."""
+    prefill_seconds(loaded.model, loaded.device, num_tokens)
+
+
+def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
+    """Return the seconds that this many tokens of a prompt take, on all ranks together."""
+    if loaded.ranks is not None:
+        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+    return prefill_seconds(loaded.model, loaded.device, num_tokens)
 
 
 def token_bytes_of(
@@ -368,6 +415,7 @@ def make_device(
             attention_backend=config.backends.attention,
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
+            ranks=loaded.ranks,
         )
     return GpuDevice(
         loaded.model,
@@ -402,7 +450,7 @@ def _facts(
     return RunFacts(
         version=__version__,
         model=loaded.name,
-        fingerprint=fingerprint(loaded.config, loaded.eos_ids),
+        fingerprint=fingerprint(loaded.whole or loaded.config, loaded.eos_ids),
         dtype=config.dtype,
         device=device_kind(loaded.device),
         num_threads=torch.get_num_threads(),

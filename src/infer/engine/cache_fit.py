@@ -29,7 +29,7 @@ from infer.cache.memory import (
 )
 from infer.config.defaults import CPU_SHARE
 from infer.config.resolve import ResolvedConfig, ResolvedScheduler
-from infer.config.settings import CacheConfig
+from infer.config.settings import CacheConfig, EngineConfig
 from infer.engine.device_memory import look
 from infer.execution.gpu.graphs import captured_tokens
 from infer.kernels.runtime.dispatch import is_gpu
@@ -72,8 +72,9 @@ def fit_to_device(
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
-    free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes
-    check_host_blocks(config.settings.cache.swap_blocks, size, free_host)
+    num_ranks = ranks_sharing(config.settings, loaded.device)
+    free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
+    check_host_blocks(config.settings.cache.swap_blocks, size, free_host // num_ranks)
     return size
 
 
@@ -93,12 +94,17 @@ def fit_to_memory(
         step._replace(buffers=step.buffers + draft.step),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kept.bytes_per_token + draft.per_token,
-        free_bytes=memory.room,
+        free_bytes=memory.room // ranks_sharing(config.settings, loaded.device),
         share=cache.kv_cache_share or cache_share(loaded.device),
         workspace=kept.workspace,
         left=memory.describe(),
         layout=kept.layout,
     )
+
+
+def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
+    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
+    return 1 if is_gpu(device) else settings.load.tensor_parallel_size
 
 
 def cache_share(device: torch.device) -> float:

@@ -19,11 +19,13 @@ NUM_PROBES = 3  # the best counts: another process may disturb one
 
 
 @torch.inference_mode()
-def measure_cost(model: Model, store: KVStore, block_size: int, device: torch.device) -> PreemptionCost:
-    """Time one block's way to host memory and a short prefill, and return both per token."""
+def measure_cost(
+    prefill: Callable[[int], float], model: Model, store: KVStore, block_size: int
+) -> PreemptionCost:
+    """Time one block's way to host memory and a short `prefill` of the model, and return both per token."""
     num_tokens = min(PROBE_TOKENS, model.config.context_len)
-    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), device) / block_size
-    recompute = prefill_seconds(model, device, num_tokens) / num_tokens
+    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), store.device) / block_size
+    recompute = prefill(num_tokens) / num_tokens
     return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
 
 

@@ -15,7 +15,7 @@ the draft of its position, and that one is kept in the draft's place. Greedy or 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,10 +73,7 @@ class HostSampler:
         places, rows, counts = self._rows_to_sample(order, last_rows, drafts, masks)
         if not rows:
             return StepResult(ids, logprobs, prompt_logprobs)
-        # Decoding: every token is its row's last. Equal counts alone could be one row about to fork.
-        all_sample = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
-        logits_of = self._logits or self._model.logits
-        logits_SV = logits_of(hidden_TD if all_sample else hidden_TD[places])
+        logits_SV = (self._logits or self._model.logits)(_rows_of(hidden_TD, places))
         with threads_for(len(rows)):
             samples = sample(logits_SV, rows, overwrites=True)
         first = 0
@@ -116,22 +113,50 @@ class HostSampler:
     ) -> list[PromptTable]:
         """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
         found = list[PromptTable]()
-        if not len(order.next_tokens):
-            return found
-        for number, tokens in given_tokens(order).items():
-            facts, start = self._book[int(order.rows[number])].facts, int(order.starts[number])
-            count = min(len(tokens), facts.num_prompt - 1 - start)  # followers that belong to the prompt
-            if facts.prompt_logprobs == NONE or count <= 0:
-                continue
+        for number, tokens, place, count in self._stretches(order, last_rows):
+            num_top = self._book[int(order.rows[number])].facts.prompt_logprobs
             chosen = [*tokens[1:].tolist(), int(order.next_tokens[number])][:count]
-            chosen_T = self._send(torch.tensor(chosen), hidden_TD.device)
-            place, parts = last_rows[number] + 1 - len(tokens), []
+            chosen_T, parts = self._send(torch.tensor(chosen), hidden_TD.device), []
             for first in range(0, count, LOGPROB_ROWS):
                 last = min(first + LOGPROB_ROWS, count)
                 logits = self._model.logits(hidden_TD[place + first : place + last])
-                parts.append(logprob_table(logits, chosen_T[first:last], facts.prompt_logprobs))
-            found.append(PromptTable(number, chosen, facts.prompt_logprobs, torch.cat(parts)))
+                parts.append(logprob_table(logits, chosen_T[first:last], num_top))
+            found.append(PromptTable(number, chosen, num_top, torch.cat(parts)))
         return found
+
+    def follow(self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor) -> None:
+        """Compute this rank's part of all logits that `sample` asks for on rank 0, in the same order."""
+        for _, _, place, count in self._stretches(order, last_rows):
+            for first in range(place, place + count, LOGPROB_ROWS):
+                self._model.logits(hidden_TD[first : min(first + LOGPROB_ROWS, place + count)])
+        sampled = zip(last_rows, order.num_sampled.tolist(), order.num_draws.tolist(), strict=True)
+        places = [
+            last_row - back
+            for last_row, num_sampled, num_draws in sampled
+            for back in range(num_sampled - 1, -1, -1)
+            for _ in range(num_draws)
+        ]
+        if places:
+            (self._logits or self._model.logits)(_rows_of(hidden_TD, places))
+
+    def _stretches(
+        self, order: StepOrder, last_rows: list[int]
+    ) -> Iterator[tuple[int, np.ndarray, int, int]]:
+        """Rows whose prompt's logprobs are read: number, tokens, first hidden state, and how many of them."""
+        if not len(order.next_tokens):
+            return
+        for number, tokens in given_tokens(order).items():
+            facts, start = self._book[int(order.rows[number])].facts, int(order.starts[number])
+            count = min(len(tokens), facts.num_prompt - 1 - start)  # followers that belong to the prompt
+            if facts.prompt_logprobs != NONE and count > 0:
+                yield number, tokens, last_rows[number] + 1 - len(tokens), count
+
+
+def _rows_of(hidden_TD: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Hidden states at some places; all of them, where every token is its row's last, are not copied."""
+    # Equal counts alone could be one row about to fork.
+    has_all = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
+    return hidden_TD if has_all else hidden_TD[places]
 
 
 def given_tokens(order: StepOrder) -> dict[int, np.ndarray]:

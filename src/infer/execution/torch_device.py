@@ -10,10 +10,17 @@ pool      ── hidden states of embeddings                                    
 
 Where rows that decode and prompts have different backends, the step is split into one for each
 (split_step.py).
+
+Where several ranks share a model, rank 0 has the engine and samples. It sends each order on before it
+executes it, with the last tokens of the rows that decode: the others have drawn none, and do no more than
+`follow`.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import numpy as np
 import torch
 
 from infer.cache.kv_store import KVStore
@@ -25,11 +32,29 @@ from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
-from infer.execution.order import READS_PROMPTS, StepMasks, StepOrder
+from infer.execution.order import DECODE, READS_PROMPTS, REPEATS, StepMasks, StepOrder, to_bytes
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
 from infer.layers.attention import StepContext
 from infer.models.model import Model
+
+ORDER = 1  # kind of the message in which an order travels to other ranks
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a model (loader/load.py)."""
+
+    def send(self, kind: int, body: bytearray) -> None:
+        """Send them a message."""
+        ...
+
+    def check(self) -> None:
+        """Raise `DeviceLost` if one of them is gone."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """End them all."""
+        ...
 
 
 class TorchDevice(SyncDevice):
@@ -47,10 +72,12 @@ class TorchDevice(SyncDevice):
         attention_backend: str,
         decode_attention_backend: str | None = None,
         record_cpu_step: bool = True,
+        ranks: OtherRanks | None = None,
     ) -> None:
+        """`ranks` are told each order, and compute their parts of it."""
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size, self._ranks = model.config.vocab_size, ranks
         self._smaller = SmallerSteps(self.compute)
         self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
         self._is_split = self._backend != self._decode_backend
@@ -80,11 +107,11 @@ class TorchDevice(SyncDevice):
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Execute an order; see the module's docstring for the order of things."""
+        if self._ranks is not None:
+            return self._compute_together(order, masks, self._ranks)
         try:
             with torch.inference_mode():
-                self.store.transfer(order.moves())
-                self._rows.apply(order)
-                self._book.enter(order)
+                self._enter(order)
                 if not order.num_rows:  # beams coming back compute their next tokens once all are here
                     return StepResult([], [], {})
                 try:
@@ -93,6 +120,43 @@ class TorchDevice(SyncDevice):
                     return self._smaller.run(order, masks, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
+
+    def _enter(self, order: StepOrder) -> None:
+        """Bring blocks and the rows' state up to date."""
+        self.store.transfer(order.moves())
+        self._rows.apply(order)
+        self._book.enter(order)
+
+    def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: OtherRanks) -> StepResult:
+        """Execute an order as rank 0 of several; whatever ends it halfway ends them all."""
+        try:
+            with torch.inference_mode():
+                self._enter(order)
+                ranks.send(ORDER, to_bytes(self._with_last_tokens(order)))
+                result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
+            ranks.check()
+        except BaseException as error:  # Ctrl-C, too: the others wait for what does not come
+            ranks.check()
+            ranks.close(f"step {order.step} was not finished: {type(error).__name__}")
+            if not isinstance(error, Exception):
+                raise
+            raise DeviceLost(f"the device failed in step {order.step}") from error
+        return result
+
+    def _with_last_tokens(self, order: StepOrder) -> StepOrder:
+        """The order for a device that has drawn no ids: it says the last tokens of all rows that decode."""
+        is_decode = order.kinds == DECODE
+        rows, starts = order.rows[is_decode], order.starts[is_decode]
+        known = np.array([rows, self._rows.last_token[rows], starts], dtype=np.int64)
+        return order._replace(known=known, flags=order.flags & ~REPEATS)
+
+    def follow(self, order: StepOrder) -> None:
+        """Execute an order as another rank than 0: compute the parts of this rank, and sample nothing."""
+        with torch.inference_mode():
+            self._enter(order)
+            if order.num_rows:
+                hidden_TD, last_rows = self._hidden(order)
+                self._sampler.follow(order, last_rows, hidden_TD)
 
     def _compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         hidden_TD, last_rows = self._hidden(order)

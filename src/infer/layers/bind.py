@@ -25,11 +25,13 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.operations import EXACT_DIGITS, FAST_DIGITS
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
+from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import ExpertLinear, Linear, Projected
 from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
+from infer.layers.parallel import join_ranks
 from infer.quant.dense import InvariantDense
 from infer.quant.packed import Packed
 from infer.quant.projection import Neighbours
@@ -43,11 +45,14 @@ def bind(
     deterministic: bool,
     mlp_backend: str = "kernels",
     cpu_products: str = "exact",
+    communicator: Communicator | None = None,
+    vocab_size: int = 0,
 ) -> Callable[[], bool]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
     It says whether products have the kernels that they were expected to have until then.
-    A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`.
+    A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
+    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
     """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
@@ -70,6 +75,8 @@ def bind(
         _use_references(modules.values())
     if deterministic:
         _check_places(layers)
+    if communicator is not None:
+        join_ranks(model, communicator, vocab_size)
     for layer in layers.values():
         activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
         neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])

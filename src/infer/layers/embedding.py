@@ -9,11 +9,21 @@ projection of a head it is tied to (`table`). Rows are converted when they are l
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
 from infer.kernels.elementwise.embedding import embed, scaled
 from infer.quant.projection import Projection
+
+
+class Share(Protocol):
+    """A range of a table whose other rows other ranks have (layers/parallel.py)."""
+
+    def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows of all ids, whichever rank has them."""
+        ...
 
 
 class Embedding(nn.Module):
@@ -26,11 +36,16 @@ class Embedding(nn.Module):
         self.dtype = self.weight.dtype  # of the rows that come out
         self.factor = None if scale is None else round_to(scale, self.dtype)
         self.table: Projection | None = None
+        self.share: Share | None = None  # what finds rows that other ranks have; None: all are here
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
-        x_TD = embed(ids_T, self.weight, self.dtype) if self.table is None else self.table.lookup(ids_T)
+        x_TD = self.rows(ids_T) if self.share is None else self.share.embed(self, ids_T)
         return x_TD if self.factor is None else scaled(x_TD, self.factor)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the table that is here."""
+        return embed(ids_T, self.weight, self.dtype) if self.table is None else self.table.lookup(ids_T)
 
     def extra_repr(self) -> str:
         """Shape and factor, for print(model)."""

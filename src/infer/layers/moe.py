@@ -56,4 +56,5 @@ class MixtureOfExperts(nn.Module):
         x_TD = as_tensor(x_TD)  # router and experts read the same rows
         logits_TE = as_tensor(self.router(x_TD))
         choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
-        return self.gate_up.projection.experts_mlp(x_TD, choices, self.down.projection, self.activation)
+        gate_up, down = self.gate_up.projection, self.down.projection
+        return down.reduced(gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation))

@@ -38,6 +38,7 @@ from infer.loader.formats.checkpoint import read_header, write_safetensors
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.placement import Move
 from infer.loader.read_ahead import codes_dir, codes_prefix
+from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import WeightPlan
 from infer.log import progress
 from infer.models.model import Model
@@ -84,7 +85,7 @@ class CodeCache:
         cache, source = cls(made, None), plan.headers.source
         with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
             if made:
-                name = f"{codes_prefix(source)}-{_key(made, source)}{_SUFFIX}"
+                name = f"{codes_prefix(source)}-{_key(made, source, plan.rank)}{_SUFFIX}"
                 cache = cls(made, codes_dir() / name)
         held = {id(move) for move, _ in places if move.place.module in made} if cache.read() else set()
         return cache, [move for move in moves if id(move) not in held]
@@ -147,8 +148,8 @@ class CodeCache:
         }
 
 
-def _key(projections: Mapping[str, Projection], source: ModelSource) -> str:
-    digest = hashlib.sha256()
+def _key(projections: Mapping[str, Projection], source: ModelSource, rank: Rank = ALONE) -> str:
+    digest = hashlib.sha256(repr(tuple(rank)).encode() if rank.world_size > 1 else b"")
     root = Path(__file__).parents[1]
     code = (path.read_bytes() for pattern in _CODE for path in sorted(root.glob(pattern)))
     for part in (*code, *_identity(source)):

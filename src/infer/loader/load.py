@@ -19,10 +19,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from infer.errors import ConfigError, EngineError
+from infer.kernels.runtime.communicator import Communicator as Communicator
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -31,6 +33,7 @@ from infer.loader.headers import ModelHeaders as ModelHeaders
 from infer.loader.headers import read_headers as read_headers
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import AS_STORED
+from infer.loader.slices import ALONE, Rank, own_kv_heads
 from infer.loader.weight_plan import WeightPlan, plan_weights
 from infer.log import progress
 from infer.models.config import ModelConfig
@@ -41,12 +44,34 @@ MAX_ROTARY_NUMBERS = 2**27  # positions times head size: tables of half a gigaby
 log = logging.getLogger(__name__)
 
 
+class RankGroup(Protocol):
+    """The ranks of a model as rank 0, which has the engine, sees them."""
+
+    communicator: Communicator
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        """Send all other ranks a message."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all other ranks have done what takes them long: loading, or building what runs steps."""
+        ...
+
+    def check(self) -> None:
+        """Raise `DeviceLost` if a rank is gone: no result since then can be used."""
+        ...
+
+    def close(self, reason: str = "") -> None:
+        """End all other ranks; with a reason, every further `check` raises it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model that is ready to run, and what its files say about running it."""
 
     model: Model
-    config: ModelConfig
+    config: ModelConfig  # the network that is here: of one rank, with its heads and rows
     name: str
     dtype: torch.dtype  # of the activations and of the KV cache
     device: torch.device
@@ -57,6 +82,8 @@ class LoadedModel:
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
     kept_as: str = ""  # what a device has made of it, or of plain numbers
     kv_scales: torch.Tensor | None = None  # as in `ModelHeaders`
+    whole: ModelConfig | None = None  # the network of all ranks together; None: it is here
+    ranks: RankGroup | None = None  # the other ranks, and what joins them; None: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +103,13 @@ class LoadChoice:
 
     @property
     def config(self) -> ModelConfig:
-        """The config of the model, from its headers."""
-        return self.plan.headers.config
+        """The network that will be here."""
+        return self.plan.config
 
     @property
     def kv_scales(self) -> torch.Tensor | None:
         """The scales of a KV cache, from its headers."""
-        return self.plan.headers.kv_scales
+        return kv_scales_of(self.plan)
 
     @property
     def device(self) -> torch.device:
@@ -105,17 +132,22 @@ def load_model(
     show_progress: bool = False,
     headers: ModelHeaders | None = None,
     home: str | None = None,
+    rank: Rank = ALONE,
     check: Callable[[LoadChoice], None] = lambda choice: None,
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
     `quantization` as in quantization.py; "none": nothing is packed that the file does not hold packed.
-    `home` as in `plan_weights`. `check` may raise when all is decided and nothing is loaded.
+    `home` and `rank` as in `plan_weights`. `check` may raise when all is decided and nothing is loaded.
     """
     chosen_device = choose_device(device)
     headers = headers or read_headers(source)
     context_len = check_length(max_seq_len, headers.config)
-    plan = plan_weights(headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home)
+    plan = plan_weights(
+        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
+        world_size=rank.world_size,
+    )  # fmt: skip
+    plan.check_cuts()
     rule = plan.rule
     if rule.home == "cpu" and rule.label != AS_STORED:
         log.info("weights are kept as %s (%s)", rule.label, rule.reason)
@@ -124,7 +156,7 @@ def load_model(
     check(LoadChoice(plan=plan, weights=rule.label, published_as=published, max_seq_len=context_len))
 
     model = plan.build(context_len)
-    moves = plan_moves(model, headers)
+    moves = plan_moves(model, headers, plan.slices)
     codes, left = CodeCache.open(plan, model, moves)
     is_cached = len(left) < len(moves)
     label = f"loading {source.name}"
@@ -143,10 +175,11 @@ def load_model(
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)
-    _check_tied_head(model, headers)
+    if rank.world_size == 1:
+        _check_tied_head(model, headers)
     return LoadedModel(
         model=model.eval(),
-        config=headers.config,
+        config=plan.config,
         name=source.name,
         dtype=rule.dtype,
         device=chosen_device,
@@ -156,8 +189,17 @@ def load_model(
         weights=rule.label,
         published_as=published,
         kept_as=plan.describe() + (", read from the cache" if is_cached else ""),
-        kv_scales=headers.kv_scales,
+        kv_scales=kv_scales_of(plan),
+        whole=None if rank.world_size == 1 else headers.config,
     )
+
+
+def kv_scales_of(plan: WeightPlan) -> torch.Tensor | None:
+    """The scales of the kv heads that a rank has."""
+    scales, rank = plan.headers.kv_scales, plan.rank
+    if scales is None or rank.world_size == 1:
+        return scales
+    return scales[..., own_kv_heads(plan.headers.config, rank)].contiguous()
 
 
 def choose_device(device: str) -> torch.device:

@@ -30,8 +30,10 @@ from torch import nn
 from infer.errors import CheckpointError
 from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
+from infer.loader.cut_tensor import cut_tensor
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.headers import ModelHeaders, WeightSource
+from infer.loader.slices import Slice
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
@@ -85,18 +87,27 @@ def _complaint(names: list[str], what: str) -> str:
     return f"{len(names)} {what}: {', '.join(names[:MAX_NAMED])}{rest}"
 
 
-def plan_moves(model: Model, headers: ModelHeaders) -> list[Move]:
+def plan_moves(model: Model, headers: ModelHeaders, slices: Mapping[str, Slice] | None = None) -> list[Move]:
     """Match the tensors of a checkpoint with the places of its model, as `match_tensors` does."""
     name, is_tied = headers.source.name, model.config.tie_embeddings
-    return match_tensors(model, headers.sources, headers.family.weight_map, name=name, is_tied=is_tied)
+    return match_tensors(
+        model, headers.sources, headers.family.weight_map, name=name, is_tied=is_tied, slices=slices or {}
+    )
 
 
 def match_tensors(
-    model: nn.Module, tensors: Iterable[WeightSource], weight_map: WeightMap, *, name: str, is_tied: bool
+    model: nn.Module,
+    tensors: Iterable[WeightSource],
+    weight_map: WeightMap,
+    *,
+    name: str,
+    is_tied: bool,
+    slices: Mapping[str, Slice] = {},
 ) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
-    A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
+    A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place. `slices` are
+    the parts of tensors, by name, that the model of one rank has.
     """
     modules = dict(model.named_modules())
     leaves = {name: leaves_of(module) for name, module in modules.items()}
@@ -127,6 +138,10 @@ def match_tensors(
         sources = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
         shape = _shape(module, place)
         is_transposed = target.transposed and len(shape) == 2
+        if tensor_name in slices:
+            cut = slices[tensor_name]
+            sources = [cut_tensor(each, cut, transposed=is_transposed) for each in sources]
+            shape = shape if cut.rows else (0,)  # the bias of a sum, which another rank adds
         if is_transposed:
             shape = shape[::-1]
         if not tensor.is_readable:

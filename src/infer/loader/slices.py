@@ -23,16 +23,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from infer.config.settings import MAX_RANKS
 from infer.errors import ConfigError
+from infer.kernels.cpu.collectives import column_share
+from infer.layers.parallel import BY_COLUMNS, BY_ROWS, BY_VOCABULARY, kind_of
 from infer.loader.formats.axes import Ranges
 from infer.loader.headers import WeightSource
 from infer.models.config import ModelConfig
 from infer.quant.projection import WeightSpec
 
-BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up")
-BY_COLUMNS = ("attention.out", "mlp.down")
-BY_VOCABULARY = ("embedding", "head")
-_ALIGNED = 32  # rows of the vocabulary: codes of any number of bits along them fill whole words
+_SIZES = ("intermediate_size", "the size of experts")
 
 
 class Rank(NamedTuple):
@@ -40,6 +40,9 @@ class Rank(NamedTuple):
 
     number: int = 0
     world_size: int = 1
+
+
+ALONE = Rank()
 
 
 class Slice(NamedTuple):
@@ -77,7 +80,7 @@ class Cutter:
 
 def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> WeightSpec:
     """The matrix that a rank has of a layer's."""
-    kind = _kind(module)
+    kind = kind_of(module)
     if kind in BY_ROWS:
         parts = {part: len(_share(part, size, config, rank)) for part, size in spec.parts.items()}
         num_rows = sum(parts.values()) or len(_share(kind, spec.num_rows, config, rank))
@@ -90,7 +93,7 @@ def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> 
 def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
     """The part of a tensor that a rank holds; `parts` are those of the layer that it fills."""
     assert source.target is not None, source.name
-    tensor, kind, shape = source.tensor, _kind(source.module), source.tensor.shape
+    tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
     num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
     rows: Ranges = (range(num_rows),)
@@ -113,8 +116,49 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
     return Slice(rows, columns, leaves)
 
 
-def _kind(module: str) -> str:
-    return ".".join(module.split(".")[-2:])
+def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The network that one rank computes: its heads, and its share of every feed-forward half.
+
+    Its vocabulary is the whole one. What cannot be shared equally is refused.
+    """
+    if rank.world_size == 1:
+        return config
+    experts, size = config.experts, config.intermediate_size
+    if experts is not None:
+        share = len(_share("the size of experts", experts.size, config, rank))
+        experts = replace(experts, size=share)
+    if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
+        size = len(_share("intermediate_size", size, config, rank))
+    if len(_vocabulary(config.vocab_size, Rank(rank.world_size - 1, rank.world_size))) == 0:
+        raise ConfigError(f"a vocabulary of {config.vocab_size} is too small for {rank.world_size} ranks")
+    return replace(
+        config,
+        num_heads=len(_share("q", config.num_heads, config, rank)),
+        num_kv_heads=len(_share("k", config.num_kv_heads, config, rank)),
+        experts=experts,
+        intermediate_size=size,
+    )
+
+
+def rank_counts(config: ModelConfig) -> list[int]:
+    """The numbers of ranks that can share a network; groups of quantized weights may allow fewer."""
+    found = []
+    for count in range(1, MAX_RANKS + 1):
+        with suppress(ConfigError):
+            rank_config(config, Rank(count - 1, count))
+            found.append(count)
+    return found
+
+
+def own_kv_heads(config: ModelConfig, rank: Rank) -> slice:
+    """The kv heads that a rank has."""
+    heads = _share("k", config.num_kv_heads, config, rank)
+    return slice(heads.start, heads.stop)
+
+
+def own_vocabulary(config: ModelConfig, rank: Rank) -> int:
+    """The number of rows of the embedding that a rank has."""
+    return len(_vocabulary(config.vocab_size, rank))
 
 
 def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ranges:
@@ -130,7 +174,7 @@ def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ran
 def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
     """An equal share of the rows of a part, or of the columns of a matrix, in whole heads."""
     number, count = rank
-    units, what = size, "rows or columns"
+    units, what = size, "numbers of " + part if part in _SIZES else "rows or columns"
     if part in ("k", "v"):
         units, what = config.num_kv_heads, "kv heads"
         if count > units and count % units == 0:  # several ranks have the same head
@@ -144,5 +188,5 @@ def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
 
 def _vocabulary(size: int, rank: Rank) -> range:
     """A range of the vocabulary."""
-    step = -(-size // rank.world_size // _ALIGNED) * _ALIGNED
+    step = column_share(size, rank.world_size)
     return range(min(rank.number * step, size), min((rank.number + 1) * step, size))

@@ -44,7 +44,8 @@ from infer.loader.formats.quantized import describe, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.loader.headers import ModelHeaders, WeightSource
 from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
-from infer.loader.slices import Cutter, Rank, Slice
+from infer.loader.slices import ALONE, Cutter, Rank, Slice, own_vocabulary, rank_config, rank_counts
+from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.quant.coded import StoredCodes
 from infer.quant.gpu_schemes import GPUWeights
@@ -102,7 +103,7 @@ class WeightPlan:
     device: torch.device
     modules: Mapping[str, Kept]
     skeleton: Model  # the network with its projections, without memory
-    rank: Rank = Rank()
+    rank: Rank = ALONE
     uncut: Mapping[str, str] = field(default_factory=dict)  # tensors that this rank can have no slice of: why
 
     @property
@@ -118,19 +119,38 @@ class WeightPlan:
         """Whether the integers of a CPU's kernels keep the matrices."""
         return self.rule.home == "cpu" and self.rule.label in PACKED
 
+    @property
+    def config(self) -> ModelConfig:
+        """The network that is built: of a rank, with its heads and its share of rows."""
+        return self.skeleton.config
+
+    @property
+    def slices(self) -> dict[str, Slice]:
+        """What a rank has of each tensor, by name; none where it has all of them."""
+        kept = self.modules.values()
+        pairs = (zip(each.sources, each.slices, strict=True) for each in kept if each.slices)
+        return {source.name: cut for each in pairs for source, cut in each}
+
     def build(self, context_len: int) -> Model:
         """The model on its device, nothing in it yet, with rotary tables for `context_len` positions."""
         config, name = self.headers.config, self.headers.source.name
-        if self.rank.world_size > 1:
-            raise ConfigError(
-                f"{name} is planned for {self.rank.world_size} ranks, but only one can load a model yet"
-            )
         # learned positions are as many as are stored
         built = config if config.learned_positions else replace(config, context_len=context_len)
         with refused_if_full(name, self.rule.dtype, self.device):
-            model = _network(replace(self.headers, config=built), self.rule.dtype, self.device)
+            model = _network(replace(self.headers, config=built), self.rule.dtype, self.device, self.rank)
             self.give_projections(model, self.device)
         return model
+
+    def check_cuts(self) -> None:
+        """Refuse a number of ranks that cannot share the weights, with the first reason."""
+        if self.uncut:
+            name, why = next(iter(self.uncut.items()))
+            others = f" and {len(self.uncut) - 1} more" if len(self.uncut) > 1 else ""
+            sizes = [str(size) for size in rank_counts(self.headers.config) if size != self.rank.world_size]
+            raise ConfigError(
+                f"tensor_parallel_size={self.rank.world_size} cannot be had with {self.headers.source.name}: "
+                f"{why} ({name}{others}); its heads and sizes can be shared by {', '.join(sizes)}"
+            )
 
     def give_projections(self, model: Model, device: torch.device) -> None:
         """Give every linear layer and every stack of experts an empty projection of its scheme.
@@ -223,7 +243,7 @@ def plan_weights(
     """
     assert 0 <= rank < world_size, (rank, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
-    skeleton = _network(headers, rule.dtype, META)
+    skeleton = _network(headers, rule.dtype, META)  # the whole one, which the rank has a part of
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
@@ -247,6 +267,8 @@ def plan_weights(
         modules[name] = kept
         if is_tied:
             modules["embedding"] = kept
+    if world_size > 1 and not cutter.uncut:
+        skeleton = _network(headers, rule.dtype, META, cutter.rank)
     plan = WeightPlan(
         headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
         rank=cutter.rank, uncut=cutter.uncut,
@@ -363,13 +385,16 @@ def rounded_form(scheme: str, size: int) -> CodedForm:
 # -- a network, and what it keeps ---------------------------------------------------------------------
 
 
-def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device) -> Model:
-    """The network without its matrices, nothing in it."""
+def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE) -> Model:
+    """The network of a rank without its matrices, nothing in it."""
+    config = rank_config(headers.config, rank)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device, without_weights():
-            return headers.family.build(headers.config)
+            model = headers.family.build(replace(config, vocab_size=own_vocabulary(config, rank)))
+            model.config = config
+            return model
     finally:
         torch.set_default_dtype(before)
 

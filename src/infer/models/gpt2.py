@@ -79,9 +79,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = AttentionLayer(layer, config.scale)
         self.head_dim = config.head_dim
-        size = config.hidden_size
-        self.qkv = Linear(size, 3 * size, bias=True, parts={"q": size, "k": size, "v": size})
-        self.out = Linear(size, size, bias=True)
+        hidden, size = config.hidden_size, config.num_heads * config.head_dim
+        self.qkv = Linear(hidden, 3 * size, bias=True, parts={"q": size, "k": size, "v": size})
+        self.out = Linear(size, hidden, bias=True)
 
     def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor | PendingProduct:
         """Let each token look at its sequence up to itself."""

@@ -236,6 +236,15 @@ class Projection:
         """
         return self.multiply(x)
 
+    @property
+    def unreduced(self) -> Projection:
+        """The part of this rank alone, where several share a matrix (layers/parallel.py)."""
+        return self
+
+    def reduced(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum of `unreduced` products of all ranks."""
+        return y
+
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of W for a tied embedding, in the dtype of activations; without it, the head stays dense."""
         raise NotImplementedError(f"{self.scheme} has no rows to look up")

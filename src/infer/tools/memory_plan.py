@@ -50,6 +50,7 @@ from infer.engine.cache_fit import (
     kept_as,
     kept_cache,
     kv_layout,
+    ranks_sharing,
     scratch_of,
 )
 from infer.engine.device_memory import device_limit, look
@@ -193,7 +194,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
         fit_to_device(
             resolved,
             choice,
-            weight_bytes=kept_bytes(model) + draft.weights,
+            weight_bytes=kept_bytes(model) * ranks_sharing(config, choice.device) + draft.weights,
             scratch=scratch,
             draft=draft.beside,
         )
@@ -213,7 +214,7 @@ def plan_draft(
     headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
     if headers is None:
         return DraftMemory()
-    load = replace(config.load, quantization="auto", max_seq_len=None)
+    load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1)
     draft = choose_load(replace(config, load=load), headers, machine)
     layout = kv_layout(choice.config, resolved)
     return DraftMemory(headers.source.name, weight_bytes(draft.plan), draft_bytes(resolved, draft, layout))
@@ -231,15 +232,16 @@ def plan_memory(
     choice = choice or choose_load(config, headers, machine)
     max_seq_len, weights = choice.max_seq_len, weight_bytes(choice.plan)
     if headers.tensors:
-        plan_moves(choice.plan.skeleton, headers)
+        plan_moves(choice.plan.skeleton, headers, choice.plan.slices)
     resolved = machine.resolve(config, choice)
     config = resolved.settings
     step = steps_of(resolved, choice)
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
     draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
-    beside = machine.unloaded.with_weights(weights + draft.weights)
-    left = beside.room
+    num_ranks = ranks_sharing(config, machine.device)
+    beside = machine.unloaded.with_weights(weights * num_ranks + draft.weights)
+    left = beside.room // num_ranks
     drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""
     parts = f"{format_bytes(weights)} of weights{drafting} and {format_bytes(activations)} of activations"
     needed = max(step.total + draft.beside.step, _loading_bytes(choice, machine))
@@ -431,6 +433,10 @@ def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMem
     load, dtype = config.load, config.load.dtype
     if dtype == "auto" and machine.kind == "gpu":
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
-    plan = plan_weights(headers, quantization=load.quantization, dtype=dtype, device=machine.device)
+    plan = plan_weights(
+        headers, quantization=load.quantization, dtype=dtype, device=machine.device, rank=0,
+        world_size=load.tensor_parallel_size,
+    )  # fmt: skip
+    plan.check_cuts()
     form = plan.rule.label if plan.has_codes else str(plan.rule.dtype).removeprefix("torch.")
     return LoadChoice(plan=plan, weights=form, max_seq_len=check_length(load.max_seq_len, headers.config))

@@ -295,6 +295,7 @@ def replay_config(
     load = replace(
         config.load,
         model=model,
+        tensor_parallel_size=1,  # orders and plans are the same for any number of ranks
         dtype=facts.dtype,
         device=device or facts.device,
         max_seq_len=facts.context_len,

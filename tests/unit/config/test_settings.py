@@ -135,9 +135,8 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "taken", "refused"),
     [
-        ("tp", 1, 2),
         ("max_loras", 1, 4),
-        ("tensor_parallel_size", 1, 2),
+        ("pipeline_parallel_size", 1, 2),
         ("enable_lora", False, True),
     ],
 )
@@ -174,13 +173,18 @@ def test_what_is_done_another_way_says_how(knobs: dict[str, Any], message: str) 
     ("words", "message"),
     [
         (["-ngl", "99"], "n_gpu_layers must be left out, got '99': .* use device=cpu or device=cuda"),
-        (["-tp", "2"], "tensor_parallel_size must be 1, got '2': .* is not built yet"),
         (["-np", "4"], "parallel must be left out, got '4': .* use max_batch_size"),
     ],
 )
 def test_a_short_flag_of_another_engine_is_explained(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         knobs_from(build_parser().parse_args(["generate", *words, "hi"]))
+
+
+@pytest.mark.parametrize("flag", ["-tp", "--tp", "--tp-size", "--tensor-parallel-size"])
+def test_every_spelling_of_the_number_of_ranks_is_taken(flag: str) -> None:
+    arguments = build_parser().parse_args(["generate", flag, "2", "hi"])
+    assert EngineConfig.from_knobs(**knobs_from(arguments)).load.tensor_parallel_size == 2
 
 
 def test_no_setting_of_another_engine_hides_a_knob() -> None:

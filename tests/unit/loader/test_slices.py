@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from infer.errors import ConfigError
 from infer.layers.linear import Projected
+from infer.layers.parallel import BY_COLUMNS, BY_ROWS, BY_VOCABULARY, kind_of
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.axes import Axis, Ranges, words
 from infer.loader.formats.checkpoint import TYPE_NAMES, StoredTensor
@@ -25,7 +26,7 @@ from infer.loader.formats.gguf_tensors import PackedTensor, _restore_order
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.headers import ModelHeaders, WeightSource, headers_of_config, read_headers
-from infer.loader.slices import BY_COLUMNS, BY_ROWS, BY_VOCABULARY, Slice, _kind
+from infer.loader.slices import Slice
 from infer.loader.weight_plan import WeightPlan, plan_weights
 from infer.models.registry import FAMILIES
 from infer.models.weight_map import Target
@@ -403,7 +404,7 @@ def test_the_vocabulary_is_cut_into_ranges_of_whole_words(root: Path) -> None:
 def test_every_matrix_of_a_family_has_a_cut(family: str, root: Path) -> None:
     plan = plan_of(checkpoint(root, family), 0, 1)
     matrices = [name for name, module in plan.skeleton.named_modules() if isinstance(module, Projected)]
-    whole = {_kind(name) for name in matrices} - {*BY_ROWS, *BY_COLUMNS, *BY_VOCABULARY}
+    whole = {kind_of(name) for name in matrices} - {*BY_ROWS, *BY_COLUMNS, *BY_VOCABULARY}
     assert whole <= {"mlp.router"}
     assert all(kept.slices == () for kept in plan.modules.values())  # one rank has all of everything
 
@@ -524,10 +525,7 @@ def test_a_block_of_gguf_on_both_sides_of_a_cut(tmp_path: Path) -> None:
     }
 
 
-def test_only_one_rank_loads_a_model_yet(root: Path) -> None:
-    plan = plan_of(checkpoint(root, "llama"), 0, 2)
-    with pytest.raises(ConfigError, match="is planned for 2 ranks, but only one can load a model yet"):
-        plan.build(64)
+def test_a_rank_beyond_the_last_is_refused(root: Path) -> None:
     with pytest.raises(AssertionError):
         plan_of(checkpoint(root, "llama"), 2, 2)
 

@@ -58,6 +58,18 @@ class Library:
         self.write_cache = self._address("infer_write_cache")
         self.attend = self._address("infer_attend")
         self.likely = self._address("infer_likely")
+        self.all_reduce = self._address("infer_all_reduce")
+        self.all_gather = self._address("infer_all_gather")
+        self.own_ids = self._address("infer_own_ids")
+        c.infer_word_get.argtypes = (ctypes.c_void_p,)
+        c.infer_word_get.restype = ctypes.c_uint32
+        c.infer_word_set.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
+        c.infer_word_set.restype = None
+        c.infer_word_wait.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
+        c.infer_word_wait.restype = ctypes.c_int64
+        self.word_get, self.word_set, self.word_wait = c.infer_word_get, c.infer_word_set, c.infer_word_wait
+        kernel = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)
+        self.exchange = {each: kernel(each) for each in (self.all_reduce, self.all_gather)}  # called alone
         self.num_threads = 1
         self.set_threads(torch.get_num_threads())
 

@@ -143,13 +143,25 @@ class PackedTensor(StoredTensor):
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows of a matrix: codes, or float32 where the file has plain numbers."""
         assert not self.transposed and not self.offset, self.stored.name
-        packed = self._packed_rows()
-        if self.num_heads:
-            packed = _restore_order(packed, self.num_heads)
+        packed = self.packed_rows()
         for first in range(0, len(packed), num_rows):
             part = slice(first, min(first + num_rows, len(packed)))
-            yield part, coded_rows(packed[part].to(device), self.stored.kind)
+            yield part, self.coded(packed[part].to(device))
         self._forget()
+
+    def packed_rows(self) -> torch.Tensor:
+        """The rows of a matrix as bytes, in the order that the name means."""
+        packed = self._packed_rows()
+        return _restore_order(packed, self.num_heads) if self.num_heads else packed
+
+    def coded(self, packed: torch.Tensor) -> CodedRows | torch.Tensor:
+        """Rows of whole blocks as codes, or as float32 where blocks are plain numbers."""
+        return coded_rows(packed, self.stored.kind)
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of a row."""
+        return self.stored.shape[-1] // BLOCK[self.stored.kind][0]
 
     def transpose(self) -> StoredTensor | None:
         """The rows as they are stored, where they are columns of what the name means."""

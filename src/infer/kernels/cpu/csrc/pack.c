@@ -213,7 +213,8 @@ static void read_packed(const embed_args *a, int64_t row, float *out) {
     }
 }
 
-/* Rows of an embedding, as floats; an id outside the table gives a row of NaN, never a wild read. */
+/* Rows of an embedding, as floats; an id outside the table gives a row of NaN, never a wild read. INT64_MIN stands
+ * for an id that another rank has, and gives zeros (collectives.c). */
 void infer_embed(const void *args, int64_t chunk) {
     const embed_args *a = args;
     int64_t first = chunk * a->rows_per_chunk, last = first + a->rows_per_chunk, K = a->K;
@@ -223,7 +224,7 @@ void infer_embed(const void *args, int64_t chunk) {
         float *out = a->out + t * K;
         const uint16_t *halves = (const uint16_t *)a->data + (row < 0 ? 0 : row) * K;
         if (row < 0 || row >= a->num_rows) {
-            for (int64_t k = 0; k < K; k++) out[k] = NAN;
+            for (int64_t k = 0; k < K; k++) out[k] = row == INT64_MIN ? 0.0f : NAN;
         } else if (a->bits == 32) {
             memcpy(out, (const float *)a->data + row * K, (size_t)K * sizeof(float));
         } else if (a->bits == 16) {

@@ -1,0 +1,230 @@
+"""The other ranks of a model, as processes of the one that has the engine.
+
+    engine process, rank 0 ──┬── standard input of each      its orders to start; it ends when this closes
+                             ├── shared memory, no name      messages, and the exchanges of every step
+                             └── a pipe from each            what it has done, or why it failed; its end
+
+A thread for each process starts it and waits for its end. A rank that dies, or is stopped, or does not
+answer while the others wait for it, ends the group: all waits in shared memory end, the other processes are
+killed, and the step under way raises `DeviceLost`. Nothing outlives this process: the kernel kills ranks
+whose parent is gone, and the memory has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from infer.client.messages import DONE, Failure, RankLaunch, to_error
+from infer.client.spawn import give_orders, spawn
+from infer.client.supervisor import log_level
+from infer.config.settings import EngineConfig
+from infer.engine.rank_worker import make_memory, open_link
+from infer.errors import DeviceLost, InferError
+from infer.loader.load import Communicator
+
+logger = logging.getLogger(__name__)
+
+RANK_MODULE: Final = "infer.client.rank_process"
+LOOK_S: Final = 0.25  # seconds between two looks at ranks that others wait for
+STOPPED_S: Final = 1.0  # seconds after which a process that a signal has stopped counts as gone
+SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that others wait for counts as gone
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """What the threads know about the processes; nothing here holds the group itself."""
+
+    abort: Any  # ends all waits in shared memory
+    arrived: Any  # exchanges of each rank
+    on_idle_loss: Callable[[], None]  # called when a rank is gone that no step waits for
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    num_done: dict[int, int] = field(default_factory=dict)  # parts of a start, by rank
+    lost: str | None = None  # why the group has ended
+    error: InferError | None = None  # what a rank said that failed to start
+    is_closing: bool = False
+    is_waited_for: bool = False  # rank 0 waits for the others
+
+    def lose(self, reason: str, error: InferError | None = None) -> None:
+        """End the group, for the first reason that is given."""
+        with self.changed:
+            if self.lost is not None:
+                return
+            self.lost, self.error = reason, error
+            if not self.is_closing:
+                logger.error("ranks are ended reason=%r", reason)
+            self.abort()
+            self.kill()
+            self.changed.notify_all()
+        if not (self.is_closing or self.is_waited_for):
+            self.on_idle_loss()
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+
+class RankProcesses:
+    """Ranks 1 and up, from their start to their end; a `RankGroup` (loader/load.py)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        size: int,
+        num_threads: int,
+        on_idle_loss: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start them; `on_idle_loss` is called by a thread when one is gone that nobody waits for."""
+        handle = make_memory(size)
+        try:
+            self._link = open_link(handle, 0, size)
+            self.communicator: Communicator = self._link.communicator
+            self._group = group = _Group(self._link.communicator.abort, self._link.arrived, on_idle_loss)
+            self._num_parts = 0  # parts of a start that have been asked for
+            group.is_waited_for = True
+            knobs, level = config.knobs(), log_level()
+            self._threads = []
+            for rank in range(1, size):
+                launch = RankLaunch(
+                    knobs=knobs, rank=rank, size=size, memory=handle, report=-1, num_threads=num_threads,
+                    log_level=level,
+                )  # fmt: skip
+                started = threading.Event()
+                thread = threading.Thread(
+                    target=_run_process, args=(group, launch, started), name=f"infer-rank-{rank}", daemon=True
+                )
+                thread.start()
+                started.wait()
+                self._threads.append(thread)
+        finally:
+            os.close(handle)
+        watch = threading.Thread(target=_watch, args=(group,), name="infer-rank-watch", daemon=True)
+        watch.start()
+        self._finalizer = weakref.finalize(self, _end, group, os.getpid())
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        """Send all other ranks a message; until the next `check` or `wait` they are waited for."""
+        self._group.is_waited_for = True
+        try:
+            self._link.send(kind, body)
+        except DeviceLost:
+            self.check()
+            raise
+
+    def wait(self) -> None:
+        """Wait until all ranks have done one more part of their start; raises what has failed there."""
+        group, self._num_parts = self._group, self._num_parts + 1
+        group.is_waited_for = True
+        with group.changed:
+            while group.lost is None and any(
+                group.num_done[rank] < self._num_parts for rank in group.num_done
+            ):
+                group.changed.wait()
+        group.is_waited_for = False
+        if group.error is not None:
+            raise group.error
+        self.check()
+
+    def check(self) -> None:
+        """Raise `DeviceLost` if a rank is gone."""
+        self._group.is_waited_for = False
+        if self._link.communicator.is_aborted:
+            with self._group.changed:  # until who has set it has said why
+                raise DeviceLost(self._group.lost or "a rank of the model is gone")
+
+    def close(self, reason: str = "the engine was closed") -> None:
+        """End all other ranks, and wait for their end."""
+        self._group.is_closing = True
+        self._group.lose(reason)
+        for thread in self._threads:
+            thread.join()
+
+
+def _end(group: _Group, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has the object, and not the processes
+        group.is_closing = True
+        group.lose("the engine is gone")
+
+
+def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) -> None:
+    """Start a process, note what it reports, and wait for its end.
+
+    In a thread of its own that lives as long as the process: the kernel takes this thread for its parent.
+    """
+    rank, failure = launch.rank, None
+    reading, writing = os.pipe()
+    try:
+        with group.changed:
+            group.num_done[rank] = 0
+            process = spawn(RANK_MODULE, pass_fds=(launch.memory, writing), is_piped=False, leads=False)
+            group.processes[rank] = process
+    except BaseException as error:
+        os.close(reading)
+        group.lose(f"rank {rank} could not be started: {error}")
+        return
+    finally:
+        os.close(writing)
+        started.set()
+    give_orders(process, msgspec.structs.replace(launch, report=writing))
+    with open(reading, "rb") as lines:
+        for line in lines:
+            if line.strip() != DONE:
+                failure = msgspec.json.decode(line, type=Failure)
+                continue
+            with group.changed:
+                group.num_done[rank] += 1
+                group.changed.notify_all()
+    code = process.wait()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    if failure is not None:
+        group.lose(f"rank {rank} failed: {failure.message}", to_error(failure))
+    else:
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        group.lose(f"rank {rank} ended with {how}")
+
+
+def _watch(group: _Group) -> None:
+    """Look at processes that are waited for: one that is stopped, or silent for long, ends the group."""
+    stopped_since, seen, seen_at = dict[int, float](), (), time.monotonic()
+    while group.lost is None:
+        time.sleep(LOOK_S)
+        now = time.monotonic()
+        if not group.is_waited_for:
+            stopped_since, seen_at = {}, now
+            continue
+        for rank, process in list(group.processes.items()):
+            if not _is_stopped(process.pid):
+                stopped_since.pop(rank, None)
+            elif now - stopped_since.setdefault(rank, now) >= STOPPED_S:
+                group.lose(f"rank {rank} was stopped by a signal")
+        found = group.arrived()
+        if found != seen or len(set(found)) == 1:
+            seen, seen_at = found, now
+        elif now - seen_at > SILENT_S:
+            group.lose(f"rank {found.index(min(found))} has not answered for {SILENT_S:.0f} s")
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if a signal has stopped a process; False where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,78 @@
+"""A rank as a process of its own: `python -m infer.client.rank_process`, started by `rank_group.py`.
+
+It loads its part of the weights and then does what rank 0 says (engine/rank_worker.py). Its standard error
+is that of the engine, so a failure is logged here, once, with its traceback; a pipe tells rank 0 in one
+line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+
+from infer.client.imports import quick_imports
+from infer.client.messages import DONE, RankLaunch, to_failure
+from infer.client.spawn import EXIT_ORPHANED, take_orders
+from infer.config.settings import EngineConfig
+from infer.errors import DeviceLost, InferError
+from infer.log import setup_logging
+
+EXIT_FAILED = 1
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run a rank from its first line of input to its end; returns the exit code."""
+    parent = os.getppid()
+    _end_with_parent(parent)
+    launch = take_orders(RankLaunch)
+    setup_logging(launch.log_level)
+    try:
+        _serve(launch)
+    except DeviceLost:  # another rank is gone, and rank 0 says so
+        return EXIT_FAILED
+    except BaseException as error:
+        if not isinstance(error, InferError):
+            logger.exception("rank %d failed", launch.rank)
+        os.write(launch.report, msgspec.json.encode(to_failure(error)) + b"\n")
+        return EXIT_FAILED
+    return 0
+
+
+def _serve(launch: RankLaunch) -> None:
+    with quick_imports():
+        from infer.client.load import load_part, use_threads
+        from infer.engine.rank_worker import open_link, serve_rank
+        from infer.loader.find.source import resolve_model
+        from infer.loader.load import read_headers
+        from infer.loader.slices import Rank
+
+    use_threads(launch.num_threads)
+    link = open_link(launch.memory, launch.rank, launch.size)
+    config = EngineConfig.from_knobs(**launch.knobs)
+    source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
+    loaded = load_part(config, read_headers(source), Rank(launch.rank, launch.size))
+    serve_rank(loaded, link, lambda: _report_done(launch.report))
+
+
+def _report_done(pipe: int) -> None:
+    os.write(pipe, DONE + b"\n")
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent is gone, also while a signal has stopped it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A rank of a model other than the first: it has a part of the weights, a device half, and nothing else.
+
+    load its part ──► told ──► bind        the projections that it runs with; ranks can compute together now
+                      told ──► probe       a prompt of made-up tokens, which rank 0 measures
+                      told ──► build       its KV store, as large as rank 0 has found, and its device half
+                      told ──► order       its part of a step
+
+Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
+is never more than one message behind.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from typing import NoReturn
+
+from infer.cache.memory import CacheSize
+from infer.config.settings import EngineConfig
+from infer.engine.build import BIND, BUILD, PROBE, bind_rank, build_rank, probe_rank
+from infer.errors import ConfigError
+from infer.execution.device import StateShape
+from infer.execution.order import read
+from infer.execution.rank_ring import RankLink, link_bytes
+from infer.execution.torch_device import ORDER, TorchDevice
+from infer.kernels.cpu.library import library, why_not
+from infer.loader.load import LoadedModel
+
+
+def make_memory(size: int) -> int:
+    """A file without a name for the memory that this many ranks share: nothing is left of it when all end."""
+    make = getattr(os, "memfd_create", None)
+    if make is not None:
+        handle: int = make("infer-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            handle = os.dup(file.fileno())
+    os.truncate(handle, link_bytes(size))
+    return handle
+
+
+def open_link(handle: int, rank: int, size: int) -> RankLink:
+    """One rank's end of this memory."""
+    c = library()
+    if c is None:
+        raise ConfigError(f"tensor_parallel_size on a CPU needs the C kernels: {why_not()}")
+    return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size)
+
+
+def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
+    """Do what rank 0 says until it is gone, a `DeviceLost`; `on_done` follows each part of a start."""
+    on_done()
+    config, device = None, None
+    while True:
+        kind, body = link.receive()
+        if kind == ORDER:
+            assert isinstance(device, TorchDevice)
+            device.follow(read(memoryview(body)))
+        elif kind == BIND:
+            settings = EngineConfig.from_knobs(**json.loads(body))
+            config = bind_rank(settings, loaded, link.communicator)
+            on_done()
+        elif kind == PROBE:
+            probe_rank(loaded, json.loads(body))
+        else:
+            assert kind == BUILD and config is not None, kind
+            size, shape = json.loads(body)
+            device = build_rank(config, loaded, CacheSize(*size), StateShape(*shape))
+            on_done()

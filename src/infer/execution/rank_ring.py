@@ -1,0 +1,91 @@
+"""How rank 0 sends messages to the other ranks: a ring of slots in memory that all of them have mapped.
+
+    words    sent · taken by rank 1 · taken by rank 2 · ...     numbers of messages' pieces, which only grow
+    slots    piece 5   piece 6   piece 7   piece 4              a long message is several pieces
+
+Rank 0 writes a piece when every rank has taken the one that was in its slot, and then says that it is sent.
+Nobody is locked out: a word has one writer (kernels/cpu/csrc/collectives.c). A message is a kind and bytes,
+which is what an order is when it travels (order.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import Final
+
+from infer.errors import DeviceLost
+from infer.kernels.cpu.collectives import (
+    HEADER_BYTES,
+    WORD_BYTES,
+    SharedCommunicator,
+    address_of,
+    region_bytes,
+)
+from infer.kernels.cpu.library import Library
+
+NUM_SLOTS: Final = 8
+SLOT_BYTES: Final = 1 << 17
+_PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends with it
+_ROOM: Final = SLOT_BYTES - _PIECE.size
+_WRAP: Final = 1 << 32
+
+
+def link_bytes(size: int) -> int:
+    """The memory that this many ranks share."""
+    return region_bytes(size) + HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
+
+
+class RankLink:
+    """One rank's end of what joins the ranks of a model: its exchanges, and the messages of rank 0."""
+
+    def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
+        assert len(memory) >= link_bytes(size), (len(memory), size)
+        self.communicator = SharedCommunicator(library, memory, rank, size)
+        self._library, self._memory, self._size = library, memory, size
+        self._start = region_bytes(size)
+        self._words = address_of(memory, self._start)
+        self._aborted = address_of(memory)
+        self._number = 0  # of the last piece that was sent, or taken
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last eight."""
+        view = memoryview(body)
+        for first in range(0, max(len(view), 1), _ROOM):
+            piece = view[first : first + _ROOM]
+            number = (self._number + 1) % _WRAP
+            for rank in range(1, self._size):
+                self._wait(self._word(rank), (number - NUM_SLOTS) % _WRAP)
+            start = self._slot(number)
+            _PIECE.pack_into(self._memory, start, kind, len(piece), int(first + _ROOM >= len(view)))
+            self._memory[start + _PIECE.size : start + _PIECE.size + len(piece)] = piece
+            self._library.word_set(self._word(0), number)
+            self._number = number
+
+    def receive(self) -> tuple[int, bytearray]:
+        """The next message, as another rank; sleeps until there is one."""
+        body, is_whole, kind = bytearray(), 0, 0
+        while not is_whole:
+            number = (self._number + 1) % _WRAP
+            self._wait(self._word(0), number)
+            start = self._slot(number)
+            kind, length, is_whole = _PIECE.unpack_from(self._memory, start)
+            body += self._memory[start + _PIECE.size : start + _PIECE.size + length]
+            self._library.word_set(self._word(self.communicator.rank), number)
+            self._number = number
+        return kind, body
+
+    def arrived(self) -> tuple[int, ...]:
+        """How many exchanges each rank has come to."""
+        words = range(1, 1 + self._size)
+        return tuple(self._library.word_get(self._aborted + WORD_BYTES * word) for word in words)
+
+    def _wait(self, word: int, number: int) -> None:
+        if not self._library.word_wait(word, number, self._aborted):
+            raise DeviceLost("the ranks of this model have been ended")
+
+    def _word(self, number: int) -> int:
+        return self._words + WORD_BYTES * number
+
+    def _slot(self, number: int) -> int:
+        return self._start + HEADER_BYTES + number % NUM_SLOTS * SLOT_BYTES

@@ -1,0 +1,98 @@
+"""Ranks on one machine that exchange numbers through memory that they share (csrc/collectives.c).
+
+A model in float32 exchanges its numbers as they are, and the exchanges of a step can be recorded with the
+rest of it (program.py). Numbers of 16 bits are exchanged as float32 and rounded once, when they are added
+up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+
+import torch
+
+from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.program import empty, recorder, run_or_record
+
+HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
+WORD_BYTES = 64
+MAX_RANKS = 64
+CAPACITY = 1 << 19  # floats that a rank exchanges at once
+OUTSIDE = -(2**63)  # row of an id that another rank has
+_EXCHANGE = struct.Struct("qqqqqqqqqqq")
+_OWN_IDS = struct.Struct("qqqqq")
+
+
+def region_bytes(size: int) -> int:
+    """The memory that this many ranks share for their exchanges."""
+    return HEADER_BYTES + 2 * size * CAPACITY * 4
+
+
+def address_of(memory: mmap.mmap, offset: int = 0) -> int:
+    """Where mapped memory lies in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
+
+
+class SharedCommunicator:
+    """One rank, by memory that all ranks have mapped."""
+
+    def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
+        assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
+        self.rank, self.size = rank, size
+        self._library, self._memory, self._region = library, memory, address_of(memory)
+
+    def abort(self) -> None:
+        """End every wait of every rank, now and later: a rank is gone, and no result can be used."""
+        self._library.word_set(self._region, 1)
+
+    @property
+    def is_aborted(self) -> bool:
+        """True once a rank has called `abort`."""
+        return bool(self._library.word_get(self._region))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks give, in the memory of `x` where that can be."""
+        shares = x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+        M = shares.shape[0] if shares.dim() > 1 else 1
+        fields = M, shares.data_ptr(), 0, shares.numel() // max(M, 1), 0, 0, 0
+        self._exchange(self._library.all_reduce, M, *fields)
+        return shares if shares is x else shares.to(x.dtype).view(x.shape)
+
+    def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """The columns of all ranks side by side; all but the last ranks have the same number."""
+        if x_MN.dtype is not torch.float32:
+            return self.all_gather(x_MN.to(torch.float32), num_columns).to(x_MN.dtype)
+        assert x_MN.dim() == 2 and (x_MN.stride(1) == 1 or not x_MN.shape[1]), (x_MN.shape, x_MN.stride())
+        M, width = x_MN.shape[0], column_share(num_columns, self.size)
+        assert width <= CAPACITY, f"{num_columns} columns are more than {self.size} ranks exchange at once"
+        out_MV = empty((M, num_columns))
+        fields = M, x_MN.data_ptr(), x_MN.stride(0), width, out_MV.data_ptr(), num_columns, num_columns
+        self._exchange(self._library.all_gather, M, *fields)
+        return out_MV
+
+    def _exchange(self, run: int, num_rows: int, *fields: int) -> None:
+        args = _EXCHANGE.pack(*fields, self._region, self.rank, self.size, CAPACITY)
+        if recorder() is not None:
+            run_or_record(self._library, run, args, num_rows=num_rows)
+        else:  # not with the lock of the pool of threads: others may compute while this one waits
+            self._library.exchange[run](args, 0)
+
+
+COLUMNS_ALIGNED = 32  # columns of a rank: codes of any number of bits along them fill whole words
+
+
+def column_share(num_columns: int, size: int) -> int:
+    """The columns of all ranks but the last ones, which have fewer."""
+    return -(-num_columns // size // COLUMNS_ALIGNED) * COLUMNS_ALIGNED
+
+
+def own_ids(library: Library, ids_T: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+    """The rows of ids in a table that begins with the id `first`; OUTSIDE: it has none of this id."""
+    assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
+    T = ids_T.shape[0]
+    out_T = empty((T,), torch.int64)
+    args = _OWN_IDS.pack(T, ids_T.data_ptr(), out_T.data_ptr(), first, num_rows)
+    run_or_record(library, library.own_ids, args, num_rows=T)
+    return out_T

@@ -1,0 +1,168 @@
+/* Sums and rows that several processes, the ranks of one model, make together in memory that they share.
+ *
+ *     header   aborted · for each rank: arrived, sleepers                          a line of the cache each
+ *     shares   rank 0: even, odd · rank 1: even, odd · ...                         CAPACITY floats each
+ *
+ * An exchange has a number. A rank copies its share to its place, even or odd as the number is, and says that it
+ * has arrived there; it then waits until all have, and reads the shares of all in the order of the ranks. So every
+ * rank has the same bits. A rank that goes on to the next exchange writes to its other place. It comes back to the
+ * first one only after all have arrived at the next exchange, which they do after they have read this one.
+ *
+ * Who waits looks for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: what comes
+ * out is then not to be used, and the caller asks whether it was set. */
+#define _GNU_SOURCE
+#include "infer.h"
+
+#include <stdatomic.h>
+#include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define MAX_RANKS 64
+#define HEADER_BYTES 8192
+#define SPINS_BEFORE_SLEEP 20000
+#define SLEEP 20000000ll /* nanoseconds until a sleeper looks at `aborted` again */
+#define OUTSIDE INT64_MIN
+
+typedef struct {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+    uint8_t rest[56];
+} word; /* that ranks wait for */
+
+typedef struct {
+    word aborted;
+    word arrived[MAX_RANKS];
+} region;
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void sleep_while(word *at, uint32_t seen) {
+    struct timespec limit = {0, SLEEP};
+#if defined(__linux__)
+    atomic_fetch_add(&at->sleepers, 1);
+    syscall(SYS_futex, &at->value, FUTEX_WAIT, seen, &limit, NULL, 0);
+    atomic_fetch_sub(&at->sleepers, 1);
+#else
+    limit.tv_nsec = 100000;
+    (void)seen, (void)at, nanosleep(&limit, NULL);
+#endif
+}
+
+/* Set a word that others may wait for; all that was written before is seen by those who see it. */
+void infer_word_set(word *at, uint32_t value) {
+    atomic_store(&at->value, value);
+#if defined(__linux__)
+    if (atomic_load(&at->sleepers)) syscall(SYS_futex, &at->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+#endif
+}
+
+uint32_t infer_word_get(word *at) { return atomic_load_explicit(&at->value, memory_order_acquire); }
+
+/* Wait until a word has come to a number, which wraps around; 0: it was aborted. */
+int64_t infer_word_wait(word *at, uint32_t value, word *aborted) {
+    for (int64_t spins = 0;; spins++) {
+        uint32_t seen = atomic_load_explicit(&at->value, memory_order_acquire);
+        if ((int32_t)(seen - value) >= 0) return 1;
+        if (spins < SPINS_BEFORE_SLEEP) {
+            relax();
+            continue;
+        }
+        if (atomic_load_explicit(&aborted->value, memory_order_acquire)) return 0;
+        sleep_while(at, seen);
+    }
+}
+
+typedef struct {
+    int64_t M; /* rows */
+    float *x;
+    int64_t x_stride, N; /* numbers of a row that a rank has */
+    float *out;          /* of a gathering */
+    int64_t out_stride, V; /* numbers of a row that all ranks have; the last ranks have fewer than N, or none */
+    region *shared;
+    int64_t rank, size, capacity; /* floats of a share */
+} exchange_args;
+
+static float *share_of(const exchange_args *a, int64_t rank, uint32_t number) {
+    return (float *)((uint8_t *)a->shared + HEADER_BYTES) + (2 * rank + (number & 1)) * a->capacity;
+}
+
+static uint32_t next_number(const exchange_args *a) {
+    return atomic_load_explicit(&a->shared->arrived[a->rank].value, memory_order_relaxed) + 1;
+}
+
+/* Say that the share is there, and wait for all others; 0: it was aborted. */
+static int64_t meet(const exchange_args *a, uint32_t number) {
+    infer_word_set(&a->shared->arrived[a->rank], number);
+    for (int64_t rank = 0; rank < a->size; rank++)
+        if (rank != a->rank && !infer_word_wait(&a->shared->arrived[rank], number, &a->shared->aborted)) return 0;
+    return 1;
+}
+
+/* Replace x, [M, N] without gaps, by the sum over all ranks. */
+void infer_all_reduce(const void *args, int64_t chunk) {
+    const exchange_args *a = args;
+    int64_t count = a->M * a->N;
+    (void)chunk;
+    for (int64_t first = 0; first < count; first += a->capacity) {
+        int64_t left = count - first < a->capacity ? count - first : a->capacity;
+        uint32_t number = next_number(a);
+        float *x = a->x + first;
+        memcpy(share_of(a, a->rank, number), x, (size_t)left * sizeof(float));
+        if (!meet(a, number)) return;
+        const float *restrict zeroth = share_of(a, 0, number), *restrict other = share_of(a, 1, number);
+        for (int64_t i = 0; i < left; i++) x[i] = zeroth[i] + other[i];
+        for (int64_t rank = 2; rank < a->size; rank++) {
+            other = share_of(a, rank, number);
+            for (int64_t i = 0; i < left; i++) x[i] += other[i];
+        }
+    }
+}
+
+/* The columns of all ranks side by side: [M, N] of each become [M, V]. */
+void infer_all_gather(const void *args, int64_t chunk) {
+    const exchange_args *a = args;
+    int64_t at_once = a->capacity / a->N;
+    (void)chunk;
+    for (int64_t first = 0; first < a->M; first += at_once) {
+        int64_t rows = a->M - first < at_once ? a->M - first : at_once;
+        uint32_t number = next_number(a);
+        float *own = share_of(a, a->rank, number);
+        int64_t have = a->V - a->rank * a->N < a->N ? a->V - a->rank * a->N : a->N;
+        for (int64_t row = 0; row < rows && have > 0; row++)
+            memcpy(own + row * a->N, a->x + (first + row) * a->x_stride, (size_t)have * sizeof(float));
+        if (!meet(a, number)) return;
+        for (int64_t rank = 0; rank < a->size; rank++) {
+            int64_t width = a->V - rank * a->N < a->N ? a->V - rank * a->N : a->N;
+            for (int64_t row = 0; row < rows && width > 0; row++)
+                memcpy(a->out + (first + row) * a->out_stride + rank * a->N,
+                       share_of(a, rank, number) + row * a->N, (size_t)width * sizeof(float));
+        }
+    }
+}
+
+typedef struct {
+    int64_t T;
+    const int64_t *ids;
+    int64_t *out;
+    int64_t first, num_rows;
+} own_ids_args;
+
+/* Where ids are in a range of the vocabulary, which is a table of its own; OUTSIDE: they are in another. */
+void infer_own_ids(const void *args, int64_t chunk) {
+    const own_ids_args *a = args;
+    (void)chunk;
+    for (int64_t t = 0; t < a->T; t++) {
+        int64_t row = a->ids[t] - a->first;
+        a->out[t] = row >= 0 && row < a->num_rows ? row : OUTSIDE;
+    }
+}

@@ -1,0 +1,116 @@
+"""A model that several ranks compute together: which matrices are cut, and where ranks meet.
+
+    attention   qkv: rows of some heads ──► attend, each rank its heads ──► out: columns   ──► sum
+    mlp         gate, up: some rows     ──► activation                  ──► down: columns  ──► sum
+    embedding   a range of the vocabulary: rows of others are zeros                        ──► sum
+    head        a range of the vocabulary                            ──► columns of all, side by side
+
+So a block has two exchanges, and the residual stream is the same on every rank. What a rank holds is
+decided when weights are planned (loader/slices.py), and the network is built with the rank's numbers of
+heads and rows. Here its projections are wrapped: nothing else of a model knows that there are ranks.
+
+Shapes:  T tokens, D hidden size, M rows, N columns of a rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infer.kernels.cpu.collectives import column_share, own_ids
+from infer.kernels.cpu.library import library
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.runtime.communicator import Communicator
+from infer.layers.embedding import Embedding
+from infer.layers.linear import Projected
+from infer.quant.projection import Neighbours, Projection
+
+BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up")
+BY_COLUMNS = ("attention.out", "mlp.down")
+BY_VOCABULARY = ("embedding", "head")
+
+
+class Wrapped(Projection):
+    """A rank's part of a matrix, which is multiplied by another projection."""
+
+    def __init__(self, local: Projection, communicator: Communicator) -> None:
+        super().__init__(local.spec, local.tensors)
+        self.scheme, self.bias, self.batch_invariant = local.scheme, local.bias, local.batch_invariant
+        self._local, self._communicator = local, communicator
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Prepare the part; the sum of all ranks is not there yet when its product is."""
+        self._local.prepare(compiled, neighbours._replace(writes_sum=False))
+
+    def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
+        """The activation of the scheme that multiplies."""
+        return self._local.activate(y, activation)
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """What a product of the part takes."""
+        return self._local.scratch_bytes(num_tokens)
+
+
+class RowParallel(Wrapped):
+    """Some columns of a matrix, of the inputs that this rank has: the products of all ranks are added up."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b of the whole matrix; rank 0 alone has the bias."""
+        return self.reduced(self._local.multiply(x))
+
+    @property
+    def unreduced(self) -> Projection:
+        """The part of this rank, whose products are shares of a sum."""
+        return self._local
+
+    def reduced(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of products with their parts."""
+        return self._communicator.all_reduce(y)
+
+
+class VocabularyParallel(Wrapped):
+    """Some rows of the head: the logits of all ranks are put side by side."""
+
+    def __init__(self, local: Projection, communicator: Communicator, vocab_size: int) -> None:
+        super().__init__(local, communicator)
+        self._vocab_size = vocab_size
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, [M, V]."""
+        return self._communicator.all_gather(self._local.multiply(x), self._vocab_size)
+
+
+class VocabularyShare:
+    """The rows of an embedding that a rank has, and the sum that brings in those of the others."""
+
+    def __init__(self, communicator: Communicator, vocab_size: int, num_rows: int) -> None:
+        self._communicator, self._num_rows = communicator, num_rows
+        self._first = communicator.rank * column_share(vocab_size, communicator.size)
+
+    def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows of all ids, whichever rank has them."""
+        c = library() if embedding.dtype is torch.float32 else None
+        if c is not None:
+            rows_TD = embedding.rows(own_ids(c, ids_T, self._first, self._num_rows))
+        else:
+            own_T = ids_T - self._first
+            is_own_T = (own_T >= 0) & (own_T < self._num_rows)
+            rows_TD = embedding.rows(own_T.clamp(0, self._num_rows - 1)) * is_own_T[:, None]
+        return self._communicator.all_reduce(rows_TD)
+
+
+def join_ranks(model: nn.Module, communicator: Communicator, vocab_size: int) -> None:
+    """Let the parts of a model that this rank has compute with those of the others."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Projected) and kind_of(name) in BY_COLUMNS:
+            layer.projection = RowParallel(layer.projection, communicator)
+        elif isinstance(layer, Projected) and name == "head":
+            layer.projection = VocabularyParallel(layer.projection, communicator, vocab_size)
+        elif isinstance(layer, Embedding) and name == "embedding":
+            num_rows = layer.weight.shape[0]
+            layer.share = VocabularyShare(communicator, vocab_size, num_rows)
+
+
+def kind_of(module: str) -> str:
+    """What a module is, whichever layer it belongs to: attention.qkv, mlp.down, head."""
+    return ".".join(module.split(".")[-2:])

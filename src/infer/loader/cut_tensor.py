@@ -1,0 +1,177 @@
+"""The part of a stored tensor that one rank reads, as a tensor like any other.
+
+    plain numbers    a view of the mapped file: pages of other ranks' rows are not touched
+    quantized        the same matrix with cut leaves: words, groups and scales of the part (formats/axes.py)
+    GGUF             blocks of the part, in the order of the rows that the name means
+
+A cut along columns reads a part of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from infer.loader.formats.axes import Ranges
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.gguf_tensors import PackedTensor
+from infer.loader.formats.quantized import QuantizedTensor
+from infer.loader.slices import Slice
+from infer.quant.coded import CodedRows, StoredCodes
+
+
+def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredTensor:
+    """The part of a tensor that a slice names; `transposed`: the name means [in, out]."""
+    if isinstance(tensor, QuantizedTensor):
+        leaves = {
+            leaf: CutTensor(stored, cut.leaves[leaf]) if any(cut.leaves[leaf]) else stored
+            for leaf, stored in tensor.module.leaves.items()
+        }
+        size = _length(cut.columns)
+        codes = tensor.layout.codes
+        layout = tensor.layout._replace(
+            num_rows=_length(cut.rows), size=size, codes=None if codes is None else codes._replace(size=size)
+        )
+        return replace(tensor, module=replace(tensor.module, leaves=leaves), layout=layout)
+    if isinstance(tensor, PackedTensor) and len(tensor.shape) > 1:
+        return CutBlocks(replace(tensor, transposed=False), cut, tensor.transposed)
+    axes: tuple[Ranges | None, ...] = (cut.rows, cut.columns) if len(tensor.shape) > 1 else (cut.rows,)
+    return CutTensor(tensor, axes[::-1] if transposed else axes)
+
+
+def part_of(held: torch.Tensor, axes: tuple[Ranges | None, ...]) -> torch.Tensor:
+    """The entries of some ranges along each axis: a view where each axis has one range."""
+    for number, ranges in enumerate(axes):
+        if ranges is not None:
+            parts = [held.narrow(number, each.start, len(each)) for each in ranges]
+            held = parts[0] if len(parts) == 1 else torch.cat(parts, dim=number)
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class CutTensor(StoredTensor):
+    """Some ranges along the axes of plain numbers, or of a leaf of codes; None: all of an axis."""
+
+    whole: StoredTensor
+    ranges: tuple[Ranges | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        pairs = zip(self.whole.shape, self.ranges, strict=True)
+        return tuple(size if ranges is None else _length(ranges) for size, ranges in pairs)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the part on disk, about."""
+        return _share(self.whole, self.shape)
+
+    @property
+    def type_name(self) -> str:
+        """What its numbers are."""
+        return self.whole.type_name
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's type of its numbers."""
+        return self.whole.dtype
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the whole tensor can be read."""
+        return self.whole.is_readable
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, which has the shape of the part."""
+        if 0 in self.shape:
+            out.zero_()  # the bias of a sum, which another rank adds
+            return
+        if len(self.shape) == 1:
+            numbers = torch.empty(self.whole.shape, dtype=self.whole.dtype or torch.float32)
+            self.whole.copy_to(numbers)
+            out.copy_(part_of(numbers, self.ranges))
+            return
+        for part, rows in self.rows(self.shape[0], torch.device("cpu")):
+            out[part].copy_(rows)
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of the part, some at a time."""
+        held: torch.Tensor | None = None
+        for _, whole in self.whole.rows(self.whole.shape[0], torch.device("cpu")):  # a view: nothing is read
+            assert isinstance(whole, torch.Tensor), self.whole
+            held = part_of(whole, self.ranges)
+            for first in range(0, len(held), num_rows):
+                part = slice(first, min(first + num_rows, len(held)))
+                yield part, held[part].to(device)
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack is taken before it is cut."""
+        raise NotImplementedError("a stack is cut matrix by matrix")
+
+
+@dataclass(frozen=True, slots=True)
+class CutBlocks(StoredTensor):
+    """Some rows and blocks of a matrix of a GGUF file."""
+
+    whole: PackedTensor
+    cut: Slice
+    transposed: bool = False  # the name means [in, out]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part, as the name means it."""
+        shape = _length(self.cut.rows), _length(self.cut.columns)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the part on disk, about."""
+        return _share(self.whole, self.shape)
+
+    @property
+    def type_name(self) -> str:
+        """The type of its blocks."""
+        return self.whole.type_name
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the whole tensor can be read."""
+        return self.whole.is_readable
+
+    @property
+    def codes(self) -> StoredCodes | None:
+        """What the codes of its blocks are."""
+        return self.whole.codes
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The name of its format."""
+        return self.whole.formats
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of the part: codes, or float32 where the file has plain numbers."""
+        packed = self.whole.packed_rows()
+        blocks = packed.reshape(len(packed), self.whole.num_blocks, -1)
+        held = part_of(blocks, self.cut.leaves["weight"][-2:]).flatten(1)
+        for first in range(0, len(held), num_rows):
+            part = slice(first, min(first + num_rows, len(held)))
+            yield part, self.whole.coded(held[part].to(device))
+
+    def transpose(self) -> StoredTensor | None:
+        """The rows as they are stored, where they are columns of what the name means."""
+        return replace(self, transposed=False) if self.transposed else None
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack is taken before it is cut."""
+        raise NotImplementedError("a stack is cut matrix by matrix")
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(map(len, ranges))
+
+
+def _share(whole: StoredTensor, shape: tuple[int, ...]) -> int:
+    num_all, num_part = torch.Size(whole.shape).numel(), torch.Size(shape).numel()
+    return whole.num_bytes * num_part // max(num_all, 1)

@@ -1,0 +1,209 @@
+"""A model that several ranks share answers as one rank alone does, whatever its family, format and settings.
+
+Ranks are threads here (tests/support/rank_threads.py); test_rank_processes.py has processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.client import load
+from infer.errors import ConfigError
+from infer.loader.find.source import resolve_model
+from infer.models.registry import FAMILIES
+from infer.tools.quantize import Recipe, quantize_checkpoint
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.checkpoints import reference_model
+from tests.support.rank_threads import RankThreads
+from tests.unit.loader.tiny_files import write_gguf
+
+SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)  # two kv heads: four ranks repeat
+PROMPTS = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=2)
+ROUNDED_FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "qwen3_moe")
+RECIPES = {
+    "gptq": Recipe(scheme="gptq", group_size=32, symmetric=False),
+    "gptq-act-order": Recipe(scheme="gptq", group_size=32, act_order=True, symmetric=False),
+    "awq": Recipe(scheme="awq", group_size=32),
+    "ct-w4a16": Recipe(scheme="ct-w4a16", group_size=32),
+    "gptq-64": Recipe(scheme="gptq", group_size=64),
+    "ct-int8": Recipe(scheme="ct-int8"),
+    "fp8-channel": Recipe(scheme="fp8-channel"),
+}
+
+
+@pytest.fixture(autouse=True)
+def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "RankProcesses", RankThreads)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def checkpoint(root: Path, family: str, recipe: str = "") -> Path:
+    plain = root / family
+    if not plain.exists():
+        experts: dict[str, Any] = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+        make_checkpoint(family, plain, sizes=SIZES, seed=3, **experts)
+    path = root / f"{family}-{recipe}" if recipe else plain
+    if not path.exists():
+        quantize_checkpoint(resolve_model(str(plain)), path, RECIPES[recipe])
+    return path
+
+
+def answers(
+    path: Path, size: int, params: SamplingParams = GREEDY, prompts: Any = PROMPTS, **knobs: Any
+) -> list[tuple[int, ...]]:
+    """The ids of all outputs of a model that this many ranks share."""
+    return [ids for ids, _ in outputs(path, size, params, prompts, **knobs)]
+
+
+def outputs(
+    path: Path, size: int, params: SamplingParams, prompts: Any = PROMPTS, **knobs: Any
+) -> list[tuple[tuple[int, ...], Any]]:
+    """Ids and whole outputs."""
+    defaults: dict[str, Any] = {
+        "device": "cpu", "quantization": "none", "kv_cache_memory": "4MiB", "max_seq_len": 96,
+        "record_cpu_step": False,
+    }  # fmt: skip
+    with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
+        made = llm.generate(prompts, params)
+    return [(tuple(output.token_ids), output) for each in made for output in each.outputs]
+
+
+# -- families and formats ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_family_answers_the_same(family: str, root: Path) -> None:
+    path = checkpoint(root, family)
+    alone = answers(path, 1)
+    assert answers(path, 2) == alone
+    if family in ("llama", "qwen3_moe", "gpt2"):
+        assert answers(path, 4) == alone  # more ranks than kv heads, but in GPT-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_family_answers_the_same_with_four_ranks(family: str, root: Path) -> None:
+    assert answers(checkpoint(root, family), 4) == answers(checkpoint(root, family), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("llama", "int8"),
+        ("mixtral", "int4"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in product(ROUNDED_FAMILIES, ("int8", "int4"))
+        ),
+    ],
+)
+def test_rounded_weights_answer_the_same(family: str, quantization: str, root: Path) -> None:
+    path = checkpoint(root, family)
+    assert answers(path, 2, quantization=quantization) == answers(path, 1, quantization=quantization)
+
+
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_files_answer_the_same(recipe: str, quantization: str, root: Path) -> None:
+    path = checkpoint(root, "llama", recipe)
+    assert answers(path, 2, quantization=quantization) == answers(path, 1, quantization=quantization)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q8_0", marks=pytest.mark.slow)])
+def test_gguf_answers_the_same(kind: str, root: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 300}
+    reference = reference_model("llama", num_hidden_layers=1, **sizes)
+    path, tokenizer = write_gguf(tmp_path / "m.gguf", reference, kind=kind), str(checkpoint(root, "llama"))
+    assert answers(path, 2, quantization="auto", tokenizer=tokenizer) == answers(
+        path, 1, quantization="auto", tokenizer=tokenizer
+    )
+
+
+# -- settings and requests -----------------------------------------------------------------------------
+
+SAMPLED = SamplingParams(max_tokens=10, temperature=1.0, seed=5, ignore_eos=True)
+FREQUENT = ("several", "beams", "penalties", "constraint", "chunks", "swap", "measured costs", "n-grams")
+SETTINGS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "sampled": (SAMPLED, {}),
+    "several": (replace(SAMPLED, n=3), {}),
+    "beams": (SamplingParams(max_tokens=6, n=2, temperature=0, use_beam_search=True), {}),
+    "penalties": (replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.3, logit_bias={17: 2.0}), {}),
+    "min tokens": (SamplingParams(max_tokens=8, min_tokens=6, temperature=0), {}),
+    "constraint": (SamplingParams(max_tokens=8, temperature=0, structured={"regex": "[a-z]{6}"}), {}),
+    "no prefix cache": (GREEDY, {"use_prefix_caching": False}),
+    "chunks": (GREEDY, {"prefill_chunk_size": 7, "max_num_batched_tokens": 16}),
+    "recompute": (GREEDY, {"kv_cache_memory": None, "num_blocks": 5, "preemption": "recompute"}),
+    "swap": (
+        GREEDY,
+        {"kv_cache_memory": None, "num_blocks": 5, "swap_blocks": 8, "preemption": "swap"},
+    ),
+    "measured costs": (GREEDY, {"swap_blocks": 8, "itl_target_ms": 500.0}),
+    "contiguous": (GREEDY, {"kv_cache_backend": "contiguous"}),
+    "naive": (GREEDY, {"kv_cache_backend": "naive"}),
+    "int8 cache": (GREEDY, {"kv_cache_dtype": "int8"}),
+    "reference": (GREEDY, {"attention_backend": "torch_ref", "mlp_backend": "torch_ref"}),
+    "n-grams": (GREEDY, {"speculative_method": "ngram", "num_speculative_tokens": 3}),
+    "bfloat16": (replace(GREEDY, max_tokens=2), {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize(
+    "setting", [each if each in FREQUENT else pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS]
+)
+def test_settings_and_requests_answer_the_same(setting: str, root: Path) -> None:
+    params, knobs = SETTINGS[setting]
+    path = checkpoint(root, "qwen2")  # biases of qkv
+    assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
+
+
+def test_a_draft_model_drafts_on_rank_0(root: Path) -> None:
+    path = checkpoint(root, "qwen2")
+    drafted = answers(path, 2, draft_model=str(path), num_speculative_tokens=3)
+    assert drafted == answers(path, 1)
+
+
+def test_logprobs_and_embeddings_are_those_of_one_rank(root: Path) -> None:
+    path, found = checkpoint(root, "qwen2"), []
+    params = replace(GREEDY, prompt_logprobs=2)
+    for size in (1, 2):
+        with LLM(path, device="cpu", quantization="none", tensor_parallel_size=size, max_seq_len=96,
+                 kv_cache_memory="4MiB", record_cpu_step=False) as llm:  # fmt: skip
+            made = llm.generate(PROMPTS, params)
+            vectors = llm.embed(PROMPTS)
+        numbers = [each.logprob for one in made for each in one.outputs[0].logprobs or ()]
+        numbers += [each.logprob for one in made for each in one.prompt_logprobs or () if each is not None]
+        found.append((numbers, [value for vector in vectors for value in vector]))
+    (logprobs, vectors_1), (logprobs_2, vectors_2) = found
+    assert len(logprobs) > 60 and logprobs_2 == pytest.approx(logprobs, abs=1e-4)
+    assert vectors_2 == pytest.approx(vectors_1, abs=1e-4)
+
+
+# -- what cannot be shared -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "recipe", "message"),
+    [
+        (3, "llama", "", r"2 kv heads cannot be shared equally by 3 ranks .* can be shared by 1, 2, 4$"),
+        (8, "llama", "", r"4 heads cannot be shared equally by 8 ranks .* can be shared by 1, 2, 4$"),
+        (4, "llama", "gptq-64", "a group of 64 columns straddles the cut at column 32"),
+        (65, "llama", "", "tensor_parallel_size must be at most 64, got 65"),
+        (0, "llama", "", "tensor_parallel_size must be a positive integer, got 0"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    size: int, family: str, recipe: str, message: str, root: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        answers(checkpoint(root, family, recipe), size)

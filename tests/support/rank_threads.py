@@ -1,0 +1,75 @@
+"""The ranks of a model as threads of one process: they compute the same, and nothing has to be started.
+
+They cannot run recorded steps, which hold the lock of the one pool of threads while they wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from infer.client.load import load_part
+from infer.config.settings import EngineConfig
+from infer.engine.rank_worker import make_memory, open_link, serve_rank
+from infer.errors import DeviceLost
+from infer.loader.find.source import resolve_model
+from infer.loader.load import Communicator, LoadedModel, read_headers
+from infer.loader.slices import Rank
+
+
+class RankThreads:
+    """Stands in for `RankProcesses` (client/rank_group.py)."""
+
+    def __init__(self, config: EngineConfig, size: int, num_threads: int, on_idle_loss: object) -> None:
+        self._changed, self._num_done, self._num_parts = threading.Condition(), [0] * size, 0
+        self._reason = "a rank is gone"
+        self._error: BaseException | None = None
+        headers = read_headers(resolve_model(config.load.model))
+        handle = make_memory(size)
+        self._links = [open_link(handle, rank, size) for rank in range(size)]
+        os.close(handle)
+        self.communicator: Communicator = self._links[0].communicator
+        self._threads = []
+        for rank in range(1, size):
+            loaded = load_part(config, headers, Rank(rank, size))
+            thread = threading.Thread(target=self._serve, args=(loaded, rank), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _serve(self, loaded: LoadedModel, rank: int) -> None:
+        try:
+            with contextlib.suppress(DeviceLost):
+                serve_rank(loaded, self._links[rank], lambda: self._count(rank))
+        except BaseException as error:
+            self._error = error
+            self.close(f"rank {rank} failed: {error!r}")
+
+    def _count(self, rank: int) -> None:
+        with self._changed:
+            self._num_done[rank] += 1
+            self._changed.notify_all()
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        self._links[0].send(kind, body)
+
+    def wait(self) -> None:
+        self._num_parts += 1
+        with self._changed:
+            while min(self._num_done[1:]) < self._num_parts and not self._links[0].communicator.is_aborted:
+                self._changed.wait(1.0)
+        self.check()
+
+    def check(self) -> None:
+        if self._links[0].communicator.is_aborted:
+            raise DeviceLost(self._reason) from self._error
+
+    def close(self, reason: str = "the engine was closed") -> None:
+        self._reason = reason
+        self._links[0].communicator.abort()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __del__(self) -> None:
+        self._links[0].communicator.abort()
