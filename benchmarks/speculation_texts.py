@@ -114,11 +114,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="directory, GGUF file or hub id; default: the default model")
+    parser.add_argument("--head", help="directory of an EAGLE-3 head for the model, to be measured as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=192)
     args = parse(parser)
+    methods = dict(METHODS)
+    if args.head is not None:
+        methods["eagle3"] = {"speculative_method": "eagle3", "draft_model": args.head}
     engines = {
-        name: LLM(args.model, max_seq_len=2048, num_blocks=512, **knobs) for name, knobs in METHODS.items()
+        name: LLM(args.model, max_seq_len=2048, num_blocks=512, **knobs) for name, knobs in methods.items()
     }
     for llm in engines.values():  # steps are timed again, as in a server that is idle for a moment
         while llm.engine.use_idle_time() == 0:

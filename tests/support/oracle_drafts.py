@@ -83,6 +83,10 @@ class KnowingModel(Knowing):
     def note(self, plan: StepPlan) -> None:
         """See a plan: nothing to do."""
 
+    def is_ready(self, seq: Sequence) -> bool:
+        """Say that it can always draft."""
+        return True
+
 
 def speculation_of(
     kind: str, *, seed: object = 0, share: float = 0.7, is_adaptive: bool = True, max_drafts: int = 4

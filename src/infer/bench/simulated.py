@@ -64,6 +64,10 @@ class MadeUpDrafts:
     def note(self, plan: StepPlan) -> None:
         """See a plan that is about to run."""
 
+    def is_ready(self, seq: sequence.Sequence) -> bool:
+        """Say that it can always draft."""
+        return True
+
     def begin(self, sequences: Sequence[sequence.Sequence]) -> None:
         """Take sequences to draft for."""
         self._sequences = sequences

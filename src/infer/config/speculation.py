@@ -2,7 +2,7 @@
 
     --speculative-decoding                       on, with the method that the other knobs imply
     --speculative-method ngram | suffix          text that repeats itself, or recent answers
-    --draft-model DIR                            a small model with the same vocabulary
+    --draft-model DIR                            a small model with the same vocabulary, or an EAGLE-3 head
     --speculative-config '{"method": ...}'       vLLM's JSON for the same
 
 A knob of one method alone (prompt_lookup_max, prompt_lookup_min, suffix_max_answers) asks for that method. A
@@ -41,8 +41,8 @@ class SpeculationConfig:
     speculative_method: str = knob(
         "auto",
         "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
-        "a small model; eagle3: a head trained for the model (not served yet); auto: draft_model where it "
-        "names one, suffix where suffix_max_answers is given, else ngram",
+        "a small model; eagle3: a head trained for the model; auto: what draft_model names, suffix where "
+        "suffix_max_answers is given, else ngram",
         choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
         aliases=("speculative_algorithm",),
         takes_code=True,
@@ -55,7 +55,8 @@ class SpeculationConfig:
     )
     draft_model: str | None = knob(
         None,
-        "directory, GGUF file or hub id of a small model with the same vocabulary",
+        "directory, GGUF file or hub id of a small model with the same vocabulary, or directory or hub id of "
+        "an EAGLE-3 head",
         aliases=("speculative_model", "model_draft", "speculative_draft_model_path"),
     )
     prompt_lookup_max: int = knob(

@@ -31,7 +31,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
+from infer.engine.cache_fit import NO_DRAFT, compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
@@ -42,14 +42,20 @@ from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
-from infer.engine.speculation_build import draft_bytes, load_draft, make_speculation
+from infer.engine.speculation_build import (
+    LoadedHead,
+    draft_bytes,
+    load_draft,
+    make_draft_device,
+    make_speculation,
+)
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
-from infer.execution.torch_device import TorchDevice
+from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator
@@ -102,7 +108,8 @@ def build_engine(
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         layout = kv_layout(loaded.config, config)
-        size = fit_to_device(config, loaded, step=step, draft=draft_bytes(config, draft, layout))
+        beside = NO_DRAFT if draft is None else draft_bytes(config, draft.config, draft.dtype, layout)
+        size = fit_to_device(config, loaded, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
@@ -126,9 +133,12 @@ def build_engine(
     )
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
+        shape = shape_of(scheduler.state)
         if ranks is not None:
-            ranks.send(BUILD, json.dumps([astuple(size), shape_of(scheduler.state)]).encode())
-        device = make_device(config, loaded, store, shape_of(scheduler.state), graph_bytes)
+            ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
+        draft_device = make_draft_device(config, draft, size, layout, shape)
+        head = draft_device if isinstance(draft_device, TorchHead) else None
+        device = make_device(config, loaded, store, shape, graph_bytes, head)
         if ranks is not None:
             ranks.wait()
         warm_up: WarmUp | None = None
@@ -145,10 +155,9 @@ def build_engine(
             loaded,
             scheduler,
             device,
-            draft=draft,
+            draft_device=draft_device,
             size=size,
-            layout=layout,
-            shape=shape_of(scheduler.state),
+            shape=shape,
             costs=step_costs,
         )
     on_gpu = is_gpu(loaded.device)
@@ -403,9 +412,17 @@ def shape_of(state: BatchState) -> StateShape:
 
 
 def make_device(
-    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, shape: StateShape, graph_bytes: int = 0
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    store: KVStore,
+    shape: StateShape,
+    graph_bytes: int = 0,
+    head: TorchHead | None = None,
 ) -> TorchDevice | GpuDevice:
-    """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C."""
+    """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
+
+    A `head` that drafts follows its steps.
+    """
     if not config.uses_gpu_device:
         return TorchDevice(
             loaded.model,
@@ -416,6 +433,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
+            head=head,
         )
     return GpuDevice(
         loaded.model,
@@ -440,7 +458,7 @@ def _facts(
     size: CacheSize,
     cost: PreemptionCost,
     step_costs: StepCosts | None,
-    draft: LoadedModel | None,
+    draft: LoadedModel | LoadedHead | None,
 ) -> RunFacts:
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form

@@ -89,6 +89,10 @@ class DraftModel:
         if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
             self._changes, self._host = [], HostHalf(self._state, is_draft=True)
 
+    def is_ready(self, seq: Sequence) -> bool:
+        """Whether it can draft for a sequence now: always, since it catches up with any text."""
+        return True
+
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Launch what drafts for these sequences, as many as each has places for; `collect` brings them."""
         starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])

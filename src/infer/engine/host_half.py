@@ -284,17 +284,18 @@ def _facts(seq: Sequence) -> RowFacts:
 
 
 def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
-    """The token after each chunk's last, if a prompt has it, where any chunk is read for logprobs."""
-    sequences, stops = chunks.sequences, chunks.stops.tolist()
-    if all(sequences[number].group.request.params.prompt_logprobs is None for number in reading):
+    """The token after each chunk's last, where it is known and the step does not draw it, or is read for it.
+
+    None at all if every chunk draws: so it is in most steps.
+    """
+    (numbers,) = (~chunks.draws).nonzero()
+    if not len(numbers) and not reading:
         return EMPTY.next_tokens
-    return np.array(
-        [
-            seq.tokens[stop] if stop < seq.num_prompt else 0
-            for seq, stop in zip(sequences, stops, strict=True)
-        ],
-        dtype=np.uint32,
-    )
+    found = np.zeros(len(chunks), dtype=np.uint32)
+    for number in {*numbers.tolist(), *reading}:
+        tokens, stop = chunks.sequences[number].tokens, int(chunks.stops[number])
+        found[number] = tokens[stop] if stop < len(tokens) else 0
+    return found
 
 
 def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:

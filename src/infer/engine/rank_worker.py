@@ -58,7 +58,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
         kind, body = link.receive()
         if kind == ORDER:
             assert isinstance(device, TorchDevice)
-            device.follow(read(memoryview(body)))
+            device.compute_part(read(memoryview(body)))
         elif kind == BIND:
             settings = EngineConfig.from_knobs(**json.loads(body))
             config = bind_rank(settings, loaded, link.communicator)

@@ -55,6 +55,10 @@ class Drafter(Protocol):
         """See a plan that is about to run, with or without drafts."""
         ...
 
+    def is_ready(self, seq: Sequence) -> bool:
+        """Whether it can draft for a running sequence now, or only after its next step."""
+        ...
+
 
 class Speculation:
     """Gives sequences drafts before each step that can use some. One engine thread owns it."""
@@ -241,8 +245,11 @@ class Speculation:
                 limit = self._limits[seq.seq_id] = self._limit(seq)
                 self._lengths.begin(seq.seq_id)
             limit = min(limit, min(seq.max_total - 1, self._max_len) - seq.num_tokens)
-            if limit > 0 and seq.num_samples == 1 and seq.num_output > 0:
+            if limit > 0 and seq.num_samples == 1 and seq.num_output > 0 and self._is_ready(seq):
                 yield seq, self._wish(seq, limit)
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        return self._drafter is None or self._drafter.is_ready(seq)
 
     def _limit(self, seq: Sequence) -> int:
         """The most drafts of a sequence; 0: it never gets any."""

@@ -2,6 +2,8 @@
 
 ngram, suffix     a proposer over texts: nothing to load
 draft_model       a second model on the same device, with as many blocks as the first, and a device half
+eagle3            a head on the model's own states, with as many blocks, and a device half that follows the
+                  model's (execution/head_model.py)
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
@@ -19,7 +24,8 @@ from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.own_code import load_code, names_code
 from infer.config.resolve import ResolvedConfig
 from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS, SpeculationConfig
-from infer.engine.cache_fit import NO_DRAFT, DraftBytes, step_bytes
+from infer.engine.cache_fit import DraftBytes, step_bytes
+from infer.engine.draft_head import DraftHead
 from infer.engine.draft_model import DraftModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_again, measure_step_costs
@@ -27,16 +33,19 @@ from infer.errors import ConfigError, ModelSourceError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
+from infer.execution.head_model import HeadModel
 from infer.execution.host_sampling import SyntheticJudge
-from infer.execution.torch_device import TorchDevice
+from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.layers.bind import bind
-from infer.loader.find.source import resolve_model
+from infer.loader.eagle import load_eagle, read_eagle_headers
+from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.headers import ModelHeaders, headers_of_config, read_headers
-from infer.loader.load import LoadChoice, LoadedModel, load_model
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
 from infer.models.config import ModelConfig
+from infer.models.eagle3 import Eagle3
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.ngram import NgramProposer
@@ -52,19 +61,67 @@ PROPOSES: Final = ("propose", "has_match", "finish")  # methods of a proposer
 ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadHeaders:
+    """What the files of a head say."""
+
+    source: ModelSource
+    config: ModelConfig  # of its one block
+    num_weights: int
+    eos_ids: tuple[int, ...] = ()  # the model's own end its texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedHead:
+    """A head that is ready to run, in the dtype and on the device of its model."""
+
+    headers: HeadHeaders
+    head: Eagle3
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """The name of its files."""
+        return self.headers.source.name
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of its block, as its files have it."""
+        return self.headers.config
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """None of its own."""
+        return self.headers.eos_ids
+
+
 def read_draft(
     settings: SpeculationConfig,
     model: ModelConfig,
     name: str,
     find: Callable[[str], ModelHeaders] | None = None,
-) -> ModelHeaders | None:
-    """Return what the files say of the model that drafts, if there is one; one that cannot is refused.
+    *,
+    on_gpu: bool = False,
+) -> ModelHeaders | HeadHeaders | None:
+    """Return what the files say of the model or head that drafts, if there is one; a wrong one is refused.
 
-    `find` replaces how they are found: a plan and a benchmark may have a config.json alone.
+    `find` replaces how those of a model are found: a plan and a benchmark may have a config.json alone.
     """
     if not settings.is_on or settings.draft_model is None:
         return None
-    headers = _find_draft(settings, settings.draft_model) if find is None else find(settings.draft_model)
+    if find is None or _is_head(settings, Path(settings.draft_model).expanduser()):
+        source = _find_draft(settings.draft_model)
+        if _is_head(settings, source.path):
+            if on_gpu:
+                raise ConfigError(
+                    f"draft_model={settings.draft_model}: EAGLE-3 heads are served on CPUs so far; use a "
+                    "whole model with the same vocabulary, or speculative_method=ngram or suffix"
+                )
+            return _read_head(settings, source, model)
+        headers = read_headers(source)
+    else:
+        headers = find(settings.draft_model)
     if headers.config.vocab_size != model.vocab_size:
         raise ConfigError(
             f"draft_model={settings.draft_model} has {headers.config.vocab_size} tokens and {name} has "
@@ -73,32 +130,55 @@ def read_draft(
     return headers
 
 
-def _find_draft(settings: SpeculationConfig, name: str) -> ModelHeaders:
-    """Return the headers of a model that drafts; a head on the hidden states of another is refused."""
+def _find_draft(name: str) -> ModelSource:
+    """Return where the files of what drafts are."""
     try:
-        source = resolve_model(name, show_progress=False)
+        return resolve_model(name, show_progress=False)
     except ModelSourceError as error:
         raise ModelSourceError(f"draft_model: {error}") from None
-    raw = {} if source.is_gguf else read_hf_config(source.path)
-    is_head = "draft_vocab_size" in raw or "speculators_model_type" in raw
-    if is_head or settings.method == "eagle3" or "Eagle3" in str(raw.get("architectures")):
+
+
+def _is_head(settings: SpeculationConfig, path: Path) -> bool:
+    """Whether what drafts is a head on the states of another model: so it was said, or its config says it."""
+    if settings.method == "eagle3":
+        return True
+    raw = read_hf_config(path) if (path / "config.json").is_file() else {}
+    is_named = "Eagle3" in str(raw.get("architectures"))
+    return is_named or "draft_vocab_size" in raw or "speculators_model_type" in raw
+
+
+def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelConfig) -> HeadHeaders:
+    """Return what the files of a head say; one that is not for this model is refused."""
+    if settings.speculative_method == "draft_model":
         raise ConfigError(
-            f"draft_model={name}: EAGLE-3 heads are not served yet; use a whole model with the same "
-            "vocabulary, or speculative_method=ngram or suffix"
+            f"draft_model={settings.draft_model} is an EAGLE-3 head and speculative_method=draft_model wants "
+            "a whole model; use speculative_method=eagle3, or leave it out"
         )
-    return read_headers(source)
+    config, tensors = read_eagle_headers(source.path, model)
+    num_weights = sum(prod(stored.shape) for name, stored in tensors.items() if name not in ("d2t", "t2d"))
+    return HeadHeaders(source=source, config=config.block, num_weights=num_weights)
 
 
 def _find_shape(name: str) -> ModelHeaders:
     return headers_of_config(Path(name) / "config.json", name)
 
 
-def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | None:
-    """Load the model that drafts, if there is one, beside the one it drafts for."""
+def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | LoadedHead | None:
+    """Load the model or head that drafts, if there is one, beside the model it drafts for."""
     settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
-    headers = read_draft(settings, loaded.config, loaded.name, _find_shape if is_made_up else None)
+    find = _find_shape if is_made_up else None
+    headers = read_draft(settings, loaded.config, loaded.name, find, on_gpu=config.uses_gpu_device)
     if headers is None:
         return None
+    if isinstance(headers, HeadHeaders):
+        head = load_eagle(headers.source.path, loaded, num_drafts=settings.max_drafts)
+        bind(
+            head,
+            loaded.device,
+            deterministic=config.deterministic,
+            cpu_products=config.settings.run.cpu_products,  # of matrices that it shares with the model
+        )()
+        return LoadedHead(headers=headers, head=head, dtype=loaded.dtype, device=loaded.device)
     dtype, device = config.settings.load.dtype, str(loaded.device)
     if is_made_up:
         draft = load_random(headers.source.path.parent, dtype=dtype, device=device)
@@ -109,13 +189,11 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Non
 
 
 def draft_bytes(
-    config: ResolvedConfig, draft: LoadedModel | LoadChoice | None, layout: KVLayout
+    config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, layout: KVLayout
 ) -> DraftBytes:
     """Return what the model that drafts takes: a token of each of the model's tables, and its steps."""
-    if draft is None:
-        return NO_DRAFT
-    model, scheduler = draft.config, config.scheduler
-    each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, draft.dtype.itemsize)
+    scheduler = config.scheduler
+    each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize)
     step = step_bytes(
         replace(
             scheduler,
@@ -124,7 +202,7 @@ def draft_bytes(
         ),
         model,
         max_seq_len=config.max_seq_len,
-        bytes_per_element=draft.dtype.itemsize,
+        bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
     return DraftBytes(each * len(layout.windows), step.total)
@@ -136,31 +214,33 @@ def make_speculation(
     scheduler: Scheduler,
     device: TorchDevice | GpuDevice,
     *,
-    draft: LoadedModel | None,
+    draft_device: TorchDevice | GpuDevice | None,
     size: CacheSize,
-    layout: KVLayout,
     shape: StateShape,
     costs: StepCosts | None = None,
 ) -> Speculation | None:
-    """Return what gives sequences drafts; None: it is off. `costs` replace this machine's."""
+    """Return what gives sequences drafts; None: it is off. `costs` replace this machine's.
+
+    `draft_device` is the device half of a model or a head that drafts.
+    """
     settings = config.settings.speculation
     if not settings.is_on:
         return None
-    vocab_size, proposer, drafter, draft_device = loaded.config.vocab_size, None, None, None
-    max_len = sys.maxsize if draft is None else draft.config.context_len
+    vocab_size, proposer, drafter = loaded.config.vocab_size, None, None
+    max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
     prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
-    if draft is not None:
-        draft_device = _make_device(config, draft, size, layout, shape)
+    if draft_device is not None:
         if isinstance(draft_device, GpuDevice):
             prepare = WarmUp(draft_device).prepare
             draft_device.wait_for_compilers()
-        drafter = DraftModel(
-            draft_device,
-            scheduler.state,
-            size.num_blocks,
-            max_tokens=DRAFT_TOKENS,
-            target=device if isinstance(device, GpuDevice) else None,
+        target = device if isinstance(device, GpuDevice) else None
+        drafter = (
+            DraftHead(draft_device, scheduler.state, target=target)
+            if isinstance(draft_device, TorchHead)
+            else DraftModel(
+                draft_device, scheduler.state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target
+            )
         )
     else:
         proposer = _make_proposer(settings)
@@ -176,13 +256,14 @@ def make_speculation(
             gap_s=HOST_GAP_S if overlaps else 0.0,
             row_gap_s=ROW_GAP_S if overlaps else 0.0,
             drafter=draft_device,
+            draft_start=int(isinstance(draft_device, TorchHead)),
         )
         logger.info(
             "steps measured tokens_ms=%s draft_ms=%.2f",
             ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
             1e3 * costs.draft_s,
         )
-        if isinstance(device, TorchDevice) and draft is None:
+        if isinstance(device, TorchDevice) and draft_device is None:
             again = measure_again(device, shape, vocab_size, costs)
     if settings.synthetic_acceptance is not None:
         logger.warning(
@@ -221,11 +302,20 @@ def _make_proposer(settings: SpeculationConfig) -> Proposer:
     return NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)
 
 
-def _make_device(
-    config: ResolvedConfig, draft: LoadedModel, size: CacheSize, layout: KVLayout, shape: StateShape
-) -> TorchDevice | GpuDevice:
-    """Return the device half of the model that drafts, whose layers are all kept by the first table."""
-    model = draft.config
+def make_draft_device(
+    config: ResolvedConfig,
+    draft: LoadedModel | LoadedHead | None,
+    size: CacheSize,
+    layout: KVLayout,
+    shape: StateShape,
+) -> TorchDevice | GpuDevice | None:
+    """Return the device half of what drafts, whose layers are all kept by the first table; None: none does.
+
+    What moves a block of the model moves the head's, so it has as many blocks in host memory.
+    """
+    if draft is None:
+        return None
+    model, is_head = draft.config, isinstance(draft, LoadedHead)
     planes = tuple(range(model.num_layers))
     store = KVStore(
         layout=KVLayout(layout.windows, (0,) * model.num_layers, planes, model.num_layers),
@@ -235,18 +325,21 @@ def _make_device(
         head_dim=model.head_dim,
         dtype=draft.dtype,
         device=draft.device,
+        num_host_blocks=config.settings.cache.swap_blocks * len(layout.windows) * is_head,
     )
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
     if not config.uses_gpu_device:
-        return TorchDevice(
-            draft.model,
-            store,
-            shape,
-            max_batch_size=max_rows,
-            attention_backend=config.backends.attention,
-            decode_attention_backend=config.backends.decode_attention,
-            record_cpu_step=config.record_cpu_step,
-        )
+        choices: dict[str, Any] = {
+            "max_batch_size": max_rows,
+            "attention_backend": config.backends.attention,
+            "decode_attention_backend": config.backends.decode_attention,
+            "record_cpu_step": config.record_cpu_step,
+        }
+        if isinstance(draft, LoadedHead):
+            num_drafts = config.settings.speculation.max_drafts
+            return TorchHead(HeadModel(draft.head, shape.num_rows, num_drafts), store, shape, **choices)
+        return TorchDevice(draft.model, store, shape, **choices)
+    assert not isinstance(draft, LoadedHead), "read_draft has refused it"
     return GpuDevice(
         draft.model,
         store,

@@ -43,24 +43,27 @@ def measure_step_costs(
     gap_s: float = 0.0,
     row_gap_s: float = 0.0,
     drafter: DeviceHalf | None = None,
+    draft_start: int = 0,
 ) -> StepCosts:
     """Return what steps of a device take; the gaps are lost where they do not overlap.
 
     `max_tokens`: of a text that the models can see and the cache can hold; a table may have room for more.
+    `draft_start`: where the first token stands that the drafter can compute; a head can compute none at 0.
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
     pairs, began = [], time.perf_counter()
     size, room = 1, min(WINDOW_TOKENS, max_tokens)
     while size <= room:
-        pairs.append((size, _seconds(device, shape, vocab_size, size)))
+        pairs.append((size, _fastest(device, _window(shape, vocab_size, size))))
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
             break
         size *= 2
     draft_s = draft_row_s = 0.0
     if drafter is not None:
-        draft_s = _draft_seconds(drafter, shape, vocab_size)
-        few, many = (_seconds(drafter, shape, vocab_size, num_tokens) for num_tokens in (1, min(32, room)))
-        draft_row_s = max(many - few, 0.0) / min(32, room)
+        draft_s = _draft_seconds(drafter, shape, draft_start)
+        num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
+        few, many = (_fastest(drafter, _turn(shape, count, draft_start)) for count in (1, num_rows))
+        draft_row_s = max(many - few, 0.0) / num_rows
     return StepCosts.measured(
         pairs,
         gap_s=gap_s,
@@ -100,33 +103,30 @@ def _faster(costs: StepCosts, place: int, seconds: float) -> StepCosts:
     return replace(costs, pairs=repaired, seen_s=costs.seen_s * repaired[0][1] / costs.pairs[0][1])
 
 
-def _draft_seconds(device: DeviceHalf, shape: StateShape, vocab_size: int) -> float:
+def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
     """Return what one draft more takes: steps that go on from their own ids, launched behind each other."""
-    first, best = _window(shape, vocab_size, 1), float("inf")
+    first, best = _turn(shape, 1, start), float("inf")
     turns = [
         first._replace(
             starts=np.array([place], dtype=np.int32),
-            kinds=np.array([DECODE], dtype=np.int8),
-            tokens=EMPTY.tokens,
-            slots=first.slots[:, :0],
-            **{name: getattr(EMPTY, name) for name in ("table_changes", "lines", "facts")},
+            **{name: getattr(EMPTY, name) for name in ("table_changes", "lines", "facts", "known")},
         )
-        for place in range(1, 1 + min(DRAFT_PROBES, shape.block_size - 1))
+        for place in range(start + 1, min(start + 1 + DRAFT_PROBES, shape.block_size))
     ]
     if not turns:
-        return _seconds(device, shape, vocab_size, 1)
+        return _fastest(device, first)
     for _ in range(1 + NUM_PROBES):  # the first one compiles, captures and allocates
         device.run(first).wait()
-        start = time.perf_counter()
+        began = time.perf_counter()
         for step in [device.run(turn) for turn in turns]:
             step.wait()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.perf_counter() - began)
     return best / len(turns)
 
 
-def _seconds(device: DeviceHalf, shape: StateShape, vocab_size: int, num_tokens: int) -> float:
-    """Return the shortest time of a step with one window of `num_tokens` tokens."""
-    order, best = _window(shape, vocab_size, num_tokens), float("inf")
+def _fastest(device: DeviceHalf, order: StepOrder) -> float:
+    """Return the shortest time of a step."""
+    best = float("inf")
     device.run(order).wait()  # the first one compiles, captures and allocates
     for _ in range(NUM_PROBES):
         start = time.perf_counter()
@@ -156,4 +156,26 @@ def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
         table_changes=changes_KB3.reshape(-1, 3),
         lines=np.frombuffer(SampleLine(0).pack(), dtype=np.int64).reshape(1, NUM_FIELDS),
         facts=np.array([RowFacts(num_prompt=1)], dtype=np.int32),
+    )
+
+
+def _turn(shape: StateShape, num_rows: int, start: int) -> StepOrder:
+    """Return an order in which rows that begin decode a token at `start`, all of them in the same block."""
+    rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, dtype=np.int16)
+    lines = b"".join(SampleLine(row).pack() for row in range(num_rows))
+    changes_KR3 = np.zeros((shape.num_tables, num_rows, 3), dtype=np.int32)
+    changes_KR3[..., 0] = rows + shape.num_rows * np.arange(shape.num_tables)[:, None]
+    return EMPTY._replace(
+        rows=rows,
+        starts=np.full(num_rows, start, dtype=np.int32),
+        counts=ones.astype(np.int32),
+        num_sampled=ones,
+        num_draws=ones,
+        adapters=0 * ones,
+        kinds=np.full(num_rows, DECODE, dtype=np.int8),
+        slots=np.empty((shape.num_tables, 0), dtype=np.int32),
+        known=np.array([rows, 0 * rows + 1, 0 * rows + start], dtype=np.int64),
+        table_changes=changes_KR3.reshape(-1, 3),
+        lines=np.frombuffer(lines, dtype=np.int64).reshape(num_rows, NUM_FIELDS),
+        facts=np.array([RowFacts(num_prompt=1)] * num_rows, dtype=np.int32),
     )

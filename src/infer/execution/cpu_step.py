@@ -24,6 +24,8 @@ Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -34,8 +36,8 @@ from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, ProgramRecorder
 from infer.kernels.runtime.dispatch import device_kind
-from infer.layers.attention import AttentionLayer, StepContext
-from infer.models.model import Model
+from infer.layers.attention import AttentionLayer, LayerInputs, StepContext
+from infer.models.model import Network
 
 MAX_PARTS = 64  # segments of a step that are items of their own
 LOGIT_ROWS = 8  # up to which a step waits for Python rather than for the head; their logits keep their memory
@@ -147,13 +149,15 @@ class CpuSteps:
     def __init__(
         self,
         library: Library,
-        model: Model,
+        model: Network,
         store: KVStore,
         rows: HostRows,
         max_batch_size: int,
         *,
         record: bool,
+        captured_layers: Sequence[int] = (),
     ) -> None:
+        """`captured_layers`: their inputs are kept (`layer_inputs`), for a head that drafts."""
         self._library, self._model, self._store, self._rows = library, model, store, rows
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         max_rows = max(max_batch_size, RECORDED_ROWS)
@@ -161,6 +165,9 @@ class CpuSteps:
         max_split = 4 * library.num_threads // G if operations.can_split(N, G, H) else 0
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
+        self._captured_layers = captured_layers
+        self.layer_inputs = LayerInputs(captured_layers)  # of the last step
+        self._recorded_inputs = LayerInputs(captured_layers)  # of each recorded step, in the same memory
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)
@@ -179,8 +186,10 @@ class CpuSteps:
         last_rows = inputs.fill(order, self._rows)
         if self._program is not None and self.is_recorded(num_rows):
             self._program.run(num_rows, inputs.num_items)
+            self.layer_inputs = self._recorded_inputs
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._rows, num_rows, self._parts)
+        step.layer_inputs = self.layer_inputs = LayerInputs(self._captured_layers)
         places, last_rows = needed_tokens(order, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
@@ -208,6 +217,7 @@ class CpuSteps:
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
         step = CpuStep(self._library, self._store, self._inputs, self._rows, max_rows, self._parts)
+        step.layer_inputs = self._recorded_inputs
         with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()

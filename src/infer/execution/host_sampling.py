@@ -26,7 +26,7 @@ from infer.execution.order import DECODE, NONE, VERIFY, StepMasks, StepOrder
 from infer.execution.row_book import RowBook
 from infer.kernels.runtime.torch_threads import threads_for
 from infer.kernels.sampling.logprob_table import logprob_table
-from infer.models.model import Model
+from infer.models.model import Network
 from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
@@ -54,7 +54,7 @@ class HostSampler:
 
     def __init__(
         self,
-        model: Model,
+        model: Network,
         book: RowBook,
         send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
         logits: Callable[[torch.Tensor], torch.Tensor] | None = None,

@@ -71,7 +71,7 @@ class StepOrder(NamedTuple):
     kinds: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
-    next_tokens: np.ndarray  # token after each row's last, where READS_PROMPTS; else empty
+    next_tokens: np.ndarray  # token after each row's last, where any row draws none or is read; else empty
     known: np.ndarray
     lines: np.ndarray  # packed `SampleLine`s (kernels/sampling/sample_state.py)
     facts: np.ndarray  # `RowFacts`
@@ -142,10 +142,12 @@ class StepOrder(NamedTuple):
             part.counts[place] = count
         rest.starts[0] += num_first
         first.num_sampled[-1] = first.num_draws[-1] = 0
-        if len(first.next_tokens):
-            first.next_tokens[-1] = rest.tokens[num_first]
+        following = first.next_tokens if len(first.next_tokens) else np.zeros(number + 1, dtype=np.uint32)
+        following[-1] = rest.tokens[num_first]
         return (
-            first._replace(tokens=first.tokens[:-num_rest], slots=first.slots[:, :-num_rest]),
+            first._replace(
+                tokens=first.tokens[:-num_rest], slots=first.slots[:, :-num_rest], next_tokens=following
+            ),
             rest._replace(tokens=rest.tokens[num_first:], slots=rest.slots[:, num_first:]),
         )
 

@@ -7,6 +7,7 @@ model     ── hidden states of the tokens that are read: after the last atten
 logits    ── only of the positions that are sampled, or whose logprobs were asked for
 sample    ── one id per position, several for a row about to fork                 (host_sampling.py)
 pool      ── hidden states of embeddings                                          (embedding.py)
+follow    ── where a head drafts, it sees what was computed and drawn             (head_model.py)
 
 Where rows that decode and prompts have different backends, the step is split into one for each
 (split_step.py).
@@ -18,7 +19,7 @@ executes it, with the last tokens of the rows that decode: the others have drawn
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,13 +31,14 @@ from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.device import StateShape, StepResult, SyncDevice
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
+from infer.execution.head_model import HeadModel
 from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
 from infer.execution.order import DECODE, READS_PROMPTS, REPEATS, StepMasks, StepOrder, to_bytes
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
-from infer.layers.attention import StepContext
-from infer.models.model import Model
+from infer.layers.attention import LayerInputs, StepContext
+from infer.models.model import Network
 
 ORDER = 1  # kind of the message in which an order travels to other ranks
 
@@ -64,7 +66,7 @@ class TorchDevice(SyncDevice):
 
     def __init__(
         self,
-        model: Model,
+        model: Network,
         store: KVStore,
         shape: StateShape,
         *,
@@ -73,20 +75,24 @@ class TorchDevice(SyncDevice):
         decode_attention_backend: str | None = None,
         record_cpu_step: bool = True,
         ranks: OtherRanks | None = None,
+        head: TorchHead | None = None,
     ) -> None:
-        """`ranks` are told each order, and compute their parts of it."""
+        """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft."""
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
         self._smaller = SmallerSteps(self.compute)
         self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
         self._is_split = self._backend != self._decode_backend
+        self._head, self._captured_layers = head, () if head is None else head.captured_layers
         self._cpu: CpuSteps | None = None
         if "c" in (self._backend, self._decode_backend):
             c = attention_library(store.device, store.dtype, model.config.head_dim)
             assert c is not None, "resolve.py has asked whether the C kernel can"
             records = record_cpu_step and not self._is_split
-            self._cpu = CpuSteps(c, model, store, rows, max_batch_size, record=records)
+            self._cpu = CpuSteps(
+                c, model, store, rows, max_batch_size, record=records, captured_layers=self._captured_layers
+            )
         logits = None if self._cpu is None else self._cpu.logits
         self._sampler = HostSampler(model, self._book, logits=logits)
 
@@ -126,6 +132,8 @@ class TorchDevice(SyncDevice):
         self.store.transfer(order.moves())
         self._rows.apply(order)
         self._book.enter(order)
+        if self._head is not None:
+            self._head.mirror(order)
 
     def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: OtherRanks) -> StepResult:
         """Execute an order as rank 0 of several; whatever ends it halfway ends them all."""
@@ -150,20 +158,22 @@ class TorchDevice(SyncDevice):
         known = np.array([rows, self._rows.last_token[rows], starts], dtype=np.int64)
         return order._replace(known=known, flags=order.flags & ~REPEATS)
 
-    def follow(self, order: StepOrder) -> None:
+    def compute_part(self, order: StepOrder) -> None:
         """Execute an order as another rank than 0: compute the parts of this rank, and sample nothing."""
         with torch.inference_mode():
             self._enter(order)
             if order.num_rows:
-                hidden_TD, last_rows = self._hidden(order)
+                hidden_TD, last_rows, _ = self._hidden(order)
                 self._sampler.follow(order, last_rows, hidden_TD)
 
     def _compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        hidden_TD, last_rows = self._hidden(order)
+        hidden_TD, last_rows, inputs = self._hidden(order)
         pooled = None
         if order.flags & READS_PROMPTS:  # while nothing is drawn: without memory, the step is run again
             pooled = pool_hidden(order, self._book, last_rows, hidden_TD).by_number()
         result = self._sampler.sample(order, last_rows, hidden_TD, masks)
+        if self._head is not None:
+            self._head.follow(order, inputs.states(order.num_tokens), result.ids)
         for row, ids in zip(order.rows.tolist(), result.ids, strict=True):
             if ids:
                 self._rows.last_token[row] = ids[-1]
@@ -172,10 +182,10 @@ class TorchDevice(SyncDevice):
                     entry.tokens.extend(id_ for id_ in ids if id_ >= 0)
         return result if pooled is None else result._replace(pooled=pooled)
 
-    def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int]]:
-        """Hidden states of the needed tokens, and where the last one of each row is among them."""
+    def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
+        """Hidden states of the needed tokens, where each row's last one is, and the inputs of layers."""
         if self._cpu is not None and not self._is_split:
-            return self._cpu.run(order)
+            return *self._cpu.run(order), self._cpu.layer_inputs
         paged = self._paged(order, self._backend)
         step: StepContext = paged
         if self._is_split:
@@ -183,7 +193,8 @@ class TorchDevice(SyncDevice):
             step = split_step(order, paged.positions, self._context, backends)
         places, last_rows = needed_tokens(order, paged.last_places)
         step.logit_indices = None if places is None else torch.tensor(places, device=self.store.device)
-        return self.model(paged.tokens_T, step), last_rows
+        step.layer_inputs = inputs = LayerInputs(self._captured_layers)
+        return self.model(paged.tokens_T, step), last_rows, inputs
 
     def _paged(self, order: StepOrder, backend: str) -> PagedStep:
         """The step of some rows in plain PyTorch."""
@@ -195,3 +206,59 @@ class TorchDevice(SyncDevice):
             assert self._cpu is not None
             return self._cpu.context(order)
         return self._paged(order, backend)
+
+
+class TorchHead(TorchDevice):
+    """The device half of a head that drafts: its orders are turns of rows that decode (head_model.py)."""
+
+    can_embed = False
+
+    def __init__(self, model: HeadModel, store: KVStore, shape: StateShape, **choices: Any) -> None:
+        """`choices` as of `TorchDevice`; no turn is recorded."""
+        super().__init__(model, store, shape, **(choices | {"record_cpu_step": False}))
+        self.captured_layers, self._head_model = model.captured_layers, model
+
+    def mirror(self, order: StepOrder) -> None:
+        """Move the blocks that an order of the model moves, and keep its tables."""
+        self.store.transfer(order.moves())
+        self._rows.apply(order)
+
+    def follow(self, order: StepOrder, states_TF: torch.Tensor, ids: list[tuple[int, ...]]) -> None:
+        """See what a step of the model has computed, and the ids that it has kept."""
+        counts, sampled = order.counts.astype(np.int64), order.num_sampled.astype(np.int64)
+        ends = counts.cumsum()
+        places = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)
+        step = self._step(order, self._backend)
+        device = self.store.device
+        tokens_T = torch.from_numpy(following_tokens(order, ids)).to(device)
+        self._head_model.follow(tokens_T, states_TF, step, torch.from_numpy(places).to(device))
+
+    def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
+        """A turn: each row is computed one position before its token."""
+        assert (order.kinds == DECODE).all(), "a head computes nothing but turns; it follows the rest"
+        step = self._step(order._replace(starts=order.starts - 1), self._decode_backend)
+        tokens_T = torch.from_numpy(self._rows.last_token[order.rows]).to(self.store.device)
+        return self.model(tokens_T, step), list(range(order.num_rows)), LayerInputs(())
+
+    def _step(self, order: StepOrder, backend: str) -> StepContext:
+        step = self._context(order, backend)
+        step.rows = torch.from_numpy(order.rows.repeat(order.counts)).to(self.store.device)
+        return step
+
+
+def following_tokens(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
+    """The token after each of a step's, given the ids that it has kept.
+
+    Behind the last kept id of a window there are tokens of drafts that were refused, or none.
+    """
+    ends = order.counts.cumsum()
+    tokens = np.zeros(int(order.counts.sum()) + 1, dtype=np.int64)
+    tokens[:-1][(order.kinds != DECODE).repeat(order.counts)] = order.tokens
+    following = tokens[1:].copy()
+    following[ends - 1] = order.next_tokens if len(order.next_tokens) else 0
+    for end, num_sampled, kept in zip(ends.tolist(), order.num_sampled.tolist(), ids, strict=True):
+        if num_sampled > 1:
+            following[end - num_sampled + len(kept) - 1] = kept[-1]
+        elif kept:  # the row goes on from the first of several that are drawn
+            following[end - 1] = kept[0]
+    return np.maximum(following, 0)  # what is no token has no embedding

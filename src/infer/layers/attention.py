@@ -55,9 +55,12 @@ class LayerInputs:
         if layer in self.layers:
             stream.on_sum = partial(self._found.__setitem__, layer)
 
-    def states(self) -> torch.Tensor:
-        """The inputs of all layers side by side in the order in which they were asked for: [T, C D]."""
-        return torch.cat([self._found[layer] for layer in self.layers], dim=-1)
+    def states(self, num_tokens: int | None = None) -> torch.Tensor:
+        """The inputs of all layers side by side in the order in which they were asked for: [T, C D].
+
+        `num_tokens`: of the first ones; None: of all.
+        """
+        return torch.cat([self._found[layer][:num_tokens] for layer in self.layers], dim=-1)
 
 
 class StepContext(Protocol):
@@ -66,6 +69,7 @@ class StepContext(Protocol):
     positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
     layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: they are not read
+    rows: torch.Tensor | None = None  # row of state of each token, where a network keeps something by rows
 
     def slots(self, layer: int) -> CacheSlots | None:
         """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""

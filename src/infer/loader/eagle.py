@@ -20,6 +20,7 @@ from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.headers import find_sources
 from infer.loader.load import LoadedModel
 from infer.loader.placement import match_tensors
+from infer.models.config import ModelConfig
 from infer.models.eagle3 import WEIGHT_MAP, Eagle3, EagleConfig, read_config
 
 
@@ -28,7 +29,7 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
 
     `layer` is the number of the head's layer in the store that has its keys and values.
     """
-    config, tensors = read_eagle_headers(directory, target)
+    config, tensors = read_eagle_headers(directory, target.config)
     token_ids_W = _read_token_ids(directory, config, tensors)
     block = replace(config.block, context_len=target.max_seq_len + num_drafts)
     before = torch.get_default_dtype()
@@ -47,7 +48,7 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
     return head.eval()
 
 
-def read_eagle_headers(directory: Path, target: LoadedModel) -> tuple[EagleConfig, dict[str, StoredTensor]]:
+def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfig, dict[str, StoredTensor]]:
     """The config of a head, checked against its model, and its tensors by name."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; a head is one with config.json and weights")
@@ -57,7 +58,7 @@ def read_eagle_headers(directory: Path, target: LoadedModel) -> tuple[EagleConfi
             f"with scripts/unpickle.py {found[0]} {directory}"
         )
     tensors = open_checkpoint(directory)
-    return read_config(read_hf_config(directory), tensors, target.config), tensors
+    return read_config(read_hf_config(directory), tensors, target), tensors
 
 
 def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, StoredTensor]) -> torch.Tensor:

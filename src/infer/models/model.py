@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import nn
@@ -40,6 +40,20 @@ from infer.layers.norm import LayerNorm, RMSNorm
 from infer.layers.rotary import Rotary, frequencies, stretch_llama3
 from infer.models.config import ModelConfig, RopeScaling
 from infer.quant.residual import ResidualStream, as_tensor
+
+
+class Network(Protocol):
+    """What a device half runs: a model, or a head that drafts for one (execution/head_model.py)."""
+
+    config: ModelConfig
+
+    def __call__(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return the hidden states of all tokens, or of those whose logits are needed."""
+        ...
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Return [S, V]."""
+        ...
 
 
 class Model(nn.Module):

@@ -55,7 +55,7 @@ from infer.engine.cache_fit import (
 )
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
-from infer.engine.speculation_build import draft_bytes, read_draft
+from infer.engine.speculation_build import HeadHeaders, draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES
@@ -209,15 +209,20 @@ def plan_draft(
     machine: MachineMemory,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> DraftMemory:
-    """Return what the model that drafts would take; `find` as in `read_draft`."""
+    """Return what the model or head that drafts would take; `find` as in `read_draft`."""
     config = resolved.settings
-    headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
+    name, on_gpu = choice.headers.source.name, resolved.uses_gpu_device
+    headers = read_draft(config.speculation, choice.config, name, find, on_gpu=on_gpu)
     if headers is None:
         return DraftMemory()
+    layout = kv_layout(choice.config, resolved)
+    if isinstance(headers, HeadHeaders):
+        beside = draft_bytes(resolved, headers.config, choice.dtype, layout)
+        return DraftMemory(headers.source.name, headers.num_weights * choice.dtype.itemsize, beside)
     load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1)
     draft = choose_load(replace(config, load=load), headers, machine)
-    layout = kv_layout(choice.config, resolved)
-    return DraftMemory(headers.source.name, weight_bytes(draft.plan), draft_bytes(resolved, draft, layout))
+    beside = draft_bytes(resolved, draft.config, draft.dtype, layout)
+    return DraftMemory(headers.source.name, weight_bytes(draft.plan), beside)
 
 
 def plan_memory(

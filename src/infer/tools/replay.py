@@ -33,6 +33,7 @@ from infer.scheduling.sequence import Sequence
 from infer.tools.record import Aborted, Added, Failed, Masked, Ordered, Ran, Record, Reset
 
 if TYPE_CHECKING:
+    from infer.engine.speculation_build import HeadHeaders
     from infer.loader.headers import ModelHeaders
 
 MAX_SHOWN_BLOCKS = 12
@@ -209,6 +210,7 @@ def replay_model(
     import torch
 
     from infer.engine.build import build_engine
+    from infer.engine.speculation_build import read_draft
     from infer.loader.find.source import resolve_model
     from infer.loader.load import load_model, read_headers
 
@@ -219,7 +221,8 @@ def replay_model(
     headers = read_headers(resolve_model(model, show_progress=show_progress))
     _check_model(headers, facts.model, facts.fingerprint, "--model")
     if draft_model is not None:
-        draft = read_headers(resolve_model(draft_model, show_progress=show_progress))
+        draft = read_draft(config.speculation, headers.config, headers.source.name)
+        assert draft is not None, "replay_config has seen to it"
         _check_model(draft, facts.draft_model, facts.draft_fingerprint, "--draft-model")
     loaded = load_model(
         headers.source,
@@ -244,7 +247,7 @@ def replay_model(
     )
 
 
-def _check_model(headers: ModelHeaders, name: str, recorded: str, flag: str) -> None:
+def _check_model(headers: ModelHeaders | HeadHeaders, name: str, recorded: str, flag: str) -> None:
     """Refuse a model that is not the recorded one."""
     if (found := fingerprint(headers.config, headers.eos_ids)) != recorded:
         raise ConfigError(

@@ -95,7 +95,9 @@ def check_blocks(world: OracleWorld, snapshot: LiveSnapshot) -> None:
     assert host.count(FREE) == usage.num_free_host_blocks
     assert sum(r.num_host_blocks for r in snapshot.requests) == len(host) - usage.num_free_host_blocks
     assert snapshot.num_unlisted == 0
-    assert sum(r.num_blocks for r in snapshot.requests) == sum(len(held) for _, held, _ in pool.holdings())
+    assert sum(r.num_blocks for r in snapshot.requests) == sum(
+        len(held) for _, held, _ in pool.tables_of_all()
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from infer.config.settings import EngineConfig
-from infer.engine import step_costs
+from infer.engine import machine, step_costs
 from infer.engine.observer import EngineObserver
-from infer.errors import ConfigError, ModelSourceError
+from infer.errors import CheckpointError, ConfigError, ModelSourceError
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model
 from infer.loader import load
@@ -34,23 +34,41 @@ def make_head(folder: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "method"),
+    ("fields", "method", "says"),
     [
-        ({"draft_vocab_size": 32}, "auto"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "draft_model"),
-        ({"speculators_model_type": "eagle3"}, "auto"),
-        ({}, "eagle3"),
+        ({"draft_vocab_size": 32}, "auto", "must be 1: heads of more are not supported"),
+        ({"speculators_model_type": "eagle3"}, "auto", "must be 1: heads of more are not supported"),
+        ({}, "eagle3", "must be 1: heads of more are not supported"),
+        ({"num_hidden_layers": 1, "vocab_size": 7}, "eagle3", "made for a vocabulary of 7 tokens"),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            "draft_model",
+            "is an EAGLE-3 head and .*=eagle3, or",
+        ),
     ],
 )
-def test_a_head_is_refused_before_weights_are_read(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], method: str
+def test_a_head_that_is_not_for_the_model_is_refused_before_weights_are_read(
+    checkpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    method: str,
+    says: str,
 ) -> None:
     head = make_head(tmp_path / "head", **fields)
     monkeypatch.setattr(load, "plan_moves", None)
     config = EngineConfig.from_knobs(
         model=checkpoint, draft_model=str(head), speculative_method=method, **KNOBS
     )
-    with pytest.raises(ConfigError, match="EAGLE-3 heads are not served yet; use a whole model"):
+    with pytest.raises((ConfigError, CheckpointError), match=says):
+        open_model(config, show_progress=False)
+
+
+def test_a_head_is_refused_on_a_gpu(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head(tmp_path / "head", draft_vocab_size=32)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    config = EngineConfig.from_knobs(model=checkpoint, draft_model=str(head), **KNOBS)
+    with pytest.raises(ConfigError, match="EAGLE-3 heads are served on CPUs so far; use a whole model"):
         open_model(config, show_progress=False)
 
 

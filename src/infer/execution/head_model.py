@@ -1,0 +1,85 @@
+"""An EAGLE-3 head beside the steps of its model: what it must see of each, and how it drafts from there.
+
+A row of the head at position p takes g of p, which the model has made of the tokens up to p, and token p + 1;
+it guesses token p + 2 (models/eagle3.py). So the head is one position behind the token it is given, and the
+token of a step's last position is the one that the step draws:
+
+    position                 7      8      9      10     11
+    the model computes       t7     t8     t9                       a step, which draws t10
+    and leaves               g7     g8     g9
+    the head is given        t8     t9     t10                      and *follows*: keys and values of 7, 8, 9
+
+    draft, turn 0            t10 at position 9, with g9                        guesses d11, makes y9
+    turn 1                   d11 at position 10, with y9 in place of g10       guesses d12, makes y10
+    the model verifies       t10 d11 d12                                       and leaves g10 g11 g12
+
+The head follows every step of the model as soon as it is sampled, prompts and windows alike, so its keys and
+values are always as far as the model's. They lie in a store of their own with the same block numbers, and
+what moves a block of the model moves the head's: prefix hits, swaps, forks and preemption need nothing else.
+What is behind a refused draft was given a wrong token; the next step overwrites it, as it does the model's.
+
+One entry may be of another text: that of the last position of a prefix that was found in the cache. It was
+given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer; to
+compute it again would take g of that position, which nothing keeps.
+
+g is kept for the positions that a step draws at, since one of them is where drafts begin: in a ring for each
+row, in which position p has the place p mod P. A turn reads its state there and leaves y for the next one.
+
+Shapes:  T tokens, S of them that are drawn at, R rows of state, P places of a ring, D width of the head,
+F width of the model's states, V vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infer.layers.attention import StepContext
+from infer.models.config import ModelConfig
+from infer.models.eagle3 import Eagle3
+
+
+class HeadModel(nn.Module):
+    """A head as a device half runs it: tokens in, hidden states out, logits of the model's vocabulary.
+
+    A step says of which row of state each of its tokens is (`step.rows`); padding is of row -1.
+    """
+
+    ring_RPD: torch.Tensor
+
+    def __init__(self, head: Eagle3, num_rows: int, num_drafts: int) -> None:
+        super().__init__()
+        self.config: ModelConfig = head.config.block
+        self.head, self.captured_layers = head, head.config.captured_layers
+        shape = num_rows + 1, num_drafts + 1, head.config.block.hidden_size  # the last row is padding's
+        weight = head.norm.weight
+        ring_RPD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.register_buffer("ring_RPD", ring_RPD, persistent=False)
+
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """One turn: guess on from the newest token of each row; its position is one before the token's."""
+        assert step.rows is not None
+        rows, positions, num_places = step.rows.long(), step.positions, self.ring_RPD.shape[1]
+        guess = self.head(tokens_T, self.ring_RPD[rows, positions % num_places], step)
+        self.ring_RPD[rows, (positions + 1) % num_places] = guess.states_SD
+        hidden_SD: torch.Tensor = guess.hidden_SD
+        return hidden_SD
+
+    def follow(
+        self, next_tokens_T: torch.Tensor, states_TF: torch.Tensor, step: StepContext, places_S: torch.Tensor
+    ) -> None:
+        """See what a step of the model has computed; it has drawn at `places_S`."""
+        assert step.rows is not None
+        g_TD = self.head.combine(states_TF)
+        rows, positions = step.rows[places_S].long(), step.positions[places_S]
+        self.ring_RPD[rows, positions % self.ring_RPD.shape[1]] = g_TD[places_S]
+        step.logit_indices = torch.zeros(1, dtype=torch.int64, device=g_TD.device)  # no guess is needed
+        self.head(next_tokens_T, g_TD, step)
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Return [S, V]: what the head cannot guess has no chance."""
+        logits_SW = self.head.logits(hidden_SD)
+        if logits_SW.shape[1] == self.config.vocab_size:
+            return logits_SW
+        logits_SV = logits_SW.new_full((len(logits_SW), self.config.vocab_size), -torch.inf)
+        return logits_SV.index_copy_(1, self.head.token_ids_W, logits_SW)
