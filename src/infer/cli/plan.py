@@ -215,6 +215,12 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
 
     cache, num_planes = plan.cache, plan.layout.num_planes
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
+    if (num_ranks := plan.choice.plan.rank.world_size) > 1:
+        where = (
+            f"{where}, each of {num_ranks} ranks,"
+            if plan.machine.kind == "cpu"
+            else f"each of {num_ranks} GPUs"
+        )
     rows = [
         ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
         *([("draft model", plan.draft.total, _describe_draft(plan.draft))] if plan.draft.name else []),

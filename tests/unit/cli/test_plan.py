@@ -478,3 +478,13 @@ def test_a_draft_of_another_vocabulary_is_not_planned(infer: Infer, shape: Path)
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--draft-model", "SmolLM2-135M-Instruct")
     assert outcome.code == 2
     assert "a model can only draft for one with the same vocabulary" in outcome.err
+
+
+def test_a_plan_for_ranks_counts_one_of_them(infer: Infer, shape: Path) -> None:
+    arguments = ("plan", str(shape), "--gpu-memory", "80GiB", "--max-seq-len", "4096", "--json")
+    found = (json.loads(infer(*arguments, "--tensor-parallel-size", size).out) for size in ("1", "2", "16"))
+    alone, shared, repeated = found
+    assert (
+        alone["kv_bytes_per_token"] == 2 * shared["kv_bytes_per_token"] == 8 * repeated["kv_bytes_per_token"]
+    )
+    assert alone["weights"] / 2 < shared["weights"] < alone["weights"] * 0.51  # norms are whole
