@@ -384,7 +384,11 @@ class Fleet:
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(own, loaded) for _ in range(self.state.config.replicas)]
             encoder.context_len = min(engine.context_len for engine in engines)
-            return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
+            several = len(engines) > 1
+            clients = [
+                InProcessClient(engine, stuck_timeout=timeout, has_replicas=several) for engine in engines
+            ]
+            return encoder, list(clients)
 
         building = asyncio.ensure_future(asyncio.to_thread(build))
         try:
