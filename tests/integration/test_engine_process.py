@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.client.client import embed
+from infer.client.messages import Replica
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import EngineProcess, ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig
+from infer.engine.prefixes import prefix_hashes
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request
 from tests.support.faulty_engine import CRASH, FORKED, RAISE, STUCK
@@ -124,6 +127,33 @@ def test_a_real_model_answers_as_it_does_offline(checkpoint: str) -> None:
             assert sum(snapshot.counts) == snapshot.num_blocks and snapshot.counts[1] > 0
             assert await client.reset_prefix_cache() > 0
             assert client.stats().num_cached_blocks == 0
+
+    run(main())
+
+
+def test_an_engine_with_replicas_tells_what_it_caches_and_starts_again_with_nothing() -> None:
+    request = make_request(8)
+    request = replace(request, prompt=tuple(range(40)), cache_salt="salt")
+
+    async def main() -> None:
+        async with running(replica=Replica(number=0, count=2)) as client:
+            await collect(client, request)
+            hashes = prefix_hashes(request, client.stats().block_size, 512)
+            assert hashes
+            await until(lambda: client.prefixes.issuperset(hashes))
+            await client.reset_prefix_cache()
+            await until(lambda: not client.prefixes)
+            await collect(client, request)
+            await until(lambda: client.prefixes.issuperset(hashes))
+            pid = client.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: client.pid not in (None, pid))
+            assert not client.prefixes
+        async with running() as alone:
+            await collect(alone, request)
+            await until(lambda: is_idle(alone))
+            assert not alone.prefixes, "nobody asks"
 
     run(main())
 

@@ -34,6 +34,7 @@ class FakeClient:
         self.first_token = first_token
         self.failure: EngineError | None = None  # why it cannot serve
         self.silent_s = 0.0
+        self.prefixes: set[int] = set()
         self.snapshot = EngineStats(num_blocks=8)
         self.requests: list[Request] = []
         self.num_open = 0

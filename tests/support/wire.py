@@ -120,6 +120,7 @@ class ScriptedClient:
     failure: EngineError | None = None  # why it cannot serve
     is_taken = True  # requests are not refused
     silent_s = 0.0
+    prefixes: frozenset[int] = frozenset()
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -335,6 +335,14 @@ class PagedKVCachePool:
         books.host_tables = None
         return list(zip(sources, targets, strict=True))
 
+    def watch_prefixes(self) -> None:
+        """Keep news of cached prefixes from now on; `take_prefix_news` gets them."""
+        self._tree.watch()
+
+    def take_prefix_news(self) -> dict[int, bool]:
+        """The prefixes that have come (true) or gone since the last call, by hash."""
+        return self._tree.take_news()
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks that were.
 

@@ -24,12 +24,17 @@ that follows it: without its start the rest of a prefix is of no use.
 Two sequences may compute the same tokens side by side. The first to finish a block puts it into the tree;
 the other finds it there and keeps its own to itself. A sequence remembers the deepest node of its path by
 number; should that be gone when its next block is full, its path is entered anew from the root.
+
+Where somebody chooses between engines by what is cached in each, the tree keeps *news*: the prefixes that
+came and went since they were last taken. A prefix is told as a hash of its salt and of all its tokens
+(`chain_hashes`), which is a hint and no key: a collision costs time, and nobody gets another one's cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, islice
 from typing import Final, NamedTuple
@@ -51,6 +56,26 @@ ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 
 
+CHAIN_BYTES: Final = 8
+
+
+def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[int]:
+    """The hash of every prefix of whole blocks, the shortest first, each made from the one before it."""
+    ids, size = array(ID_TYPE, tokens).tobytes(), block_size * ID_BYTES
+    chain = _first_chain(salt)
+    for start in range(0, len(tokens) // block_size * size, size):
+        chain = _next_chain(chain, ids[start : start + size])
+        yield int.from_bytes(chain, "big")
+
+
+def _first_chain(salt: str | None) -> bytes:
+    return hashlib.blake2b((salt or "").encode(), digest_size=CHAIN_BYTES).digest()
+
+
+def _next_chain(chain: bytes, ids: bytes) -> bytes:
+    return hashlib.blake2b(ids, digest_size=CHAIN_BYTES, key=chain).digest()
+
+
 class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
     """The end of a cached prefix."""
 
@@ -61,6 +86,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collect
     depth: int  # blocks from the root to here
     num_hits: int = 0  # admitted prompts that began with this prefix and did not compute it
     children: dict[Label, PrefixNode] = msgspec.field(default_factory=dict)
+    chain: bytes = b""  # hash of the prefix, where there are news of it
 
 
 class Branch(NamedTuple):
@@ -92,6 +118,23 @@ class PrefixTree:
         self._nodes = {ROOT: self._root}  # by number
         self._by_block: dict[int, PrefixNode] = {}
         self._last_number = ROOT
+        self._news: dict[int, bool] | None = None  # by hash: is the prefix there? None: nobody asks
+
+    def watch(self) -> None:
+        """Keep news of prefixes from now on; the tree must be empty."""
+        assert not self._by_block, "prefixes that are there have no hash"
+        self._news = {}
+
+    def take_news(self) -> dict[int, bool]:
+        """The prefixes that have come (true) or gone since the last call, by hash."""
+        if not self._news:
+            return {}
+        news, self._news = self._news, {}
+        return news
+
+    def _note(self, node: PrefixNode, *, is_there: bool) -> None:
+        if self._news is not None:
+            self._news[int.from_bytes(node.chain, "big")] = is_there
 
     @property
     def num_cached_blocks(self) -> int:
@@ -159,6 +202,9 @@ class PrefixTree:
                 self._last_number = number = self._last_number + 1
                 child = PrefixNode(number, blocks, label, node.number, depth)
                 node.children[label] = nodes[number] = child
+                if self._news is not None:
+                    child.chain = _next_chain(node.chain if depth > 1 else _first_chain(salt), ids_of_block)
+                    self._note(child, is_there=not self._sees_all or blocks[0] >= 0)
                 for block in blocks:
                     if block >= 0:
                         adopt(block)
@@ -179,6 +225,8 @@ class PrefixTree:
             if kept < 0 <= new:
                 self._allocator.adopt(new)
                 self._by_block[new] = node
+        if self._sees_all and pairs[0][0] < 0 <= pairs[0][1]:
+            self._note(node, is_there=True)
 
     def evict(self, count: int) -> int:
         """Free about `count` blocks that only the tree holds, least recently used first; returns how many.
@@ -217,6 +265,8 @@ class PrefixTree:
             del self._by_block[each]
         node.blocks = (*blocks[: group.start], *self._nothing[group], *blocks[group.stop :])
         self._allocator.drop(gone, PREFIX_TREE)
+        if self._sees_all and group.start == 0:
+            self._note(node, is_there=False)
         self._prune(node)
         return len(gone)
 
@@ -226,11 +276,15 @@ class PrefixTree:
             parent = self._nodes[node.parent]
             del parent.children[node.label]
             del self._nodes[node.number]
+            if not self._sees_all:
+                self._note(node, is_there=False)
             node = parent
 
     def reset(self) -> int:
         """Forget everything; blocks that sequences hold stay theirs. Returns how many were forgotten."""
         blocks = list(self._by_block)
+        for node in self._by_block.values() if self._news is not None else ():
+            self._note(node, is_there=False)
         self._root.children.clear()
         self._nodes = {ROOT: self._root}
         self._by_block.clear()

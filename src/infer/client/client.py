@@ -21,12 +21,14 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from infer.client.subscribers import CLOSED, OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import IDLE_S, Engine
 from infer.engine.live import LiveSnapshot
+from infer.engine.prefixes import update_prefixes
 from infer.engine.stats import EngineStats, is_progress
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -54,6 +56,11 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the engine's last snapshot of itself, without asking it."""
+        ...
+
+    @property
+    def prefixes(self) -> AbstractSet[int]:
+        """What its prefix cache holds, by hash (`chain_hashes`); empty where it has no replicas."""
         ...
 
     @property
@@ -98,8 +105,11 @@ async def embed(client: EngineClient, request: Request) -> list[float]:
 class InProcessClient:
     """An engine in a thread of this process, for one event loop."""
 
-    def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
+    def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0, has_replicas: bool = False) -> None:
         self._engine = engine
+        self.prefixes: set[int] = set()  # the engine's thread keeps it up to date
+        if has_replicas:
+            engine.watch_prefixes()
         self._subscribers: Subscribers[OutputQueue] = Subscribers(engine)
         self._stuck_timeout = stuck_timeout
         self._stats = engine.stats()
@@ -218,6 +228,8 @@ class InProcessClient:
             while self._take_commands():
                 if self._engine.has_work:
                     self._send(self._subscribers.step())
+                if news := self._engine.take_prefix_news():
+                    update_prefixes(self.prefixes, news)
                 stats = self._engine.stats()
                 if is_progress(self._stats, stats):
                     self._progress_at = time.monotonic()

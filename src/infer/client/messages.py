@@ -161,6 +161,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tickets: list[int]  # whose the outputs are, one each
     outputs: list[StepOutput]
     answers: list[Answer] = []
+    prefixes: dict[int, bool] = {}  # that came (true) or went, by hash; of engines with replicas
 
 
 class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):

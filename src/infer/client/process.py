@@ -66,6 +66,7 @@ class Link:
     tickets: list[int] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)
     answers: list[messages.Answer] = field(default_factory=list)
+    prefixes: dict[int, bool] = field(default_factory=dict)  # news of the cache
 
 
 Address: TypeAlias = tuple[Link, int]  # which API process, and its ticket
@@ -167,6 +168,9 @@ class EngineServer:
         """Send every API process what is for it, and the counts: to those without outputs now and then."""
         stats, is_idle = self._engine.stats(), not self._engine.has_work
         now = time.monotonic()
+        if news := self._engine.take_prefix_news():
+            for link in self._links:
+                link.prefixes.update(news)
         for link in self._links:
             if len(self._links) > 1:
                 is_due = is_idle or now - link.reported_at >= STATS_INTERVAL
@@ -178,8 +182,9 @@ class EngineServer:
                 tickets=link.tickets,
                 outputs=link.outputs,
                 answers=link.answers,
+                prefixes=link.prefixes,
             )
-            link.tickets, link.outputs, link.answers = [], [], []
+            link.tickets, link.outputs, link.answers, link.prefixes = [], [], [], {}
             link.is_owed, link.reported_at = False, now
             link.socket.send(messages.encode(report))
 
@@ -231,6 +236,8 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
         try:
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             engine.keep_stories(launch.num_stories)
+            if launch.replica.count > 1:
+                engine.watch_prefixes()
             with engine.phases("capture"):
                 while engine.prepare():
                     pass

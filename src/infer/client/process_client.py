@@ -40,6 +40,7 @@ from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, 
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.live import LiveSnapshot
+from infer.engine.prefixes import update_prefixes
 from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
@@ -208,6 +209,8 @@ class ProcessClient:
         if is_progress(self._stats, message.stats):
             self._progress_at = time.monotonic()
         self._stats = message.stats
+        if message.prefixes:
+            update_prefixes(self.prefixes, message.prefixes)
         self._num_taken = message.num_commands
         while self._on_way and self._on_way[0][0] <= self._num_taken:
             self._num_on_way -= self._on_way.popleft()[1]
@@ -233,6 +236,7 @@ class ProcessClient:
         self._process = process
         self.ready = ready  # what the engine says of its model, and of its start
         self._stats = ready.stats
+        self.prefixes: set[int] = set()  # cached by the engine, where it has replicas, by hash
         self._num_sent = self._num_taken = 0
         self._on_way, self._num_on_way = deque(), 0
         self._progress_at = time.monotonic()

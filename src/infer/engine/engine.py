@@ -66,7 +66,7 @@ from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable, unserved
 from infer.engine.speculation import Speculation
-from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram
+from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineStats, Histogram, StepPace
 from infer.engine.stories import EngineStory, Stories
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
@@ -146,6 +146,7 @@ class Engine:
         self._step_tokens = Histogram(STEP_TOKENS)
         self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
         self._live = LiveView(scheduler, clock)  # what pages see, while any look
+        self._pace = StepPace()
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -261,6 +262,9 @@ class Engine:
             num_steps=sum(self._step_tokens.counts),
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting + len(self._compiling),
+            num_queued_tokens=self.scheduler.num_queued_tokens,
+            token_s=self._pace.token_s,
+            row_s=self._pace.row_s,
             max_batch_size=self.scheduler.config.max_batch_size,
             num_preemptions=self.scheduler.num_preemptions,
             num_prompt_tokens=self._requests.num_prompt_tokens,
@@ -300,6 +304,14 @@ class Engine:
         """The story of a request that is served or was; None: it is not known, or not any more."""
         return None if self._stories is None else self._stories.tell(request_id)
 
+    def watch_prefixes(self) -> None:
+        """Keep news of cached prefixes from now on: this engine is one of several that requests may go to."""
+        self.scheduler.pool.watch_prefixes()
+
+    def take_prefix_news(self) -> dict[int, bool]:
+        """The prefixes that have come (true) or gone since the last call, by hash (`chain_hashes`)."""
+        return self.scheduler.pool.take_prefix_news()
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         self._observer.on_reset(self.scheduler.step)
@@ -311,7 +323,11 @@ class Engine:
         """Plan, run, commit, report; returns what the step made, in the order of the plan."""
         if self._compiling.has_done:
             self._unreported += self._take_compiled()
+        started, num_steps = perf_counter(), self.scheduler.step
         outputs = self._step()
+        if self.scheduler.step > num_steps:
+            num_tokens, num_rows = self.scheduler.num_planned_tokens, len(self.scheduler.running)
+            self._pace.observe(perf_counter() - started, num_tokens, num_rows)
         if self._unreported:
             outputs = self._unreported + outputs
             self._unreported = []

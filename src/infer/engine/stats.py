@@ -31,6 +31,9 @@ class EngineStats(EngineForm):
     num_steps: int = 0  # counter: plans that a device ran
     num_running: int = 0  # sequences
     num_waiting: int = 0
+    num_queued_tokens: int = 0  # of prompts, not computed yet
+    token_s: float = 0.0  # seconds of a prompt token and of a row that decodes, as lately; 0: not known
+    row_s: float = 0.0
     max_batch_size: int = 0  # sequences that may run
     num_preemptions: int = 0  # counter
     num_prompt_tokens: int = 0  # counter: computed or found in the cache
@@ -54,11 +57,13 @@ class EngineStats(EngineForm):
     num_cached_blocks: int = 0  # held by the prefix tree
 
 
+PACE_WEIGHT = 0.1  # of the last step
+
 GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
 
 GAUGES = (
     "num_running", "num_waiting", "max_batch_size", "block_size", "num_blocks", "num_used_blocks",
-    "num_cached_blocks",
+    "num_cached_blocks", "num_queued_tokens", "token_s", "row_s",
 )  # fmt: skip
 
 
@@ -82,6 +87,27 @@ def is_progress(before: EngineStats, after: EngineStats) -> bool:
     was_idle = not (before.num_running or before.num_waiting)
     is_idle = not (after.num_running or after.num_waiting)
     return was_idle or is_idle or after.num_step_tokens > before.num_step_tokens
+
+
+class StepPace:
+    """How long a token of a prompt and a row that decodes take, on average over the last steps."""
+
+    __slots__ = ("row_s", "token_s")
+
+    def __init__(self) -> None:
+        self.token_s = self.row_s = 0.0
+
+    def observe(self, seconds: float, num_tokens: int, num_rows: int) -> None:
+        """Take a step of so many tokens; one with more tokens than rows computes prompts."""
+        if num_tokens > num_rows:
+            self.token_s = _lean(self.token_s, seconds / num_tokens)
+        elif num_tokens:
+            self.row_s = _lean(self.row_s, seconds / num_tokens)
+
+
+def _lean(mean: float, value: float) -> float:
+    """The mean, a little nearer to a new value; the first value is taken as it is."""
+    return mean + PACE_WEIGHT * (value - mean) if mean else value
 
 
 class Histogram:

@@ -142,6 +142,14 @@ class Scheduler:
         return len(self._by_id) - len(self.running)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of prompts that are still to be computed, of sequences that wait or run."""
+        if self.all_decode:
+            return self._waiting.num_tokens
+        pending = int((self.state.num_tokens - self.state.num_computed).sum())
+        return self._waiting.num_tokens + max(pending - len(self.running), 0)
+
+    @property
     def num_free_places(self) -> int:
         """Sequences that the batch has room for beside those that run."""
         return self.config.max_batch_size - self._slots_used

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infer.cache import prefix_tree
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixTree, chain_hashes
+from infer.engine.prefixes import update_prefixes
 from infer.errors import EngineError
 from tests.support.books import check_books, depth_of
 
@@ -295,12 +296,39 @@ prompts = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, 
 salts = st.sampled_from([None, None, "tenant"])
 
 
+def test_news_are_of_blocks_that_see_everything_where_there_are_such() -> None:
+    allocator, tree = make_tree(windows=(None, 2))
+    tree.watch()
+    blocks = [allocator.take(2, 1), allocator.take(2, 1)]
+    tree.insert(THE_CAT + SAT_ON, blocks, 2)
+    prefixes = list(chain_hashes(THE_CAT + SAT_ON, 2, None))
+    assert tree.take_news() == dict.fromkeys(prefixes, True) and tree.take_news() == {}
+    tree.forget(blocks[1][0])
+    assert tree.take_news() == {}, "it fell behind the window, and can be continued from"
+    tree.forget(blocks[0][1])
+    assert tree.take_news() == {prefixes[1]: False}
+    tree.insert(THE_CAT + SAT_ON, [[blocks[0][0], *allocator.take(1, 1)], [NO_BLOCK, blocks[1][1]]], 2)
+    assert tree.take_news() == {prefixes[1]: True}
+
+
+def test_news_of_a_cache_with_windows_alone() -> None:
+    allocator, tree = make_tree(windows=(2,))
+    tree.watch()
+    blocks = allocator.take(2, 1)
+    tree.insert(THE_CAT + SAT_ON, [blocks], 2)
+    tree.take_news()
+    tree.forget(blocks[1])
+    assert tree.take_news() == {list(chain_hashes(THE_CAT + SAT_ON, 2, None))[1]: False}
+
+
 class TreeAgainstADict(RuleBasedStateMachine):
     """The reference: a dict of every cached prefix in full, and a list of idle blocks in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocator, self.tree = make_tree(num_blocks=10)
+        self.tree.watch()
+        self.told: set[int] = set()  # prefixes, by hash
         self.cached: dict[tuple[str | None, tuple[int, ...]], int] = {}
         self.held: dict[int, list[int]] = {}  # by owner: everything it holds, root first
         self.idle: list[int] = []
@@ -360,6 +388,18 @@ class TreeAgainstADict(RuleBasedStateMachine):
                 del self.cached[salt, tokens]
                 num_evicted += 1
         assert self.tree.evict(count) == num_evicted
+
+    @rule()
+    def reset(self) -> None:
+        self.tree.reset()
+        self.cached, self.idle = {}, []
+
+    @rule()
+    def take_news(self) -> None:
+        """Whoever listens knows what is cached, evictions and salts included."""
+        update_prefixes(self.told, self.tree.take_news())
+        prefixes = [list(chain_hashes(tokens, 2, salt))[-1] for salt, tokens in self.cached]
+        assert self.told == set(prefixes) and len(prefixes) == len(self.told)
 
     @invariant()
     def agree(self) -> None:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
+from infer.engine.prefixes import prefix_hashes
 from infer.errors import DeviceLost, EngineError, EngineStopped, QueueFull, RequestError
 from infer.execution.device import PendingStep, StepResult
 from infer.execution.order import StepMasks, StepOrder
@@ -47,14 +49,25 @@ def make_client(
     num_blocks: int = 64,
     device_type: type[OracleDevice] = OracleDevice,
     prepare: Callable[[], bool] = lambda: False,
+    *,
+    has_replicas: bool = False,
     **knobs: Any,
 ) -> tuple[InProcessClient, Engine]:
+    engine = make_engine(num_blocks, device_type, prepare, **knobs)
+    return InProcessClient(engine, has_replicas=has_replicas), engine
+
+
+def make_engine(
+    num_blocks: int = 64,
+    device_type: type[OracleDevice] = OracleDevice,
+    prepare: Callable[[], bool] = lambda: False,
+    **knobs: Any,
+) -> Engine:
     pool = PagedKVCachePool(num_blocks, 4)
     config = EngineConfig.from_knobs(**({"max_batch_size": 16} | knobs))
     scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
     device = device_type(pool, scheduler.state)
-    engine = Engine(scheduler, device, context_len=200, vocab_size=VOCAB_SIZE, prepare=prepare)
-    return InProcessClient(engine), engine
+    return Engine(scheduler, device, context_len=200, vocab_size=VOCAB_SIZE, prepare=prepare)
 
 
 def make_request(number: int, *, max_tokens: int = 12, n: int = 1) -> Request:
@@ -90,6 +103,43 @@ def test_every_caller_gets_its_own_tokens() -> None:
         assert engine.scheduler.pool.audit_blocks() == []
 
     asyncio.run(main())
+
+
+def test_an_engine_with_replicas_tells_what_it_has_cached_and_how_fast_it_is() -> None:
+    async def main() -> None:
+        client, engine = make_client(has_replicas=True)
+        request = replace(make_request(8), prompt=tuple(range(40)), cache_salt="salt")
+        assert not client.prefixes
+        await collect(client, request)
+        await until_idle(engine)
+        hashes = prefix_hashes(request, 4, 512)
+        for _ in range(500):
+            if client.prefixes.issuperset(hashes):
+                break
+            await asyncio.sleep(0.01)
+        assert client.prefixes.issuperset(hashes)
+        assert client.prefixes.isdisjoint(prefix_hashes(replace(request, cache_salt=""), 4, 512))
+        stats = client.stats()
+        assert stats.token_s > 0 and stats.row_s > 0 and stats.num_queued_tokens == 0
+        await client.reset_prefix_cache()
+        for _ in range(500):
+            if not client.prefixes:
+                break
+            await asyncio.sleep(0.01)
+        assert not client.prefixes
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_prompts_that_wait_are_counted_by_their_tokens() -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    for number in range(3):
+        engine.add(replace(make_request(number), prompt=tuple(range(number, number + 50))))
+    assert engine.stats().num_queued_tokens >= 140
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().num_queued_tokens == 0
 
 
 def test_leaving_an_iterator_frees_its_blocks() -> None:

@@ -123,7 +123,7 @@ STATS = st.builds(
     EngineStats,
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
     | {"step_sizes": tuples_of(COUNTS), "grammar_times": tuples_of(COUNTS), "grammar_s": FLOATS}
-    | {"accepted_by_position": tuples_of(COUNTS), "draft_saved_s": FLOATS}
+    | {"accepted_by_position": tuples_of(COUNTS), "draft_saved_s": FLOATS, "token_s": FLOATS, "row_s": FLOATS}
     | dict.fromkeys(("dtype", "weights", "kv_cache_dtype", "products", "gpu"), TEXT),
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
@@ -165,6 +165,7 @@ MESSAGES = st.one_of(
         tickets=st.lists(COUNTS, max_size=4),
         outputs=st.lists(OUTPUTS, max_size=4),
         answers=st.lists(ANSWERS, max_size=3),
+        prefixes=st.dictionaries(st.integers(0, 2**64 - 1), st.booleans(), max_size=3),
     ),
     st.builds(LiveReport, ticket=COUNTS, snapshot=SNAPSHOTS),
 )

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from infer.engine.prefixes import prefix_hashes
 from infer.errors import EngineStopped
 from infer.scheduling.request import Request
 from infer.server.fleet import router as router_module
-from infer.server.fleet.router import MAX_IMBALANCE, PREFIX_BLOCK, Router
+from infer.server.fleet.router import EXPECTED_S, MAX_IMBALANCE, MAX_LOAD, PREFIX_BLOCK, Router
 from tests.support.fake_client import FakeClient
 
 
@@ -18,9 +22,14 @@ def prompt_of(number: int, num_blocks: int = 2) -> tuple[int, ...]:
     return tuple(range(1000 * number, 1000 * number + num_blocks * PREFIX_BLOCK))
 
 
-def set_load(client: FakeClient, num_running: int) -> None:
+def set_load(client: FakeClient, num_running: int, **stats: Any) -> None:
     step = client.snapshot.num_steps + 1
-    client.snapshot = replace(client.snapshot, num_running=num_running, num_steps=step)
+    client.snapshot = replace(client.snapshot, num_running=num_running, num_steps=step, **stats)
+
+
+def cache(client: FakeClient, *prompt: int, salt: str = "") -> None:
+    """Let a replica say that it has a prompt in its cache."""
+    client.prefixes.update(prefix_hashes(request(*prompt, salt=salt), PREFIX_BLOCK, 512))
 
 
 def test_a_single_replica_gets_everything() -> None:
@@ -35,49 +44,77 @@ def test_a_burst_between_two_steps_is_spread_evenly() -> None:
     assert set(picks.values()) == {10}
 
 
-def test_prompts_that_start_alike_meet_on_one_replica() -> None:
+def test_prompts_that_start_alike_meet_before_the_first_of_them_is_computed() -> None:
     clients = [FakeClient() for _ in range(3)]
     router = Router()
-    homes = {number: router.pick(request(*prompt_of(number)), clients) for number in range(3)}
+    homes = {number: router.pick(request(*prompt_of(number, 20)), clients) for number in range(3)}
+    assert len({id(home) for home in homes.values()}) == 3
     for client in clients:
         set_load(client, 1)
     for number, home in homes.items():
-        assert router.pick(request(*prompt_of(number), 7, 8, 9), clients) is home
+        assert router.pick(request(*prompt_of(number, 20), 7, 8, 9), clients) is home
+
+
+def test_every_router_knows_what_the_replicas_have_told() -> None:
+    clients = [FakeClient() for _ in range(3)]
+    cache(clients[1], *prompt_of(1))
+    for _ in range(5):  # as in API processes that have not seen the prompt
+        assert Router().pick(request(*prompt_of(1), 5), clients) is clients[1]
+
+
+def test_an_evicted_prefix_attracts_nothing() -> None:
+    clients = [FakeClient(), FakeClient()]
+    cache(clients[1], *prompt_of(1))
+    clients[1].prefixes.clear()
+    router = Router()
+    picks = Counter(id(router.pick(request(*prompt_of(number)), clients)) for number in range(1, 9))
+    assert set(picks.values()) == {4}
 
 
 def test_the_longest_agreement_wins() -> None:
     clients = [FakeClient(), FakeClient()]
-    router = Router()
-    short = router.pick(request(*prompt_of(1, 1)), clients)
-    longer = (*prompt_of(1, 1), *prompt_of(2, 2))
-    other = next(client for client in clients if client is not short)
-    router._remember(router_module._prefix_keys(request(*longer)), other)
-    for client in clients:
-        set_load(client, 0)
-    assert router.pick(request(*longer, 5), clients) is other
+    cache(clients[0], *prompt_of(1, 4))
+    cache(clients[1], *prompt_of(1, 4), *prompt_of(2, 2))
+    for _ in range(4):
+        assert Router().pick(request(*prompt_of(1, 4), *prompt_of(2, 2), 5), clients) is clients[1]
 
 
-def test_a_busy_home_loses_its_guest_to_an_idle_replica_and_the_guest_stays_there() -> None:
+def test_a_cached_prefix_is_worth_the_wait_that_it_spares_and_no_more() -> None:
+    home, other = clients = [FakeClient(), FakeClient()]
+    prompt = prompt_of(1, 20)  # 320 tokens
+    cache(home, *prompt)
+    pace: dict[str, float] = {"token_s": 0.001, "row_s": 0.01}
+    set_load(home, 1, num_queued_tokens=200, **pace)
+    set_load(other, 0, **pace)
+    assert Router().pick(request(*prompt), clients) is home, "210 ms of waiting against 320 ms of computing"
+    set_load(home, 1, num_queued_tokens=400, **pace)
+    assert Router().pick(request(*prompt), clients) is other
+    set_load(home, 20, token_s=0.001, row_s=0.02, num_queued_tokens=0)
+    assert Router().pick(request(*prompt), clients) is other, "rows that decode are waited for as well"
+
+
+def test_a_hot_prefix_does_not_overload_its_home() -> None:
+    """Answers are long, so the replica that has the prefix would collect them."""
+    clients = [FakeClient() for _ in range(4)]
+    cache(clients[0], *prompt_of(1, 40))
+    router, counts = Router(), Counter[int]()
+    for number in range(200):
+        chosen = router.pick(request(*prompt_of(1, 40), number), clients)
+        counts[id(chosen)] += 1
+        for client in clients:
+            set_load(client, counts[id(client)], token_s=0.01, row_s=1e-6)
+        busiest, mean = max(counts.values()), sum(counts.values()) / 4
+        least = min(counts[id(client)] for client in clients)
+        assert busiest <= max(MAX_LOAD * mean, least + MAX_IMBALANCE) + 1
+    assert max(counts.values()) <= 1.3 * 50
+
+
+def test_salts_are_part_of_a_prefix() -> None:
     clients = [FakeClient(), FakeClient()]
-    router = Router()
-    prompt = request(*prompt_of(1))
-    home = router.pick(prompt, clients)
-    other = next(client for client in clients if client is not home)
-    assert isinstance(home, FakeClient)
-    set_load(home, MAX_IMBALANCE)
-    set_load(other, 0)
-    assert router.pick(prompt, clients) is home, "within bounds the cache is worth the wait"
-    set_load(home, MAX_IMBALANCE + 1)
-    set_load(other, 0)
-    assert router.pick(prompt, clients) is other
-    set_load(home, 0)
-    set_load(other, 0)
-    assert router.pick(prompt, clients) is other
-
-
-def test_different_salts_do_not_attract_each_other() -> None:
-    keys = [router_module._prefix_keys(request(*prompt_of(1), salt=salt)) for salt in ("", "a", "b")]
-    assert len({tuple(each) for each in keys}) == 3
+    cache(clients[1], *prompt_of(1), salt="a")
+    assert all(Router().pick(request(*prompt_of(1), salt="a"), clients) is clients[1] for _ in range(3))
+    keys = [prefix_hashes(request(*prompt_of(1), salt=salt), PREFIX_BLOCK, 64) for salt in ("", "a", "b")]
+    assert len({key for each in keys for key in each}) == 6, "no two have one in common"
 
 
 def test_a_replica_that_is_down_gets_nothing_unless_all_are() -> None:
@@ -95,27 +132,28 @@ def test_a_pick_that_never_became_work_is_forgotten_after_a_while() -> None:
     router = Router(clock=lambda: now[0])
     for _ in range(9):
         router.pick(request(*prompt_of(1)), clients)
-    now[0] += 10
-    assert [router._load(client) for client in clients] == [0, 0]
+    now[0] += EXPECTED_S + 1
+    assert [router._look_at(client).num_requests for client in clients] == [0, 0]
+    keys = prefix_hashes(request(*prompt_of(1)), PREFIX_BLOCK, 64)
+    assert [router._num_known(keys, client) for client in clients] == [0, 0]
 
 
 def test_memory_is_bounded_and_a_forgotten_replica_leaves_no_trace() -> None:
     clients = [FakeClient(), FakeClient()]
     router = Router()
-    for number in range(1200):
-        router.pick(request(*range(number * 5000, number * 5000 + 64 * PREFIX_BLOCK)), clients)
-    assert len(router._served_by) == router_module.MAX_REMEMBERED
+    for number in range(150):
+        router.pick(request(*range(number * 8192, (number + 1) * 8192)), clients)
+    assert len(router._expected) == router_module.MAX_EXPECTED
     for client in clients:
         router.forget(client)
-    assert not router._served_by and not router._sent
+    assert not router._expected and not router._sent
 
 
 def test_a_replica_that_gives_no_sign_of_life_is_left_out_until_it_does() -> None:
     quiet, other = clients = [FakeClient(), FakeClient()]
     router = Router()
     prompt = prompt_of(1)
-    router._load(quiet)
-    router._remember(router_module._prefix_keys(request(*prompt)), quiet)
+    cache(quiet, *prompt)
     quiet.silent_s = router_module.MAX_SILENCE_S + 1
     set_load(other, 40)
     assert {id(router.pick(request(*prompt), clients)) for _ in range(10)} == {id(other)}
@@ -123,3 +161,13 @@ def test_a_replica_that_gives_no_sign_of_life_is_left_out_until_it_does() -> Non
     assert router.pick(request(7), clients) is quiet, "all are silent: the least busy one"
     quiet.silent_s = 0.0
     assert router.pick(request(8), clients) is quiet
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_prompts_are_cut_into_the_blocks_of_the_engine(block_size: int) -> None:
+    clients = [FakeClient(), FakeClient()]
+    for client in clients:
+        set_load(client, 0, block_size=block_size)
+    prompt = prompt_of(1, 8)
+    clients[0].prefixes.update(prefix_hashes(request(*prompt), block_size, 512))
+    assert all(Router().pick(request(*prompt, 1, 2), clients) is clients[0] for _ in range(3))

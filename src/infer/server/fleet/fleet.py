@@ -390,7 +390,11 @@ class Fleet:
             for engine in engines:
                 engine.keep_stories(self.state.config.explain_requests)
             encoder.context_len = min(engine.context_len for engine in engines)
-            return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
+            several = len(engines) > 1
+            clients = [
+                InProcessClient(engine, stuck_timeout=timeout, has_replicas=several) for engine in engines
+            ]
+            return encoder, list(clients)
 
         building = asyncio.ensure_future(asyncio.to_thread(build))
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from time import perf_counter
 from typing import Any
@@ -116,6 +117,11 @@ class MeteredClient:
     def stats(self) -> EngineStats:
         """Return the engine's last snapshot of itself."""
         return self.client.stats()
+
+    @property
+    def prefixes(self) -> AbstractSet[int]:
+        """What the engine's prefix cache holds, by hash."""
+        return self.client.prefixes
 
     @property
     def failure(self) -> EngineError | None:

@@ -1,44 +1,74 @@
-"""The choice of a replica: one that has the start of the prompt in its cache, unless that one is busy.
+"""The choice of a replica: the one that will have computed the prompt first.
 
-Every replica keeps its own prefix cache, so two prompts that start alike should meet on the same one.
-The router remembers, for the first blocks of recent prompts, which replica served them:
+Every replica keeps its own prefix cache, and tells what it gains and loses, so every API process knows the
+same. Its load is the time that its queue will take; what a token and a row take is measured by the engines,
+and their mean is used for all, for they are alike and a measure of one may be noise:
 
-    prompt    [system prompt, 2 blocks][question]
-    memory    hash(block 1) -> replica 0,  hash(blocks 1-2) -> replica 0,  ...        longest match wins
+    wait(replica) = prompt tokens that wait there * token_s + rows that decode there * row_s
+    cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
-A match is a hint, not an order: if its replica has MAX_IMBALANCE requests more than the least busy one,
-the least busy one gets the request, and is remembered from then on. Replicas that are down are left out, and
-those that have given no sign of progress for MAX_SILENCE_S, a ping included, until they give one.
+So a prefix attracts a prompt for as long as computing it elsewhere would take longer than to wait, and a hot
+one comes to be cached on as many replicas as it takes. Costs that are alike to CLOSE of the prompt's own take
+turns by load. What was sent a moment ago counts as well: its tokens wait, and its prefix is expected.
 
-How busy a replica is comes from its last snapshot, plus what was sent to it since: a burst that arrives
-between two steps is spread, not piled onto the replica that looked idle.
+A bound holds whatever costs say, for a long answer costs little while its prompt is queued: a replica with
+more requests than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas
+that are down are left out, and those that have given no sign of progress for MAX_SILENCE_S, a ping included,
+until they give one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from infer.client.client import EngineClient
+from infer.engine.prefixes import prefix_hashes
+from infer.engine.stats import EngineStats
 from infer.scheduling.request import Request
 
-PREFIX_BLOCK = 16  # tokens hashed at a time
-MAX_PREFIX_BLOCKS = 64  # a longer agreement makes no difference to the choice
-MAX_REMEMBERED = 32_768
-MAX_IMBALANCE = 4
+PREFIX_BLOCK = 16  # tokens of a block, where an engine does not say
+MAX_PREFIX_BLOCKS = 512  # a longer agreement makes little difference to the choice
+MAX_EXPECTED = 32_768
+EXPECTED_S = 10.0  # seconds for which a prefix that was sent is expected to be computed soon
+MAX_LOAD = 1.25  # times the mean number of requests
+MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take
 SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, or was never taken
+TOKEN_S = 1e-4  # of a prompt and of a row, until engines have measured theirs; their ratio matters
+ROW_S = 1e-3
+CLOSE = 0.02
 
 
 @dataclass(slots=True)
 class _Sent:
-    """The requests sent to a replica since its last step."""
+    """What was sent to a replica since its last step."""
 
     step: int = -1
     count: int = 0
+    num_tokens: int = 0  # to compute
     at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Option:
+    """One replica, seen by one request."""
+
+    client: EngineClient
+    stats: EngineStats
+    sent: _Sent
+    num_cached: int = 0  # tokens of the prompt
+    num_requests: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_requests = self.stats.num_running + self.stats.num_waiting + self.sent.count
+
+    def cost_s(self, num_tokens: int, token_s: float, row_s: float) -> float:
+        """Seconds until a prompt of `num_tokens` is computed here."""
+        to_compute = self.stats.num_queued_tokens + self.sent.num_tokens + num_tokens - self.num_cached
+        return to_compute * token_s + (self.stats.num_running + self.sent.count) * row_s
 
 
 class Router:
@@ -46,7 +76,9 @@ class Router:
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._served_by: OrderedDict[int, EngineClient] = OrderedDict()
+        self._expected: OrderedDict[tuple[int, int], float] = (
+            OrderedDict()
+        )  # by replica and prefix: when sent
         self._sent: dict[int, _Sent] = {}
         self._turn = 0
 
@@ -56,53 +88,64 @@ class Router:
             return clients[0]
         up = [client for client in clients if client.failure is None] or list(clients)
         up = [client for client in up if client.silent_s < MAX_SILENCE_S] or up
-        loads = [self._load(client) for client in up]
-        least = min(loads)
-        keys = _prefix_keys(request)
-        chosen = self._remembered(keys, up)
-        if chosen is None or loads[up.index(chosen)] > least + MAX_IMBALANCE:
-            self._turn += 1  # equals take turns
-            order = (up[(self._turn + i) % len(up)] for i in range(len(up)))
-            chosen = next(client for client in order if loads[up.index(client)] == least)
-        self._remember(keys, chosen)
-        return chosen
+        options = [self._look_at(client) for client in up]
+        block_size = options[0].stats.block_size or PREFIX_BLOCK
+        keys = prefix_hashes(request, block_size, MAX_PREFIX_BLOCKS)
+        for option in options:
+            option.num_cached = self._num_known(keys, option.client) * block_size
+        chosen = self._choose(len(request.prompt), options)
+        self._remember(keys, chosen, len(request.prompt) - chosen.num_cached)
+        return chosen.client
 
     def forget(self, client: EngineClient) -> None:
         """Forget a replica that is gone, or whose cache was emptied."""
         self._sent.pop(id(client), None)
-        self._served_by = OrderedDict((k, c) for k, c in self._served_by.items() if c is not client)
+        kept = {key: at for key, at in self._expected.items() if key[0] != id(client)}
+        self._expected = OrderedDict(kept)
 
-    def _load(self, client: EngineClient) -> int:
+    def _look_at(self, client: EngineClient) -> _Option:
         stats = client.stats()
         sent = self._sent.setdefault(id(client), _Sent())
         if sent.step != stats.num_steps or self._clock() - sent.at > SNAPSHOT_LAG_S:
-            sent.step, sent.count = stats.num_steps, 0
-        return stats.num_running + stats.num_waiting + sent.count
+            sent.step, sent.count, sent.num_tokens = stats.num_steps, 0, 0
+        return _Option(client, stats, sent)
 
-    def _remembered(self, keys: Sequence[int], up: Sequence[EngineClient]) -> EngineClient | None:
-        for key in reversed(keys):
-            client = self._served_by.get(key)
-            if client is not None and client in up:
-                return client
-        return None
+    def _num_known(self, keys: Sequence[int], client: EngineClient) -> int:
+        """How many blocks of a prompt a replica has cached, or will have soon."""
+        prefixes, oldest = client.prefixes, self._clock() - EXPECTED_S
+        for number in range(len(keys), 0, -1):
+            key = keys[number - 1]
+            if key in prefixes or self._expected.get((id(client), key), oldest) > oldest:
+                return number
+        return 0
 
-    def _remember(self, keys: Sequence[int], client: EngineClient) -> None:
-        sent = self._sent[id(client)]
+    def _choose(self, num_tokens: int, options: Sequence[_Option]) -> _Option:
+        counts = [option.num_requests for option in options]
+        most = max(MAX_LOAD * sum(counts) / len(counts), min(counts) + MAX_IMBALANCE)
+        options = [option for option in options if option.num_requests <= most]
+        token_s = _mean([option.stats.token_s for option in options], TOKEN_S)
+        row_s = _mean([option.stats.row_s for option in options], ROW_S)
+        costs = [option.cost_s(num_tokens, token_s, row_s) for option in options]
+        limit = min(costs) + CLOSE * num_tokens * token_s
+        close = [option for option, cost in zip(options, costs, strict=True) if cost <= limit]
+        least = min(option.num_requests for option in close)
+        close = [option for option in close if option.num_requests == least]
+        self._turn += 1  # equals take turns
+        return close[self._turn % len(close)]
+
+    def _remember(self, keys: Sequence[int], option: _Option, num_tokens: int) -> None:
+        sent, now = option.sent, self._clock()
         sent.count += 1
-        sent.at = self._clock()
+        sent.num_tokens += num_tokens
+        sent.at = now
         for key in keys:
-            self._served_by[key] = client
-            self._served_by.move_to_end(key)
-        while len(self._served_by) > MAX_REMEMBERED:
-            self._served_by.popitem(last=False)
+            self._expected[id(option.client), key] = now
+            self._expected.move_to_end((id(option.client), key))
+        while len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
 
 
-def _prefix_keys(request: Request) -> list[int]:
-    """One hash per whole block of the prompt's start; each covers everything before it."""
-    keys: list[int] = []
-    key = hash(request.cache_salt)
-    num_blocks = min(len(request.prompt) // PREFIX_BLOCK, MAX_PREFIX_BLOCKS)
-    for start in range(0, num_blocks * PREFIX_BLOCK, PREFIX_BLOCK):
-        key = hash((key, request.prompt[start : start + PREFIX_BLOCK]))
-        keys.append(key)
-    return keys
+def _mean(measured: Sequence[float], unknown: float) -> float:
+    """The mean of what engines have measured."""
+    known = [value for value in measured if value]
+    return sum(known) / len(known) if known else unknown
