@@ -20,7 +20,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.protocol.stream import Generation, Piece
-from infer.server.routes.messages import MessageWriter, MessagesRequest
+from infer.server.routes.messages import MessagesRequest, MessageWriter
 from infer.server.routes.responses import ResponsesRequest, ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
