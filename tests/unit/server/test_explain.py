@@ -200,7 +200,9 @@ def test_what_the_engine_has_forgotten_the_server_still_knows(oracle: LLM) -> No
     async def refused(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r"})
         assert answer.status_code == 422
-        assert "Its answer was an error: " in (await story(http, "r"))["sentences"][-1]
+        told = await story(http, "r")
+        assert told["sentences"][0].startswith("It was refused, or failed before its first token: ")
+        assert told["sentences"][1:] == ["It ended with error."] and told["status"] == 422
 
     serve(oracle, ScriptedClient(speaks), script)
     serve(oracle, ScriptedClient(refuses), refused)

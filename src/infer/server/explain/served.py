@@ -23,6 +23,7 @@ import msgspec
 
 from infer.scheduling.request import Request
 
+MAX_MARKS = 16  # ends of stages that are kept: those of a body with many prompts are as many
 MAX_PARTS = 8  # prompts of one body that are explained; the others are only counted
 PREFIX_TOKENS = (64, 256, 1024)  # beginnings of prompts that are compared
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -98,6 +99,7 @@ class ServedRequests:
         """Keep a request that has ended until `limit` others have."""
         if self._open.pop(id(served), None) is None:
             return
+        served.marks = served.marks[:MAX_MARKS]
         self._ended[id(served)] = served
         while len(self._ended) > self.limit:
             self._ended.popitem(last=False)

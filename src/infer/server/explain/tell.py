@@ -110,12 +110,12 @@ def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
     if part.last_at:
         seconds |= {"decode": part.last_at - first, "out": max(served.ended_at - part.last_at, 0.0)}
     said = [FORGOTTEN]
+    if served.error is not None and not part.first_at:
+        said = [f"It was refused, or failed before its first token: {served.error}"]
     if part.num_tokens:
         said.append(f"It has made {words.spell_count(part.num_tokens, 'token')}.")
     if part.finish_reason is not None:
         said.append(f"It ended with {part.finish_reason}.")
-    if served.error is not None:
-        said.append(f"Its answer was an error: {served.error}")
     return {
         "engine_id": part.engine_id,
         "engine": part.engine,
