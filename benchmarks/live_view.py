@@ -9,7 +9,8 @@ Two parts:
     throughput   one engine decodes `--rows` sequences without a pause. Runs of `--seconds` with a page and
                  without one take turns, so that whatever else the machine does meets both. Every tenth of a
                  second the engine is asked for a snapshot, which is encoded as it is for its server. The
-                 result is the median ratio of all pairs of runs.
+                 result is the median ratio of all pairs of runs, and the share of the engine's CPU time that
+                 snapshots and rows of steps took, which other programs on the machine hardly change.
 
 Without `--model` the model is a tiny random one on the CPU. Its steps are short, so a share of them is small:
 the worst case. CPU seconds are those of this process, and on a CPU they are less noisy than the clock.
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.ipc_engine import NullDevice
 from benchmarks.machine import facts
@@ -51,6 +52,7 @@ class Run(NamedTuple):
 
     per_second: float
     per_cpu_second: float
+    share: float  # of the CPU time, that the view took
 
 
 class Load:
@@ -59,8 +61,16 @@ class Load:
     def __init__(self, engine: Engine, num_rows: int) -> None:
         self._engine = engine
         self._numbers = itertools.count()
+        self._view_s = 0.0  # CPU seconds in the view
+        view = engine._live
+        self._note, view.note = view.note, self._timed_note  # type: ignore[method-assign]
         for _ in range(num_rows):
             self._add()
+
+    def _timed_note(self, *given: Any, **named: Any) -> None:
+        start = time.thread_time()
+        self._note(*given, **named)
+        self._view_s += time.thread_time() - start
 
     def _add(self) -> None:
         number = next(self._numbers)
@@ -71,18 +81,19 @@ class Load:
     def run(self, seconds: float, *, with_page: bool) -> Run:
         """Step for a while, with a page that looks or without one."""
         clock, cpu = time.perf_counter(), time.process_time()
-        num_tokens, look_at = 0, 0.0
+        num_tokens, look_at, self._view_s = 0, 0.0, 0.0
         while (now := time.perf_counter()) < clock + seconds:
             if with_page and now >= look_at:
+                start = time.thread_time()
                 encode(LiveReport(1, self._engine.look()))
+                self._view_s += time.thread_time() - start
                 look_at = now + MIN_INTERVAL_S
             for output in self._engine.step():
                 num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     self._add()
-        return Run(
-            num_tokens / (time.perf_counter() - clock), num_tokens / max(time.process_time() - cpu, 1e-9)
-        )
+        cpu_s = time.process_time() - cpu
+        return Run(num_tokens / (time.perf_counter() - clock), num_tokens / cpu_s, self._view_s / cpu_s)
 
 
 def compare(engine: Engine, num_rows: int, num_pairs: int, seconds: float) -> None:
@@ -91,6 +102,7 @@ def compare(engine: Engine, num_rows: int, num_pairs: int, seconds: float) -> No
     load.run(seconds, with_page=False)
     walls: list[float] = []
     cpus: list[float] = []
+    shares: list[float] = []
     for number in range(num_pairs):
         runs = {}
         for with_page in (False, True) if number % 2 else (True, False):
@@ -98,6 +110,7 @@ def compare(engine: Engine, num_rows: int, num_pairs: int, seconds: float) -> No
                 load.run(WATCH_S + 0.1, with_page=False)  # until nothing is written down any more
             runs[with_page] = load.run(seconds, with_page=with_page)
         walls.append(runs[True].per_second / runs[False].per_second)
+        shares.append(runs[True].share)
         cpus.append(runs[True].per_cpu_second / runs[False].per_cpu_second)
         print(
             f"  pair {number + 1}: {runs[False].per_second:,.0f} tokens/s without, {walls[-1]:.4f} of it with"
@@ -105,6 +118,9 @@ def compare(engine: Engine, num_rows: int, num_pairs: int, seconds: float) -> No
     for name, ratios in (("by the clock", walls), ("by CPU time", cpus)):
         low, high = min(ratios), max(ratios)
         print(f"throughput {name}: {statistics.median(ratios):.4f} of that without ({low:.4f} to {high:.4f})")
+    print(
+        f"view       {statistics.median(shares):.2%} of the CPU time ({min(shares):.2%} to {max(shares):.2%})"
+    )
 
 
 def snapshot_costs() -> Iterator[tuple[int, int, float, float]]:
@@ -121,8 +137,10 @@ def snapshot_costs() -> Iterator[tuple[int, int, float, float]]:
             engine.add(Request(request_id=f"request-{number:032}", prompt=prompt, params=params))
         while len(scheduler.running) < num_rows or any(seq.num_output < 2 for seq in scheduler.running):
             engine.step()
-        view, times = LiveView(scheduler, itertools.count(0.0, MIN_INTERVAL_S).__next__, lambda: 0.0), []
+        clock = [0.0]
+        view, times = LiveView(scheduler, lambda now=clock: now[0]), []  # type: ignore[misc]
         for _ in range(30):
+            clock[0] += MIN_INTERVAL_S
             start = time.thread_time()
             data = encode(LiveReport(1, view.look()))
             times.append(1e3 * (time.thread_time() - start))

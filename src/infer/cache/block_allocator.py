@@ -68,6 +68,11 @@ class BlockAllocator:
         return len(self.free)
 
     @property
+    def idle(self) -> Collection[int]:
+        """The blocks that only the prefix tree holds; live, to be read only."""
+        return self._idle.keys()
+
+    @property
     def num_idle(self) -> int:
         """How many blocks only the prefix tree holds."""
         return len(self._idle)

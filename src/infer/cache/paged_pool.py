@@ -40,7 +40,7 @@ in `kv_store.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -384,9 +384,14 @@ class PagedKVCachePool:
         )
 
     @property
-    def free_blocks(self) -> Sequence[int]:
+    def free_blocks(self) -> Collection[int]:
         """The blocks without an owner; live, to be read only."""
         return self._device.free
+
+    @property
+    def idle_blocks(self) -> Collection[int]:
+        """The blocks that only the prefix tree holds; live, to be read only."""
+        return self._device.idle
 
     def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield every sequence's id, its device blocks and its host blocks, for pictures."""

@@ -23,7 +23,8 @@ A snapshot holds ids and counts. No token, no text and no prompt is in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from heapq import nsmallest
 from typing import Final
@@ -66,6 +67,9 @@ STEP_COLUMNS: Final = (
     "in_graph",  # 1: the model ran in a captured graph
     "microseconds",  # from the launch of the step, or from the end of the one before, to its end
 )
+
+
+NUM_COLUMNS: Final = len(STEP_COLUMNS)
 
 
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -112,18 +116,12 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class LiveView:
     """The ring of steps and the last snapshot of one engine; the engine's thread owns it."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         self.is_on = False
         self.clock = clock
-        self._cpu_clock = cpu_clock  # by which the cost of a snapshot is measured
         self._scheduler = scheduler
         self._until = 0.0
-        self._rows = np.zeros((0, len(STEP_COLUMNS)), dtype=np.int64)
+        self._rows = array("q")  # one after the other; written much faster than numpy's
         self._num_rows = 0  # written since the view was turned on
         self._num_forks = 0  # counted up to the last row
         self._ended_at = 0.0  # the end of the last step
@@ -155,7 +153,7 @@ class LiveView:
             num_decoding = int(np.count_nonzero(decodes))
             num_tokens = int(lengths[~decodes].sum())
         began_at = max(launched_at, self._ended_at)
-        self._rows[self._num_rows % MAX_STEPS] = (
+        row = (
             plan.step,
             num_decoding,
             num_rows - num_decoding,
@@ -168,6 +166,8 @@ class LiveView:
             in_graph,
             round(1e6 * (now - began_at)) if launched_at else 0,
         )
+        start = self._num_rows % MAX_STEPS * NUM_COLUMNS
+        self._rows[start : start + NUM_COLUMNS] = array("q", row)
         self._num_rows += 1
         self._num_forks, self._ended_at = self._scheduler.num_forks, now
 
@@ -179,14 +179,13 @@ class LiveView:
         if not self.is_on or now > self._until:
             self.is_on, self._num_rows = True, 0
             self._num_forks = self._scheduler.num_forks
-            self._rows = np.zeros((MAX_STEPS, len(STEP_COLUMNS)), dtype=np.int64)
+            self._rows = array("q", bytes(8 * NUM_COLUMNS * MAX_STEPS))
         self._until = now + WATCH_S
         if self._last is None or now >= self._next_at:
             self._last = self._make(now, list(compiling))
         return self._last
 
     def _make(self, now: float, compiling: list[SequenceGroup]) -> LiveSnapshot:
-        began_at = self._cpu_clock()
         scheduler, pool = self._scheduler, self._scheduler.pool
         running, waiting = scheduler.running, [seq for seq in scheduler.sequences() if not seq.is_running]
         groups = {id(seq.group): seq.group for seq in running[: 4 * MAX_RUNNING]}
@@ -200,7 +199,8 @@ class LiveView:
             (owners.get(seq_id, UNLISTED), blocks, swapped)
             for seq_id, blocks, swapped in pool.tables_of_all()
         ]
-        codes_of_blocks = _codes([row[:2] for row in held], pool.num_blocks, pool.free_blocks)
+        own = [row[:2] for row in held]
+        codes_of_blocks = _codes(own, pool.num_blocks, pool.free_blocks, pool.idle_blocks)
         host = _codes([(code, swapped) for code, _, swapped in held], pool.num_host_blocks)
         per_cell, cells = _cells(codes_of_blocks)
         host_per_cell, host_cells = _cells(host)
@@ -217,7 +217,7 @@ class LiveView:
         free, cached, shared, owned = np.bincount(
             np.minimum(codes_of_blocks, HELD), minlength=NUM_KINDS
         ).tolist()
-        interval_s = max(MIN_INTERVAL_S, (self._cpu_clock() - began_at) / MAX_SHARE)
+        interval_s = max(MIN_INTERVAL_S, (self.clock() - now) / MAX_SHARE)
         self._next_at = now + interval_s
         return LiveSnapshot(
             number=self._num_made,
@@ -244,9 +244,9 @@ class LiveView:
         )
 
     def _last_rows(self) -> bytes:
-        first = self._num_rows % MAX_STEPS
         if self._num_rows <= MAX_STEPS:
-            return self._rows[: self._num_rows].tobytes()
+            return self._rows[: self._num_rows * NUM_COLUMNS].tobytes()
+        first = self._num_rows % MAX_STEPS * NUM_COLUMNS
         return self._rows[first:].tobytes() + self._rows[:first].tobytes()
 
     def _look_slowly(self, now: float) -> tuple[list[Branch], tuple[int, int, int]]:
@@ -310,12 +310,19 @@ def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
 
 
 def _codes(
-    held: Iterable[tuple[int, list[int]]], num_blocks: int, free: Seq[int] | None = None
+    held: Iterable[tuple[int, list[int]]],
+    num_blocks: int,
+    free: Collection[int] = (),
+    idle: Collection[int] | None = None,
 ) -> np.ndarray:
-    """A code for each block, from what sequences hold; of the others `free` are free, or all: None."""
-    codes = np.full(num_blocks, FREE if free is None else CACHED, dtype=np.int64)
-    if free:
-        codes[np.array(free)] = FREE
+    """A code for each block, from what sequences hold and whichever of `free` and `idle` are fewer.
+
+    Without `idle`, all that no sequence holds are free.
+    """
+    is_idle_few = idle is None or len(idle) <= len(free)
+    few = (idle or ()) if is_idle_few else free
+    codes = np.full(num_blocks, FREE if is_idle_few else CACHED, dtype=np.int64)
+    codes[_numbers(few)] = CACHED if is_idle_few else FREE
     blocks: list[int] = []
     owners: list[int] = []
     counts: list[int] = []
@@ -324,10 +331,14 @@ def _codes(
         owners.append(code)
         counts.append(len(held_blocks))
     if blocks:
-        taken = np.array(blocks)
+        taken = _numbers(blocks)
         codes[taken] = np.repeat(owners, counts)
         codes[np.bincount(taken, minlength=num_blocks) > 1] = SHARED
     return codes
+
+
+def _numbers(blocks: Collection[int]) -> np.ndarray:
+    return np.fromiter(blocks, np.int64, len(blocks))
 
 
 def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
@@ -343,13 +354,13 @@ def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
 
 
 def _summarise(codes: np.ndarray, per_cell: int) -> np.ndarray:
-    """What most blocks of each cell are; of those that are held, the owner of the first."""
-    padded = np.full(-(-len(codes) // per_cell) * per_cell, -1, dtype=np.int64)
-    padded[: len(codes)] = codes
-    grid = padded.reshape(-1, per_cell)
-    kinds = np.minimum(grid, HELD)
-    order = np.array((HELD, SHARED, CACHED, FREE))
-    most = order[np.argmax([np.count_nonzero(kinds == kind, axis=1) for kind in order], axis=0)]
-    first_held = grid[np.arange(len(grid)), np.argmax(kinds == HELD, axis=1)]
+    """What most blocks of each cell are; if that is held, the owner of the first one held."""
+    cells, kinds = np.arange(len(codes)) // per_cell, np.minimum(codes, HELD)
+    num_cells = int(cells[-1]) + 1
+    counts = np.bincount(cells * NUM_KINDS + kinds, minlength=num_cells * NUM_KINDS).reshape(-1, NUM_KINDS)
+    most = HELD - np.argmax(counts[:, ::-1], axis=1)  # of equal counts, the highest kind
+    held = np.flatnonzero(kinds == HELD)[::-1]
+    first_held = np.zeros(num_cells, dtype=np.int64)
+    first_held[cells[held]] = codes[held]  # where a cell has several, the last to be written: its first block
     summary: np.ndarray = np.where(most == HELD, first_held, most)
     return summary

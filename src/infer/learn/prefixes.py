@@ -70,7 +70,7 @@ def check(student: Student) -> None:
         def oldest_idle(self) -> int | None:
             asked = [
                 IdleBlock(block, self._since.get(block, 0), self._uses[block])
-                for block in self._idle
+                for block in self.idle
                 if block not in self._needed
             ]
             if not asked:

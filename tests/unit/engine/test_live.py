@@ -52,7 +52,7 @@ class Clock:
 
 def make_world(**knobs: Any) -> tuple[OracleWorld, Clock]:
     world, clock = OracleWorld(**knobs), Clock()
-    world.engine._live = LiveView(world.scheduler, clock, clock)
+    world.engine._live = LiveView(world.scheduler, clock)
     return world, clock
 
 
@@ -292,7 +292,10 @@ def test_a_long_queue_is_listed_in_part() -> None:
 def test_many_blocks_are_summed_up_by_cell() -> None:
     num_blocks = 100_000
     free = list(range(60_000, num_blocks))
-    codes = _codes([(4, list(range(30_000))), (5, list(range(29_990, 50_000)))], num_blocks, free)
+    held = [(4, list(range(30_000))), (5, list(range(29_990, 50_000)))]
+    idle = range(50_000, 60_000)
+    codes = _codes(held, num_blocks, free, idle)
+    assert codes.tolist() == _codes(held, num_blocks, free, [*idle, *free]).tolist()  # by those that are free
     assert np.bincount(np.minimum(codes, HELD)).tolist() == [40_000, 10_000, 10, 49_990]
     per_cell, runs = _cells(codes)
     cells = unrolled(runs)
