@@ -3,7 +3,8 @@
     0     done
     1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
           `infer bench`: a figure got worse, or requests failed; `infer generate --prompts-file`:
-          some prompts have no answer; `infer learn check`: something is wrong with the file
+          some prompts have no answer; `infer batch`: some lines have an error in its place;
+          `infer learn check`: something is wrong with the file
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
     141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
