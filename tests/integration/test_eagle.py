@@ -16,25 +16,31 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from infer.config.settings import EngineConfig
+from infer.engine.build import build_engine
 from infer.engine.draft_head import DraftHead
 from infer.engine.engine import Engine
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.cpu.library import library
 from infer.layers.attention import LayerInputs
 from infer.layers.whole_sequence import WholeSequence
-from infer.loader.eagle import load_eagle
+from infer.loader.eagle import head_bytes, load_eagle
+from infer.loader.find.source import resolve_model
 from infer.loader.formats.checkpoint import write_safetensors
+from infer.loader.load import load_model
 from infer.models.eagle3 import Eagle3
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.integration.test_speculation import (
     ALL_FAMILIES,
+    COSTS,
     DEPENDENT,
     MIX,
     PRESSURE,
     ROOT,
     VOCAB_SIZE,
     assert_same,
+    checkpoint,
     directory,
     engine_of,
     requests_of,
@@ -284,9 +290,6 @@ def test_a_head_whose_drafts_are_wrong_is_switched_off() -> None:
 
 
 def test_steps_of_a_head_are_measured() -> None:
-    from infer.config.settings import EngineConfig
-    from infer.engine.build import build_engine
-
     settings = EngineConfig.from_knobs(num_blocks=32, block_size=4, **head_knobs("llama", 3))
     engine = build_engine(settings, target("llama"))
     assert engine.speculation is not None
@@ -304,3 +307,21 @@ def test_a_request_without_drafts_leaves_the_head_able_to_draft() -> None:
     loud = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     serve(engine, [Request(request_id="1", prompt=tuple(range(50, 61)), params=loud)])
     assert found and share_right("llama", found) == 1.0
+
+
+def test_a_head_of_a_packed_model_is_kept_in_8_bits() -> None:
+    source = resolve_model(checkpoint("llama"), show_progress=False)
+    packed = load_model(source, dtype="float32", device="cpu", quantization="int8")
+    head = load_eagle(make_head("llama"), packed)
+    assert head.fc.stored.scheme == "int8"
+    assert loaded_head("llama").fc.stored.scheme == "none"
+    kept = sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
+    assert head_bytes(head.config, torch.float32, packs=True) == kept
+    requests = requests_of([*GREEDY[:2], {"temperature": 1.0, "seed": 3, "logit_bias": BIASED}])
+    knobs = {"num_blocks": 64, "block_size": 4}
+    plain, drafted = (
+        build_engine(EngineConfig.from_knobs(**knobs, **more), packed, step_costs=COSTS)
+        for more in ({}, head_knobs("llama", 4))
+    )
+    assert_same(serve(drafted, requests), serve(plain, requests))
+    assert totals(drafted)[1] > 0

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +44,7 @@ from infer.loader.load import LoadedModel, load_model
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
 from infer.models.config import ModelConfig
-from infer.models.eagle3 import Eagle3
+from infer.models.eagle3 import Eagle3, EagleConfig
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.ngram import NgramProposer
@@ -66,9 +65,13 @@ class HeadHeaders:
     """What the files of a head say."""
 
     source: ModelSource
-    config: ModelConfig  # of its one block
-    num_weights: int
+    eagle: EagleConfig
     eos_ids: tuple[int, ...] = ()  # the model's own end its texts
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of its one block."""
+        return self.eagle.block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +157,8 @@ def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelCon
             f"draft_model={settings.draft_model} is an EAGLE-3 head and speculative_method=draft_model wants "
             "a whole model; use speculative_method=eagle3, or leave it out"
         )
-    config, tensors = read_eagle_headers(source.path, model)
-    num_weights = sum(prod(stored.shape) for name, stored in tensors.items() if name not in ("d2t", "t2d"))
-    return HeadHeaders(source=source, config=config.block, num_weights=num_weights)
+    config, _ = read_eagle_headers(source.path, model)
+    return HeadHeaders(source=source, eagle=config)
 
 
 def _find_shape(name: str) -> ModelHeaders:

@@ -73,8 +73,7 @@ class HeadModel(nn.Module):
         g_TD = self.head.combine(states_TF)
         rows, positions = step.rows[places_S].long(), step.positions[places_S]
         self.ring_RPD[rows, positions % self.ring_RPD.shape[1]] = g_TD[places_S]
-        step.logit_indices = torch.zeros(1, dtype=torch.int64, device=g_TD.device)  # no guess is needed
-        self.head(next_tokens_T, g_TD, step)
+        self.head.remember(next_tokens_T, g_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V]: what the head cannot guess has no chance."""

@@ -1,7 +1,8 @@
 """Read an EAGLE-3 head from its directory: config.json and one or several safetensors files.
 
 Everything that does not fit is said before a weight is read: tensors that are missing, unused or of the wrong
-shape, and draft tokens outside the model's vocabulary. The head has the dtype and the device of its model.
+shape, and draft tokens outside the model's vocabulary. The head has the dtype and the device of its model;
+where the model's matrices are packed for a CPU, its own are rounded to 8 bits.
 
 Two tensors are not weights. `d2t` says which tokens can be guessed, as *offsets*: draft token w is token
 w + d2t[w] of the model. `t2d` has a flag for each token of the model, which must tell the same tokens.
@@ -13,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from infer.errors import CheckpointError
+from infer.layers.linear import Projected
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.headers import find_sources
@@ -22,6 +25,7 @@ from infer.loader.load import LoadedModel
 from infer.loader.placement import match_tensors
 from infer.models.config import ModelConfig
 from infer.models.eagle3 import WEIGHT_MAP, Eagle3, EagleConfig, read_config
+from infer.quant.packed import Int8, Packed
 
 
 def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, layer: int = 0) -> Eagle3:
@@ -32,13 +36,8 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
     config, tensors = read_eagle_headers(directory, target.config)
     token_ids_W = _read_token_ids(directory, config, tensors)
     block = replace(config.block, context_len=target.max_seq_len + num_drafts)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(target.dtype)
-    try:
-        with target.device:
-            head = Eagle3(replace(config, block=block), layer=layer)
-    finally:
-        torch.set_default_dtype(before)
+    packs = any(isinstance(each.stored, Packed) for each in _matrices(target.model))
+    head = _make(replace(config, block=block), target.dtype, target.device, layer=layer, packs=packs)
     sources = find_sources(tensors, WEIGHT_MAP)
     with torch.no_grad():
         for move in match_tensors(head, sources, WEIGHT_MAP, name=directory.name, is_tied=False):
@@ -46,6 +45,32 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
         head.token_ids_W.copy_(token_ids_W)
     head.share(target.model)
     return head.eval()
+
+
+def _make(
+    config: EagleConfig, dtype: torch.dtype, device: torch.device, *, layer: int = 0, packs: bool
+) -> Eagle3:
+    """A head without its weights; `packs`: its matrices are kept in 8 bits."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            head = Eagle3(config, layer=layer)
+    finally:
+        torch.set_default_dtype(before)
+    for matrix in _matrices(head) if packs else ():
+        matrix.use(Int8(matrix.spec))
+    return head
+
+
+def _matrices(network: nn.Module) -> list[Projected]:
+    return [module for module in network.modules() if isinstance(module, Projected)]
+
+
+def head_bytes(config: EagleConfig, dtype: torch.dtype, *, packs: bool) -> int:
+    """The bytes that the weights of a head take; `packs`: beside a model that is packed for a CPU."""
+    head = _make(config, dtype, torch.device("meta"), packs=packs)
+    return sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
 
 
 def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfig, dict[str, StoredTensor]]:

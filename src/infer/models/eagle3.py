@@ -148,13 +148,18 @@ class EagleBlock(nn.Module):
         self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext
     ) -> ResidualStream:
         """The residual stream behind the block: of all rows, or of those whose guess is needed."""
+        stream = self.attend(embedded_TD, states_TD, step)
+        stream.add(self.mlp(self.mlp_norm(stream)))
+        return stream
+
+    def attend(self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> ResidualStream:
+        """The residual stream behind the attention, which has cached the keys and values of all rows."""
         normed_TD = as_tensor(self.state_norm(states_TD))
         x_TX = torch.cat([as_tensor(self.embedding_norm(embedded_TD)), normed_TD], dim=-1)
         stream = ResidualStream(normed_TD if self.norm_before_residual else states_TD)
         if step.logit_indices is not None:
             step = LastLayerStep(step, stream, step.logit_indices)
         stream.add(self.attention(x_TX, step))
-        stream.add(self.mlp(self.mlp_norm(stream)))
         return stream
 
 
@@ -207,6 +212,15 @@ class Eagle3(nn.Module):
         stream = self.layers[0](self.embedding(next_tokens_T), states_TD, step)
         hidden_SD = as_tensor(self.norm(stream))
         return Guess(hidden_SD, hidden_SD if self.config.norm_output else stream.settle())
+
+    def remember(self, next_tokens_T: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> None:
+        """Cache the keys and values of such rows, without a guess."""
+        assert self.embedding is not None, "share has not been called"
+        # a kernel wants a row to compute
+        step.logit_indices = torch.zeros(1, dtype=torch.int64, device=states_TD.device)
+        block = self.layers[0]
+        assert isinstance(block, EagleBlock)
+        block.attend(self.embedding(next_tokens_T), states_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, W]; column w is the token `token_ids_W[w]`."""

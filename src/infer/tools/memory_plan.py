@@ -59,11 +59,12 @@ from infer.engine.speculation_build import HeadHeaders, draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES
+from infer.loader.eagle import head_bytes
 from infer.loader.find.source import read_hub_id, resolve_model
 from infer.loader.headers import ModelHeaders, headers_of_config, read_headers
 from infer.loader.load import LoadChoice, check_length, choose_device
 from infer.loader.placement import plan_moves
-from infer.loader.quantization import AS_STORED
+from infer.loader.quantization import AS_STORED, PACKED
 from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_weights
 from infer.quant.gpu_schemes import LOADING_BYTES
 
@@ -218,7 +219,8 @@ def plan_draft(
     layout = kv_layout(choice.config, resolved)
     if isinstance(headers, HeadHeaders):
         beside = draft_bytes(resolved, headers.config, choice.dtype, layout)
-        return DraftMemory(headers.source.name, headers.num_weights * choice.dtype.itemsize, beside)
+        weights = head_bytes(headers.eagle, choice.dtype, packs=choice.weights in PACKED)
+        return DraftMemory(headers.source.name, weights, beside)
     load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1)
     draft = choose_load(replace(config, load=load), headers, machine)
     beside = draft_bytes(resolved, draft.config, draft.dtype, layout)
