@@ -14,6 +14,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.client import load
+from infer.constraints.description import Structured
 from infer.errors import ConfigError
 from infer.loader.find.source import resolve_model
 from infer.models.registry import FAMILIES
@@ -130,7 +131,7 @@ def test_quantized_files_answer_the_same(recipe: str, quantization: str, root: P
 
 @pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q8_0", marks=pytest.mark.slow)])
 def test_gguf_answers_the_same(kind: str, root: Path, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 300}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 300}
     reference = reference_model("llama", num_hidden_layers=1, **sizes)
     path, tokenizer = write_gguf(tmp_path / "m.gguf", reference, kind=kind), str(checkpoint(root, "llama"))
     assert answers(path, 2, quantization="auto", tokenizer=tokenizer) == answers(
@@ -148,7 +149,10 @@ SETTINGS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "beams": (SamplingParams(max_tokens=6, n=2, temperature=0, use_beam_search=True), {}),
     "penalties": (replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.3, logit_bias={17: 2.0}), {}),
     "min tokens": (SamplingParams(max_tokens=8, min_tokens=6, temperature=0), {}),
-    "constraint": (SamplingParams(max_tokens=8, temperature=0, structured={"regex": "[a-z]{6}"}), {}),
+    "constraint": (
+        SamplingParams(max_tokens=8, temperature=0, structured=Structured(kind="regex", text="[a-z]{6}")),
+        {},
+    ),
     "no prefix cache": (GREEDY, {"use_prefix_caching": False}),
     "chunks": (GREEDY, {"prefill_chunk_size": 7, "max_num_batched_tokens": 16}),
     "recompute": (GREEDY, {"kv_cache_memory": None, "num_blocks": 5, "preemption": "recompute"}),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from infer.client import load, rank_process
 
 
-def load_nothing(*_: object) -> NoReturn:
+def load_nothing(*_: Any, **__: Any) -> NoReturn:
     """Fail as a bug would."""
     raise RuntimeError("no luck with this part")
 
