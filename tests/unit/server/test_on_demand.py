@@ -82,11 +82,15 @@ def play(
     scene: Callable[[Stage], Awaitable[None]],
     *,
     closed: tuple[str, ...] = (),
+    settle_s: float = 0.01,
     **knobs: Any,
 ) -> None:
-    """Run a scene with the models a, b and c, which load at once but for those in `closed`."""
+    """Run a scene with the models a, b and c, which load at once but for those in `closed`.
+
+    Where requests wait for a model while others wait for its room, `settle_s` is long for a busy machine.
+    """
     monkeypatch.setattr(on_demand, "SWEEP_S", 0.01)
-    monkeypatch.setattr(on_demand, "SETTLE_S", 0.01)
+    monkeypatch.setattr(on_demand, "SETTLE_S", settle_s)
 
     @asynccontextmanager
     async def stage() -> AsyncIterator[Stage]:
@@ -234,7 +238,7 @@ def test_a_model_with_requests_is_not_cut_off_and_newcomers_wait_for_its_next_lo
         assert engine.is_closed and stage.starts == {"a": 2, "b": 1}
         assert stage.loaded == ["a"]
 
-    play(monkeypatch, oracle, scene)
+    play(monkeypatch, oracle, scene, settle_s=2.0)
 
 
 def test_models_that_are_asked_for_at_once_are_all_served(
@@ -244,7 +248,7 @@ def test_models_that_are_asked_for_at_once_are_all_served(
         await asyncio.gather(*(stage.ok(name) for name in "abcabcabc"))
         assert stage.starts == {"a": 1, "b": 1, "c": 1}
 
-    play(monkeypatch, oracle, scene)
+    play(monkeypatch, oracle, scene, settle_s=2.0)
 
 
 def test_an_idle_model_is_unloaded_and_keeps_its_name(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:

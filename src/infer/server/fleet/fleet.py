@@ -158,6 +158,7 @@ class Fleet:
             retiring = asyncio.create_task(self._take_away(old, math.inf))
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
+        model.used_at = time.monotonic()  # whoever waits for it takes it in a moment
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
         self._tell_names()
