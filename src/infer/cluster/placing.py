@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,15 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError:
         raise ConfigError(HOW_TO_INSTALL) from None
+
+
+def _take_signals_back() -> None:
+    """Have Python handle signals again: Ray's handler of SIGTERM aborts the process three seconds later."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)
 
 
 class ReplicaActor:
@@ -96,6 +106,7 @@ class RayPlacer:
             raise ConfigError(
                 f"no Ray cluster answers at {address or 'the usual address'}: {error}"
             ) from None
+        _take_signals_back()
 
     @property
     def count(self) -> int:
