@@ -13,6 +13,7 @@ import json
 import os
 import random
 from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ import pytest
 from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.build import build_engine
+from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
+from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder, open_model
 from infer.scheduling.request import Request, StepOutput
@@ -86,6 +89,16 @@ class Remembering:
     @property
     def silent_s(self) -> float:
         return self._engine.silent_s
+
+    @property
+    def prefixes(self) -> AbstractSet[int]:
+        return self._engine.prefixes
+
+    async def explain(self, request_id: str) -> EngineStory | None:
+        return await self._engine.explain(request_id)
+
+    async def look(self) -> LiveSnapshot:
+        return await self._engine.look()
 
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()

@@ -263,6 +263,8 @@ class ServerState:
             async with asyncio.timeout(limit_s):
                 while (chosen := self._choose(wanted)) in self.loadable and chosen not in self.models:
                     await self.demand(chosen)
+                    if (record := _RECORD.get()) is not None:
+                        record.mark("load")
         except TimeoutError:
             raise RequestTimeout(
                 f"model {wanted!r} was not loaded after {limit_s:g} s; try again later"
