@@ -31,7 +31,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -262,15 +261,6 @@ def progress(taken: float, num_ended: int, num_here: int, num_cases: int, num_fa
     )
 
 
-def uninterrupted_pool(jobs: int) -> Pool:
-    """Processes that do not see Ctrl-C, which is for this one; those that replace them do not either."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes begin with this mask
-    try:
-        return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=200)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def run_many(journal: Journal, jobs: int) -> int:
     """Run cases until all requests were sent; returns how many failed."""
     seeds = journal.seeds
@@ -279,7 +269,9 @@ def run_many(journal: Journal, jobs: int) -> int:
     if journal.ended:
         print(f"going on after {len(journal.ended)} cases, {journal.num_failed} of them failed", flush=True)
     started, told_at = time.monotonic(), 0.0
-    with uninterrupted_pool(jobs) as pool:
+    # Ctrl-C is for this process
+    ignore: dict[str, Any] = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=200, **ignore) as pool:
         for number, (seed, events, report) in enumerate(pool.imap_unordered(run_seed, todo), start=1):
             journal.add(seed, events, report)
             if report is not None:
