@@ -36,8 +36,16 @@ from infer.cache.memory import free_host_bytes, host_memory
 from infer.cache.prefix_tree import Branch
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence, SequenceGroup
+from infer.scheduling.sequence import SequenceGroup
+from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_STEP, NO_TOKENS
 
+WAITS: Final = {  # names of the reasons why a queue stands still
+    NEXT_STEP: "step",
+    BATCH_FULL: "place",
+    NO_TOKENS: "budget",
+    CACHE_FULL: "blocks",
+    BATCH_CLOSED: "batch",
+}
 WATCH_S: Final = 3.0  # after the last look, in which steps are still written down
 MIN_INTERVAL_S: Final = 0.1  # between two snapshots
 MAX_SHARE: Final = 0.005  # of the time, that snapshots may take
@@ -258,18 +266,15 @@ class LiveView:
         return branches, host_bytes
 
 
-def waits_for(seq: Sequence, scheduler: Scheduler, *, is_first: bool) -> str:
-    """The first thing a waiting sequence lacks, as far as counts can tell.
+def waits_for(scheduler: Scheduler, *, is_first: bool) -> str:
+    """What the first sequence of the queue waits for (scheduling/watch.py), and the others for their turn.
 
-    "place": the batch is full. "blocks": its tokens need more blocks than can be had; what the prefix tree
-    would spare is not looked up. "turn": sequences come in strictly in order, and others are before it.
-    "budget": the steps' tokens are spent on others, or no step has been planned since it came.
+    "place": the batch is full, for all of them. "blocks": there are too few. "budget": the steps' tokens are
+    spent on others. "batch": a static batch runs to its end. "step": nothing but the next plan.
     """
-    if scheduler.num_free_places < seq.num_slots:
-        return "place"
-    if scheduler.pool.blocks_of(seq.num_tokens) > scheduler.pool.num_free_blocks:
-        return "blocks"
-    return "budget" if is_first else "turn"
+    if scheduler.hold == BATCH_FULL or is_first:
+        return WAITS[scheduler.hold]
+    return "turn"
 
 
 def _describe(
@@ -279,7 +284,7 @@ def _describe(
     sequences = group.unfinished
     states = {seq.state for seq in sequences}
     state = next((name for name in ("DECODE", "PREFILL") if name in states), "WAITING").lower()
-    reason = waits_for(sequences[0], scheduler, is_first=is_first) if states == {"WAITING"} else ""
+    reason = waits_for(scheduler, is_first=is_first) if states == {"WAITING"} else ""
     return LiveRequest(
         group.request.request_id,
         state,

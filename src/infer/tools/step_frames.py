@@ -29,6 +29,7 @@ from infer.sampling.params import MAX_LOGPROBS, SamplingParams
 from infer.scheduling.plan import Chunk, StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import Sequence
+from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_STEP, NO_TOKENS
 from infer.tools.candidates import KEPT, UNKNOWN, Candidate, DrawContext, weigh
 from infer.tools.replay import Stepper
 
@@ -201,14 +202,14 @@ class StepFrames(EngineObserver):
         """Why the sequence whose turn is next was not let in."""
         scheduler = self._engine.scheduler
         config, pool = scheduler.config, scheduler.pool
-        if seq.num_slots > scheduler.num_free_places:
-            return f"no place in the batch of {config.max_batch_size}"
-        needed = pool.blocks_of(seq.num_tokens)
-        if needed > pool.num_free_blocks:
-            return f"needs {_count(needed, 'block')}, {pool.num_free_blocks} can be had"
-        if config.batching_mode == "static":
-            return "the batch is closed until its last sequence ends"
-        return f"no tokens left of the step's {config.max_num_batched_tokens}"
+        return {
+            NEXT_STEP: "comes in with the next step",
+            BATCH_FULL: f"no place in the batch of {config.max_batch_size}",
+            NO_TOKENS: f"no tokens left of the step's {config.max_num_batched_tokens}",
+            CACHE_FULL: f"needs {_count(pool.blocks_of(seq.num_tokens), 'block')}, "
+            f"{pool.num_free_blocks} can be had",
+            BATCH_CLOSED: "the batch is closed until its last sequence ends",
+        }[scheduler.hold]
 
     # -- sampling -----------------------------------------------------------------------------------
 

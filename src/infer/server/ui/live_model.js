@@ -15,6 +15,8 @@ const REASONS = {
   budget: "token budget",
   compile: "its constraint to be compiled",
   turn: "its turn",
+  step: "the next step",
+  batch: "the end of a static batch",
 };
 const RATE_S = 3; // seconds over which rates are taken
 
