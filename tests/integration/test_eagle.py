@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 
 from infer.config.settings import EngineConfig
-from infer.engine.build import build_engine
+from infer.engine.build import build_engine, resolve_for
 from infer.engine.draft_head import DraftHead
 from infer.engine.engine import Engine
+from infer.engine.speculation_build import load_draft
+from infer.errors import ConfigError
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.cpu.library import library
 from infer.layers.attention import LayerInputs
@@ -27,7 +30,7 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.loader.eagle import head_bytes, load_eagle
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.checkpoint import write_safetensors
-from infer.loader.load import load_model
+from infer.loader.load import RankGroup, load_model
 from infer.models.eagle3 import Eagle3
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -325,3 +328,11 @@ def test_a_head_of_a_packed_model_is_kept_in_8_bits() -> None:
     )
     assert_same(serve(drafted, requests), serve(plain, requests))
     assert totals(drafted)[1] > 0
+
+
+def test_a_head_is_refused_where_ranks_have_its_model_in_parts() -> None:
+    loaded = target("llama")
+    config = resolve_for(EngineConfig.from_knobs(**head_knobs("llama", 3)), loaded)
+    ranks = cast("RankGroup", object())
+    with pytest.raises(ConfigError, match="leave out tensor_parallel_size"):
+        load_draft(config, replace(loaded, ranks=ranks))

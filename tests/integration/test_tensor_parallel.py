@@ -139,6 +139,18 @@ def test_gguf_answers_the_same(kind: str, root: Path, tmp_path: Path) -> None:
     )
 
 
+def test_idle_time_does_not_touch_what_ranks_have_cached(root: Path) -> None:
+    path = checkpoint(root, "llama")
+    knobs: dict[str, Any] = {"device": "cpu", "quantization": "none", "kv_cache_memory": "4MiB"}
+    knobs |= {"max_seq_len": 96, "record_cpu_step": False, "speculative_method": "ngram"}
+    with LLM(path, tensor_parallel_size=2, **knobs) as llm:
+        before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        assert llm._engine is not None
+        for _ in range(24):
+            llm._engine.use_idle_time()
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+
+
 # -- settings and requests -----------------------------------------------------------------------------
 
 SAMPLED = SamplingParams(max_tokens=10, temperature=1.0, seed=5, ignore_eos=True)

@@ -69,7 +69,7 @@ def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> It
 
 
 def _first_chain(salt: str | None) -> bytes:
-    return hashlib.blake2b((salt or "").encode(), digest_size=CHAIN_BYTES).digest()
+    return hashlib.blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=CHAIN_BYTES).digest()
 
 
 def _next_chain(chain: bytes, ids: bytes) -> bytes:

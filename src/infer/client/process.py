@@ -115,6 +115,10 @@ class EngineServer:
             while not self._poll(self._patience_ms):
                 wait_s = self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
+            if (
+                self._patience_ms is not None
+            ):  # work has come between two pieces: the next waits as the first did
+                self._patience_ms = max(self._patience_ms, round(IDLE_S * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
         for link in self._links:
@@ -145,9 +149,12 @@ class EngineServer:
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.Explain):
-            story = self._engine.explain(command.request_id)
-            link.answers.append(messages.Answer(command.ticket, None, None, story))
-
+            try:
+                story = self._engine.explain(command.request_id)
+                link.answers.append(messages.Answer(command.ticket, None, None, story))
+            except Exception as error:  # a story that cannot be told must not stop any request
+                logger.exception("no story of %s", command.request_id)
+                self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.Watch):
             try:
                 report = messages.LiveReport(command.ticket, self._engine.look())

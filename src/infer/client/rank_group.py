@@ -185,7 +185,8 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
     with open(reading, "rb") as lines:
         for line in lines:
             if line.strip() != DONE:
-                failure = msgspec.json.decode(line, type=Failure)
+                with contextlib.suppress(msgspec.DecodeError):  # it was killed while it wrote
+                    failure = msgspec.json.decode(line, type=Failure)
                 continue
             with group.changed:
                 group.num_done[rank] += 1

@@ -253,7 +253,10 @@ def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
     """Return the seconds that this many tokens of a prompt take, on all ranks together."""
     if loaded.ranks is not None:
         loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
-    return prefill_seconds(loaded.model, loaded.device, num_tokens)
+    seconds = prefill_seconds(loaded.model, loaded.device, num_tokens)
+    if loaded.ranks is not None:
+        loaded.ranks.check()
+    return seconds
 
 
 def token_bytes_of(

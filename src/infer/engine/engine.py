@@ -89,7 +89,7 @@ class _Flight(NamedTuple):
     step: PendingStep
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
     result: StepResult | None = None  # once it has been read
-    launched_at: float = 0.0  # on the clock of the live view, while that is on
+    launched_at: float = 0.0  # just before the device got it
 
 
 class Engine:
@@ -147,6 +147,7 @@ class Engine:
         self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
         self._live = LiveView(scheduler, clock)  # what pages see, while any look
         self._pace = StepPace()
+        self._ended_at = 0.0  # the end of the last step that was concluded
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -323,11 +324,7 @@ class Engine:
         """Plan, run, commit, report; returns what the step made, in the order of the plan."""
         if self._compiling.has_done:
             self._unreported += self._take_compiled()
-        started, num_steps = perf_counter(), self.scheduler.step
         outputs = self._step()
-        if self.scheduler.step > num_steps:
-            num_tokens, num_rows = self.scheduler.num_planned_tokens, len(self.scheduler.running)
-            self._pace.observe(perf_counter() - started, num_tokens, num_rows)
         if self._unreported:
             outputs = self._unreported + outputs
             self._unreported = []
@@ -358,6 +355,7 @@ class Engine:
             if speculation is not None:
                 speculation.complete(plan)
             order = self._host.order(plan, awaits_masks=self._is_guided)
+            launched_at = self._clock()
             step = self._device.run(order)
             if speculation is not None:
                 speculation.settle(order)
@@ -375,11 +373,11 @@ class Engine:
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._has_drafts = plan.chunks.num_drafts > 0
         if self._is_guided:
-            return self._sample(plan, step)
-        self._flights.append(_Flight(plan, step, set(), launched_at=self._launched_at()))
+            return self._sample(plan, step, launched_at)
+        self._flights.append(_Flight(plan, step, set(), launched_at=launched_at))
         return self._retire(all_but=self._num_ahead)
 
-    def _sample(self, plan: StepPlan, step: PendingStep) -> list[StepOutput]:
+    def _sample(self, plan: StepPlan, step: PendingStep, launched_at: float) -> list[StepOutput]:
         """Sample a step that has begun, once all ids before it are known: they say what may come next.
 
         The device waits for that. The rest of what they mean is found out while it samples.
@@ -400,7 +398,7 @@ class Engine:
             self._unreported += outputs + self._conclude_read() + self._give_up(plan, error)
             raise
         dropped: set[int] = set()
-        self._flights.append(_Flight(plan, step, dropped, launched_at=self._launched_at()))
+        self._flights.append(_Flight(plan, step, dropped, launched_at=launched_at))
         if self._guided.may_jump(plan):
             outputs += self._retire(all_but=1)
             outputs += self._guided.jump(plan, dropped)
@@ -431,9 +429,6 @@ class Engine:
             return min(self._steps_ahead, 2)
         is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
-
-    def _launched_at(self) -> float:
-        return self._live.clock() if self._live.is_on else 0.0
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
         """Wait for the steps under way, but for the last ones, and report what came of them."""
@@ -474,8 +469,11 @@ class Engine:
         """Report what came of a step that has been read."""
         plan, step, _, result, launched_at = flight
         assert result is not None
+        now = self._clock()
+        seconds, self._ended_at = now - max(launched_at, self._ended_at), now
+        self._pace.observe(plan.chunks, seconds)
         if self._live.is_on:
-            self._live.note(plan, result.ids, launched_at=launched_at, in_graph=step.in_graph)
+            self._live.note(plan, result.ids, seconds, in_graph=step.in_graph)
         if plan.chunks.num_drafts:
             if self.speculation is not None:
                 self.speculation.judge(plan, result.ids)

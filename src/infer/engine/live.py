@@ -132,7 +132,6 @@ class LiveView:
         self._rows = array("q")  # one after the other; written much faster than numpy's
         self._num_rows = 0  # written since the view was turned on
         self._num_forks = 0  # counted up to the last row
-        self._ended_at = 0.0  # the end of the last step
         self._last: LiveSnapshot | None = None
         self._num_made = 0
         self._next_at = 0.0
@@ -140,7 +139,7 @@ class LiveView:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def note(self, plan: StepPlan, ids: Seq[Seq[int]], *, launched_at: float, in_graph: bool) -> None:
+    def note(self, plan: StepPlan, ids: Seq[Seq[int]], seconds: float, *, in_graph: bool) -> None:
         """Write down a step that has ended, before its drafts are taken back; turns off what nobody sees."""
         now = self.clock()
         if now > self._until:
@@ -160,7 +159,6 @@ class LiveView:
                 decodes &= lengths == 1
             num_decoding = int(np.count_nonzero(decodes))
             num_tokens = int(lengths[~decodes].sum())
-        began_at = max(launched_at, self._ended_at)
         row = (
             plan.step,
             num_decoding,
@@ -172,12 +170,12 @@ class LiveView:
             len(plan.preempted),
             len(plan.transfers),
             in_graph,
-            round(1e6 * (now - began_at)) if launched_at else 0,
+            round(1e6 * seconds),
         )
         start = self._num_rows % MAX_STEPS * NUM_COLUMNS
         self._rows[start : start + NUM_COLUMNS] = array("q", row)
         self._num_rows += 1
-        self._num_forks, self._ended_at = self._scheduler.num_forks, now
+        self._num_forks = self._scheduler.num_forks
 
     # -- snapshots --------------------------------------------------------------------------------
 

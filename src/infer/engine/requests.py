@@ -70,12 +70,12 @@ class RequestTable:
         leader.num_samples = 1 if group.is_beam else params.num_sequences
         if group.request.pooling is not None:
             leader.num_samples = 0  # it never draws: its last chunk is pooled
+        self._scheduler.add(leader)  # first: a policy of the user's own may refuse it
         self.num_added += 1
         if params.is_guided:
             self.guided.add(leader, grammar)
         if group.has_joint_sequence:
             self.queued_joint.add(group.request.request_id)
-        self._scheduler.add(leader)
         self.groups[group.request.request_id] = group
 
     def begin(self, leader: Sequence) -> None:

@@ -47,6 +47,7 @@ from infer.models.config import ModelConfig
 from infer.models.eagle3 import Eagle3, EagleConfig
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
+from infer.speculative.careful import CarefulProposer
 from infer.speculative.ngram import NgramProposer
 from infer.speculative.proposer import Proposer
 from infer.speculative.suffix import SuffixProposer
@@ -173,6 +174,11 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
     if headers is None:
         return None
     if isinstance(headers, HeadHeaders):
+        if loaded.ranks is not None:
+            raise ConfigError(
+                "an EAGLE-3 head reads matrices of its model, which ranks have in parts; leave out "
+                "tensor_parallel_size, or use another speculative_method"
+            )
         head = load_eagle(headers.source.path, loaded, num_drafts=settings.max_drafts)
         bind(
             head,
@@ -265,7 +271,7 @@ def make_speculation(
             ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
             1e3 * costs.draft_s,
         )
-        if isinstance(device, TorchDevice) and draft_device is None:
+        if isinstance(device, TorchDevice) and draft_device is None and loaded.ranks is None:
             again = measure_again(device, shape, vocab_size, costs)
     if settings.synthetic_acceptance is not None:
         logger.warning(
@@ -297,8 +303,7 @@ def _make_proposer(settings: SpeculationConfig) -> Proposer:
                 f"speculative_method={settings.method} is {found!r}; it must be a class with the methods "
                 f"{', '.join(PROPOSES)} of infer.speculative.proposer.Proposer"
             )
-        made: Proposer = found()
-        return made
+        return CarefulProposer(found(), settings.method)
     if settings.method == "suffix":
         return SuffixProposer(settings.suffix_max_answers)
     return NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from infer.scheduling.plan import Chunks
+
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds for the size of a step
 
 
@@ -97,12 +99,17 @@ class StepPace:
     def __init__(self) -> None:
         self.token_s = self.row_s = 0.0
 
-    def observe(self, seconds: float, num_tokens: int, num_rows: int) -> None:
-        """Take a step of so many tokens; one with more tokens than rows computes prompts."""
+    def observe(self, chunks: Chunks, seconds: float) -> None:
+        """Take a step that has ended, unless it has drafts; more tokens than rows mean prompts."""
+        num_rows = num_tokens = len(chunks)
+        if chunks.num_drafts or not num_rows:
+            return
+        if not chunks.is_repeated:
+            num_tokens = int((chunks.stops - chunks.starts).sum())
         if num_tokens > num_rows:
             self.token_s = _lean(self.token_s, seconds / num_tokens)
-        elif num_tokens:
-            self.row_s = _lean(self.row_s, seconds / num_tokens)
+        else:
+            self.row_s = _lean(self.row_s, seconds / num_rows)
 
 
 def _lean(mean: float, value: float) -> float:

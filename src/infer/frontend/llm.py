@@ -77,7 +77,7 @@ class TextModel:
         self._process = os.getpid()  # the only process in which the engine has its threads and its GPU
         self.encoder, loaded = open_model(self.config, show_progress=show_progress)
         engine = build_engine(self.config, loaded, observer=observer)
-        self.model_config = loaded.config
+        self.model_config = loaded.whole or loaded.config
         self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
         self.name, self.tokenizer = self.encoder.name, self.encoder.tokenizer
         self.sampling_defaults = self.encoder.sampling_defaults  # values of fields left open; may be empty

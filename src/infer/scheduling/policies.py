@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from infer.config.own_code import load_code
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineError
 from infer.scheduling.sequence import Sequence
 
 
@@ -45,6 +45,13 @@ POLICIES = {
 }
 
 
+def _number(urgency: object, name: str) -> float:
+    """Return an urgency that sequences can be sorted by; what is not one refuses the request."""
+    if isinstance(urgency, int | float) and not math.isnan(urgency):
+        return float(urgency)
+    raise EngineError(f"scheduler_policy={name} returned {urgency!r}; it must return a number")
+
+
 def find_policy(name: str) -> Policy:
     """Return a policy by its name, or the user's own by where it is."""
     if name in POLICIES:
@@ -53,7 +60,7 @@ def find_policy(name: str) -> Policy:
     if isinstance(found, Policy):
         return found
     if callable(found) and not isinstance(found, type):
-        return Policy(urgency=found)
+        return Policy(urgency=lambda seq: _number(found(seq), name))
     raise ConfigError(
         f"scheduler_policy={name} is {found!r}; it must be an infer.scheduling.policies.Policy, or a "
         "function that takes a sequence and returns a number, smaller for what goes first"

@@ -286,6 +286,10 @@ def replay_config(
     if draft_model is None and knobs.get("speculative_decoding") is False:
         knobs["speculative_method"] = "auto"  # one that needs a draft model was turned off, and has none now
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
+    if named := config.own_code():  # a record may come from a stranger
+        raise ConfigError(
+            f"the record was made with code of its user's own ({', '.join(named)}); a replay does not load it"
+        )
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.
     is_contiguous = config.cache.kv_cache_backend == "contiguous"

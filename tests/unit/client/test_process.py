@@ -251,6 +251,23 @@ def test_the_vocabulary_is_read_by_an_engine_that_is_idle_and_not_before(
     assert read == [2] and waits == [1000, 1000, None, None]
 
 
+def test_work_between_two_idle_pieces_makes_the_next_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waits = make_engine(), list[int | None]()
+    monkeypatch.setattr(engine, "use_idle_time", lambda: 0.0)  # there are more pieces
+
+    def poll(timeout_ms: int | None) -> bool:
+        waits.append(timeout_ms)
+        if len(waits) == 5:
+            raise StopIteration
+        return len(waits) == 3  # a command comes after two pieces
+
+    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
+    with pytest.raises(StopIteration):
+        EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
+    assert waits[:4] == [1000, 0, 0, 1000]
+
+
 class SilentProcess:
     """An engine process that takes commands and never answers."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from infer.config.settings import EngineConfig
 from infer.config.speculation import SpeculationConfig
 from infer.engine.build import make_pool
 from infer.engine.speculation_build import _make_proposer
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineError
 from infer.scheduling.policies import Policy, find_policy
+from infer.speculative.careful import CarefulProposer
+from infer.speculative.proposer import Wish
 
 FILE = """
 from infer.cache.block_allocator import BlockAllocator
@@ -117,11 +121,54 @@ def test_allocator_is_a_subclass(file: Path) -> None:
 def test_proposer_is_a_class_with_three_methods(file: Path) -> None:
     settings = SpeculationConfig(speculative_method=f"{file}:Guesses")
     assert settings.is_on
-    assert type(_make_proposer(settings)).__name__ == "Guesses"
+    assert type(_make_proposer(settings)).__name__ == "CarefulProposer"
     with pytest.raises(ConfigError, match="propose, has_match, finish"):
         _make_proposer(SpeculationConfig(speculative_method=f"{file}:Mine"))
     with pytest.raises(ConfigError, match="looks drafts up and needs no draft_model"):
         SpeculationConfig(speculative_method=f"{file}:Guesses", draft_model="x")
+
+
+def test_policy_that_returns_no_number_refuses_the_request(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text("def nothing(seq): return None\ndef nan(seq): return float('nan')\n", encoding="utf-8")
+    for name in ("nothing", "nan"):
+        with pytest.raises(EngineError, match="it must return a number"):
+            find_policy(f"{path}:{name}").urgency(None)  # type: ignore[arg-type]  # it is not looked at
+
+
+class Faulty:
+    """A proposer that breaks every promise."""
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer = answer
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+        if self.answer is None:
+            raise RuntimeError("no idea")
+        return self.answer  # type: ignore[return-value]  # whatever it is
+
+    def has_match(self, wish: Wish) -> bool:
+        raise RuntimeError("no idea")
+
+    def finish(self, wish: Wish) -> None:
+        raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize("answer", [None, [], [[1], [2], [3]], [["a"], [1]], 7])
+def test_faults_of_a_proposer_cost_drafts_and_are_said_once(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = CarefulProposer(Faulty(answer), "mine.py:Faulty")
+    wish = Wish(1, array("I", [1, 2]), 1, "", 4)
+    assert [list(drafts) for drafts in proposer.propose([wish, wish])] == [[], []]
+    assert proposer.has_match(wish) is False
+    proposer.finish(wish)
+    assert len(caplog.records) == 1 and "mine.py:Faulty" in caplog.text
+
+
+def test_drafts_of_a_proposer_are_passed_on() -> None:
+    wish = Wish(1, array("I", [1, 2]), 1, "", 4)
+    assert CarefulProposer(Faulty([(5, 6)]), "x").propose([wish]) == [[5, 6]]
 
 
 def test_unknown_choice_says_that_code_may_be_named() -> None:

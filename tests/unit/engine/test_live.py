@@ -6,6 +6,7 @@ The engine is real, its model is the token oracle, and the clock belongs to the 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,8 @@ from infer.engine.live import (
     _cells,
     _codes,
 )
+from infer.execution.device import StepResult
+from infer.execution.order import StepMasks, StepOrder
 from tests.support.oracle import OracleWorld, prompt_of
 from tests.support.oracle_drafts import speculation_of
 
@@ -52,7 +55,7 @@ class Clock:
 
 def make_world(**knobs: Any) -> tuple[OracleWorld, Clock]:
     world, clock = OracleWorld(**knobs), Clock()
-    world.engine._live = LiveView(world.scheduler, clock)
+    world.engine._live, world.engine._clock = LiveView(world.scheduler, clock), clock
     return world, clock
 
 
@@ -154,16 +157,38 @@ def test_a_step_says_what_was_in_it() -> None:
     assert [row["step"] for row in rows_of(look(world, clock))] == list(range(1, len(world.plans) + 1))
 
 
-def test_the_time_of_a_step_begins_with_its_launch_or_the_end_of_the_one_before() -> None:
+def slow_down(world: OracleWorld, clock: Clock, seconds_of: Callable[[StepOrder], float]) -> None:
+    """Let the device take its time for a step."""
+    compute = world.runner.compute
+
+    def slow(order: StepOrder, masks: StepMasks) -> StepResult:
+        clock.now += seconds_of(order)
+        return compute(order, masks)
+
+    world.runner.compute = slow  # type: ignore[method-assign]  # a device of its own for one method
+
+
+def test_the_time_of_a_step_is_that_of_the_device_and_not_of_the_idle_time_before() -> None:
     world, clock = make_world()
+    slow_down(world, clock, lambda order: 0.002)
     world.engine.look()
     world.add("a", prompt_of(4), max_tokens=3)
     clock.now += 1.0  # idle
-    clock.tick = 0.002
     world.step()
-    clock.tick = 0.0
     (row,) = rows_of(look(world, clock))
     assert row["microseconds"] == 2000
+
+
+def test_the_pace_of_prompts_and_of_rows_is_told_apart_while_sequences_end() -> None:
+    world, clock = make_world(num_blocks=64)
+    slow_down(world, clock, lambda order: 0.001 * order.num_tokens if order.num_tokens > 4 else 0.5)
+    for number in range(20):
+        world.add(f"r{number}", prompt_of(8, start=number), max_tokens=1 + number % 3)
+        world.step()
+    world.run()
+    stats = world.engine.stats()
+    assert 0.0005 < stats.token_s < 0.1, "prompts of a thousandth of a second for each token"
+    assert stats.row_s > 0.1, "rows that decode"
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -259,6 +259,14 @@ def test_knobs_of_another_release_are_refused() -> None:
         replay_config(replace(facts, knobs={**facts.knobs, "block_size": "4"}), None)
 
 
+@pytest.mark.parametrize("knob", ["scheduler_policy", "block_allocator", "speculative_method"])
+def test_code_that_a_record_names_is_not_loaded(knob: str, tmp_path: Path) -> None:
+    facts, path = make_facts(), tmp_path / "evil.py"
+    path.write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"code of its user's own \\({knob}\\)"):
+        replay_config(replace(facts, knobs={**facts.knobs, knob: f"{path}:x"}), None)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
