@@ -162,6 +162,12 @@ def step_prompts(
     recorder: EngineObserver | None,
 ) -> None:
     """Load the model, answer the prompts step by step on the screen, and print the answers at the end."""
+    for flag in ("stats", "api_key"):
+        if getattr(args, flag, None):
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} has no effect on steps, which show their own times and need no "
+                "server; leave it out"
+            )
     stepping.forbid_overlap(args)
     frames, observer = stepping.make_frames(screen, recorder)
     llm = asking.open_llm(args, observer)

@@ -26,7 +26,13 @@ examples:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument("what", nargs="?", choices=("start", "check"), help="write a file, or check one")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        metavar="ACTION",
+        choices=("start", "check"),
+        help="write a file, or check it",
+    )
     parser.add_argument("lesson", nargs="?", metavar="LESSON", help="number or name of a lesson")
     parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help="your Python file")
     flags.add_common_flags(parser)

@@ -158,7 +158,13 @@ def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelCon
             f"draft_model={settings.draft_model} is an EAGLE-3 head and speculative_method=draft_model wants "
             "a whole model; use speculative_method=eagle3, or leave it out"
         )
-    config, _ = read_eagle_headers(source.path, model)
+    try:
+        config, _ = read_eagle_headers(source.path, model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"draft_model={settings.draft_model} cannot be read as an EAGLE-3 head: {error} (a whole model "
+            "drafts with speculative_method=draft_model)"
+        ) from None
     return HeadHeaders(source=source, eagle=config)
 
 

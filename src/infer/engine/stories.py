@@ -235,7 +235,10 @@ class Stories:
         """Note a chunk of a prompt; those that are computed again after a preemption only as tokens."""
         self._chunk_tokens += num_tokens
         life = self._live.get(seq.request_id)
-        if life is None or life.story.first_at:
+        if life is None:
+            return
+        if life.story.first_at:
+            life.chunks_then += num_tokens  # its own, which are not computed beside it
             return
         story = life.story
         story.num_chunks += 1

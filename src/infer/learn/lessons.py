@@ -53,6 +53,8 @@ def module_of(lesson: str) -> Any:
 
 def check_file(lesson: str, path: Path, *, seconds: float = CHECK_SECONDS) -> CheckResult:
     """Check a file in another process."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; name a Python file in it")
     if not path.is_file():
         raise ConfigError(
             f"there is no file {path}; 'infer learn start {LESSONS.index(lesson) + 1} {path}' writes one to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 from infer.bench.simulated import run_simulated
 from infer.bench.traces import TraceRequest, to_workload
@@ -29,7 +30,12 @@ MUCH_BETTER = 0.7  # of the mean wait in order of arrival
 
 def check(student: Student) -> None:
     """Run one load in the real scheduler under the student's policy and in order of arrival."""
-    policy = student.spec("urgency")
+    policy, request = student.spec("urgency"), SimpleNamespace(priority=0)
+    student.doing = "calling urgency(seq) for a prompt of 16 tokens"
+    found = student.get("urgency")(
+        SimpleNamespace(num_prompt=16, max_total=24, arrival=1, group=SimpleNamespace(request=request))
+    )
+    expect(isinstance(found, int | float), f"urgency must return a number, got {found!r}")
     student.doing = "serving 80 requests under your policy"
     mine, mine_served = _mean_wait(policy)
     first_come, served = _mean_wait("fcfs")

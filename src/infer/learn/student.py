@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.config.own_code import load_file
+from infer.errors import InferError
 
 
 class Wrong(Exception):
@@ -48,6 +49,8 @@ class Student:
         """Return what went wrong, with the line of the file that it came from."""
         if isinstance(error, Wrong):
             return str(error)
+        while isinstance(error, InferError) and error.__cause__ is not None:
+            error = error.__cause__  # the engine tells what the student's code raised
         if isinstance(error, SyntaxError):
             return f"line {error.lineno} of {self.path.name} is not Python: {error.msg}"
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]

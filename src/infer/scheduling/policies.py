@@ -45,8 +45,12 @@ POLICIES = {
 }
 
 
-def _number(urgency: object, name: str) -> float:
+def _number(function: Callable[[Sequence], object], seq: Sequence, name: str) -> float:
     """Return an urgency that sequences can be sorted by; what is not one refuses the request."""
+    try:
+        urgency = function(seq)
+    except Exception as error:
+        raise EngineError(f"scheduler_policy={name} raised {type(error).__name__}: {error}") from error
     if isinstance(urgency, int | float) and not math.isnan(urgency):
         return float(urgency)
     raise EngineError(f"scheduler_policy={name} returned {urgency!r}; it must return a number")
@@ -60,7 +64,7 @@ def find_policy(name: str) -> Policy:
     if isinstance(found, Policy):
         return found
     if callable(found) and not isinstance(found, type):
-        return Policy(urgency=lambda seq: _number(found(seq), name))
+        return Policy(urgency=lambda seq: _number(found, seq, name))
     raise ConfigError(
         f"scheduler_policy={name} is {found!r}; it must be an infer.scheduling.policies.Policy, or a "
         "function that takes a sequence and returns a number, smaller for what goes first"

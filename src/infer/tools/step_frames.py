@@ -174,7 +174,7 @@ class StepFrames(EngineObserver):
                 not ids or len(seq.tokens) <= seq.num_prompt + len(ids)
             )
             kind = "prompt" if is_new else "recompute"
-            end = seq.num_prompt if is_new else len(seq.tokens)
+            end = seq.num_prompt if is_new else len(seq.tokens) - len(ids)
             left = end - chunk.stop
             told = f"positions {chunk.start} to {chunk.stop - 1}" + (f", {left} left" if left > 0 else "")
             if chunk.start == seq.num_cached > 0:

@@ -357,7 +357,7 @@ def test_a_step_that_was_under_way_is_no_fault_of_the_server() -> None:
     assert sentences(story, served, part)[:2] == [
         "The server had it for 2.0 s before it went to the engine (reading the body 100 ms, tokenizing "
         "300 ms, loading the model 1.5 s, picking an engine 100 ms).",
-        "The engine took it 3.0 s later, when the step that it was in had ended.",
+        "The engine, which takes requests between two steps, took it 3.0 s later.",
     ]
     seconds = stages(story, served, part)
     assert seconds == {

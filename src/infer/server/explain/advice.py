@@ -30,6 +30,7 @@ class Case(NamedTuple):
     seconds: Mapping[str, float]  # by stage
     alike: Sequence[int] = ()  # prompts of the same owner under other salts, by length of the shared prefix
     taken_s: float = 0.0  # seconds until its engine took it
+    load_s: float = 0.0  # seconds until its model was loaded
 
     def counts(self, value_s: float) -> bool:
         """Whether so many seconds are worth a word."""
@@ -176,11 +177,21 @@ def _prompts_beside(case: Case) -> str | None:
     )
 
 
-def _api(case: Case) -> str | None:
-    if not case.counts(case.seconds["API"]):
+def _load(case: Case) -> str | None:
+    if not case.counts(case.load_s):
         return None
     return (
-        f"the server took {spell_s(case.seconds['API'])} before it went to the engine: more api_processes, "
+        f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models or "
+        "idle_unload keeps models loaded, and without on_demand all are"
+    )
+
+
+def _api(case: Case) -> str | None:
+    seconds = case.seconds["API"] - case.load_s
+    if not case.counts(seconds):
+        return None
+    return (
+        f"the server took {spell_s(seconds)} before it went to the engine: more api_processes, "
         "or prompts as token ids"
     )
 
@@ -193,13 +204,17 @@ def _slow_reader(case: Case) -> str | None:
 
 RULES: Sequence[Callable[[Case], str | None]] = (
     _long_step, _full_batch, _full_cache, _no_tokens, _closed_batch, _policy, _preempted, _salted, _chunks,
-    _compiling, _masks, _drafts, _prompts_beside, _api, _slow_reader,
+    _compiling, _masks, _drafts, _prompts_beside, _load, _api, _slow_reader,
 )  # fmt: skip
 
 
 def advise(
-    story: EngineStory, seconds: Mapping[str, float], alike: Sequence[int] = (), taken_s: float = 0.0
+    story: EngineStory,
+    seconds: Mapping[str, float],
+    alike: Sequence[int] = (),
+    taken_s: float = 0.0,
+    load_s: float = 0.0,
 ) -> list[str]:
     """What every rule says of a story; one sentence if none has anything to say."""
-    case = Case(story, seconds, alike, taken_s)
+    case = Case(story, seconds, alike, taken_s, load_s)
     return [said for rule in RULES if (said := rule(case)) is not None] or [NOTHING]

@@ -146,7 +146,7 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
         "total_ms": _ms(sum(seconds.values())),
         "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
         "sentences": words.sentences(story, served, part),
-        "advice": advise(story, seconds, alike, words.taken_s(story, part)),
+        "advice": advise(story, seconds, alike, words.taken_s(story, part), words.load_s(served)),
         "queue": {
             "steps": story.waited_steps,
             "by_reason_ms": words.held_ms(story),

@@ -93,7 +93,7 @@ def _sentences(story: EngineStory, served: ServedRequest | None, part: ServedPar
     if served is not None:
         yield _api(seconds["API"], served)
     if (waited := taken_s(story, part)) >= MIN_SAID_S:
-        yield f"The engine took it {spell_s(waited)} later, when the step that it was in had ended."
+        yield f"The engine, which takes requests between two steps, took it {spell_s(waited)} later."
     if story.is_structured:
         yield _compile(story, seconds["compile"])
     if story.accepted_at:
@@ -135,6 +135,15 @@ def _api(seconds: float, served: ServedRequest) -> str:
         before = max(before, at)
     detail = f" ({', '.join(said)})" if said else ""
     return f"The server had it for {spell_s(seconds)} before it went to the engine{detail}."
+
+
+def load_s(served: ServedRequest | None) -> float:
+    """Seconds that a request waited for its model to be loaded on demand."""
+    before, seconds = 0.0, 0.0
+    for stage, at in () if served is None else (("", served.arrived_at), *served.marks):
+        seconds += at - before if stage == "load" else 0.0
+        before = max(before, at)
+    return seconds
 
 
 def _compile(story: EngineStory, seconds: float) -> str:
@@ -250,6 +259,8 @@ def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | No
         return "It was aborted before its end."
     if reason == "length":
         return "It ended with length: max_tokens, or all that the context has room for, was reached."
+    if not story.num_output:
+        return "It ended with stop: it asked for no text."
     return "It ended with stop: the model's end of text, a stop token or a stop string came."
 
 
