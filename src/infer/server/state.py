@@ -261,7 +261,7 @@ class ServerState:
         limit_s = self.config.request_timeout or None
         try:
             async with asyncio.timeout(limit_s):
-                while (chosen := self._choose(wanted)) in self.loadable and chosen not in self.models:
+                while (chosen := self._choose(wanted)) in self.loadable and self._find(chosen) is None:
                     await self.demand(chosen)
                     if (record := _RECORD.get()) is not None:
                         record.mark("load")
@@ -274,7 +274,7 @@ class ServerState:
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
         wanted = name if name is not None else self.default_model
-        found = self.models.get(self._choose(wanted)) if wanted is not None else None
+        found = self._find(self._choose(wanted)) if wanted is not None else None
         if found is None:
             raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
@@ -282,6 +282,12 @@ class ServerState:
             found.num_held += 1
         found.used_at = monotonic()
         return found
+
+    def _find(self, name: str) -> ServedModel | None:
+        """The model of a name that the current request holds, even if the name is gone, else the loaded one."""
+        record = _RECORD.get()
+        held = record.models if record is not None else ()
+        return next((model for model in held if model.name == name), self.models.get(name))
 
     def _choose(self, name: str) -> str:
         """The model that a name means for the current request; one that is down is left out.

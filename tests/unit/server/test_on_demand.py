@@ -25,7 +25,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.protocol.stream import LateStream
 from infer.server.routes import json_route
 from infer.server.routes.ollama import read_keep_alive
-from infer.server.state import ServerState
+from infer.server.state import RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 
 ADMIN = {"authorization": "Bearer root"}
@@ -239,6 +239,23 @@ def test_a_model_with_requests_is_not_cut_off_and_newcomers_wait_for_its_next_lo
         assert stage.loaded == ["a"]
 
     play(monkeypatch, oracle, scene, settle_s=2.0)
+
+
+def test_a_request_does_not_wait_for_a_model_that_it_holds(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        with recording(RequestRecord("req-1", 0.0)):
+            held = await stage.state.use_model("a")
+            other = asyncio.create_task(stage.ok("b"))
+            await until(lambda: not stage.state.models)  # a makes room when its request has ended
+            async with asyncio.timeout(30):
+                assert await stage.state.use_model("a") is held
+            assert stage.state.get_model("a") is held
+        await other
+        assert stage.starts == {"a": 1, "b": 1} and held.num_held == 0
+
+    play(monkeypatch, oracle, scene)
 
 
 def test_models_that_are_asked_for_at_once_are_all_served(
