@@ -50,11 +50,13 @@ class ModelUse(NamedTuple):
     num_held: int
     used_at: float  # monotonic seconds, which all processes of a machine share
     keep_s: float | None
+    kept_at: float  # when a client said `keep_s`; 0: none has
 
     def plus(self, other: ModelUse) -> ModelUse:
         """The use in two processes together; what clients last said about `keep_s` holds."""
-        latest = max(self, other, key=lambda use: use.used_at)
-        return ModelUse(self.num_held + other.num_held, latest.used_at, latest.keep_s)
+        used_at = max(self.used_at, other.used_at)
+        keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
+        return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +73,12 @@ class ServedModel:
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
     used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
     keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
+    kept_at: float = 0.0  # when the client said so, in monotonic seconds
 
     @property
     def use(self) -> ModelUse:
         """How this process uses the model."""
-        return ModelUse(self.num_held, self.used_at, self.keep_s)
+        return ModelUse(self.num_held, self.used_at, self.keep_s, self.kept_at)
 
     @property
     def is_up(self) -> bool:
@@ -87,7 +90,7 @@ class ServedModel:
         return self.router.pick(request, self.clients)
 
     async def wait_unheld(self, timeout_s: float) -> None:
-        """Wait until no HTTP request holds the model, at most so long."""
+        """Wait until no HTTP request holds the model, or until `timeout_s` seconds have passed."""
         give_up_at = monotonic() + timeout_s
         while self.num_held and monotonic() < give_up_at:
             await asyncio.sleep(UNLOAD_POLL_S)
@@ -284,7 +287,7 @@ class ServerState:
         return found
 
     def _find(self, name: str) -> ServedModel | None:
-        """The model of a name that the current request holds, even if the name is gone, else the loaded one."""
+        """The model of a name that the current request holds, even if its name is gone, or the loaded one."""
         record = _RECORD.get()
         held = record.models if record is not None else ()
         return next((model for model in held if model.name == name), self.models.get(name))

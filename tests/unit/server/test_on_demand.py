@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import CheckpointError, ConfigError
+from infer.errors import CheckpointError, ConfigError, EngineLost
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -25,7 +26,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.protocol.stream import LateStream
 from infer.server.routes import json_route
 from infer.server.routes.ollama import read_keep_alive
-from infer.server.state import RequestRecord, ServerState, recording
+from infer.server.state import ModelUse, RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 
 ADMIN = {"authorization": "Bearer root"}
@@ -258,6 +259,67 @@ def test_a_request_does_not_wait_for_a_model_that_it_holds(
     play(monkeypatch, oracle, scene)
 
 
+def test_an_operator_who_hangs_up_cuts_off_no_request(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.gate.clear()
+        open_one = asyncio.create_task(stage.ok("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        load = stage.client.post("/admin/models/load", json={"name": "d", "model": "d"})
+        operator = asyncio.create_task(load)
+        await until(lambda: not stage.state.models)
+        operator.cancel()
+        await asyncio.gather(operator, return_exceptions=True)
+        assert not engine.is_closed
+        engine.gate.set()
+        await open_one
+        await until(lambda: engine.is_closed)
+
+    play(monkeypatch, oracle, scene, settle_s=2.0)
+
+
+@pytest.mark.parametrize("what", ["unload", "replace"])
+def test_a_model_that_leaves_takes_its_place_until_its_engines_end(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, what: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.gate.clear()
+        open_one = asyncio.create_task(stage.ok("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        path, body = "/admin/models/unload", dict[str, Any](name="a")
+        if what == "replace":
+            stage.may_load["a2"].set()
+            path, body = "/admin/models/load", {"name": "a", "model": "a2", "replace": True}
+        operator = asyncio.create_task(stage.client.post(path, json=body))
+        await until(lambda: "a2" in stage.engines if what == "replace" else not stage.state.models)
+        other = asyncio.create_task(stage.ok("b"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not engine.is_closed and stage.starts["b"] == 0
+        engine.gate.set()
+        await asyncio.gather(open_one, other)
+        assert (await operator).status_code == 200
+        assert engine.is_closed and stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_whose_engine_is_lost_is_loaded_again(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.failure = EngineLost("five times")
+        stage.fleet._check_all_lost()
+        await until(lambda: engine.is_closed)
+        await stage.ok("a")
+        assert stage.starts == {"a": 2} and not stage.fleet._workers.lost.done()
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_models_that_are_asked_for_at_once_are_all_served(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:
@@ -435,10 +497,40 @@ def test_keep_alive_says_how_long_a_model_stays(monkeypatch: pytest.MonkeyPatch,
     play(monkeypatch, oracle, scene)
 
 
+def test_keep_alive_counts_in_whichever_process_it_was_said(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        looks: list[str] = []
+
+        async def call(message: str, **body: Any) -> list[Any]:
+            looks.append(message)
+            if looks == ["uses"]:
+                raise RuntimeError("a look that fails is not the last one")
+            said = ModelUse(0, 1.0, 0.0, monotonic())
+            return [{"a": tuple(said)}] if message == "uses" else []
+
+        monkeypatch.setattr(stage.fleet._workers, "call", call)
+        await until(lambda: stage.engines["a"].is_closed)
+        assert stage.starts == {"a": 1}
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_use_without_keep_alive_does_not_take_back_an_earlier_one() -> None:
+    said, silent = ModelUse(1, 5.0, 300.0, 4.0), ModelUse(2, 9.0, None, 0.0)
+    assert said.plus(silent) == silent.plus(said) == ModelUse(3, 9.0, 300.0, 4.0)
+    later = ModelUse(0, 7.0, 60.0, 6.0)
+    assert said.plus(later) == later.plus(said) == ModelUse(1, 7.0, 60.0, 6.0)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
         ("5m", 300),
+        ("99999999h", float("inf")),
+        (1e300, float("inf")),
         ("1h30m", 5400),
         ("1.5s", 1.5),
         (10, 10),

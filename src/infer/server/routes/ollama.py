@@ -73,6 +73,7 @@ LATEST = ":latest"
 DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means for ever
 NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
@@ -265,12 +266,15 @@ async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedMo
     keep_s = None if body.keep_alive is None else read_keep_alive(body.keep_alive)
     model = await state.use_model(name)
     if keep_s is not None and state.demand is not None:
-        model.keep_s = keep_s
+        model.keep_s, model.kept_at = keep_s, monotonic()
     return model
 
 
 def read_keep_alive(given: str | float) -> float:
-    """Seconds that a model is to stay loaded after its last request; a number below 0 means for ever."""
+    """Seconds that a model is to stay loaded after its last request.
+
+    A number below 0 means for ever, and so does one above ten years.
+    """
     if isinstance(given, str) and DURATION.fullmatch(given):
         seconds = sum(float(number) * UNIT_S[unit] for number, unit in DURATION_PART.findall(given))
         seconds = -seconds if given.startswith("-") else seconds
@@ -283,7 +287,7 @@ def read_keep_alive(given: str | float) -> float:
         raise RequestError.about(
             "keep_alive", f'must be seconds or a duration such as "5m" or "24h", got {show_value(given)}'
         )
-    return math.inf if seconds < 0 else seconds
+    return math.inf if seconds < 0 or seconds > LONGEST_KEEP_S else seconds
 
 
 # -- the chat that it is ---------------------------------------------------------------------------
