@@ -276,14 +276,22 @@ class ServerState:
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
-        wanted = name if name is not None else self.default_model
-        found = self._find(self._choose(wanted)) if wanted is not None else None
+        found = self.look_at(name)
         if found is None:
             raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
             record.models.append(found)
             found.num_held += 1
         found.used_at = monotonic()
+        return found
+
+    def look_at(self, name: str | None) -> ServedModel | None:
+        """The model of a name, which is neither loaded nor held for a look; None: it is not loaded."""
+        wanted = name if name is not None else self.default_model
+        chosen = self._choose(wanted) if wanted is not None else ""
+        found = self._find(chosen)
+        if found is None and chosen not in self.loadable:
+            raise self._unknown(name)
         return found
 
     def _find(self, name: str) -> ServedModel | None:

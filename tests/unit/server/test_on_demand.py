@@ -23,8 +23,9 @@ from infer.server.app import build_app
 from infer.server.fleet import on_demand
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.protocol.stream import LateStream
+from infer.server.protocol.stream import FrameWriter, LateStream
 from infer.server.routes import json_route
+from infer.server.routes.chat import ChatWriter
 from infer.server.routes.ollama import read_keep_alive
 from infer.server.state import ModelUse, RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
@@ -156,7 +157,6 @@ def test_names_are_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPat
         ("/completion", {"prompt": "a", "n_predict": 1}),
         ("/api/generate", {"prompt": "a", "options": {"num_predict": 1}}),
         ("/api/generate", {}),
-        ("/api/show", {}),
         ("/api/embed", {"input": "a"}),
     ],
 )
@@ -167,6 +167,30 @@ def test_every_route_loads_the_model_it_names(
         answer = await stage.client.post(path, json={"model": "b", **body})
         assert answer.status_code == 200, answer.text
         assert stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_looking_at_a_model_loads_nothing_and_is_no_use(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        async def look() -> tuple[Any, Any, Any]:
+            shown = await stage.client.post("/api/show", json={"model": "b"})
+            props = await stage.client.get("/props", params={"model": "b"})
+            slots = await stage.client.get("/slots", params={"model": "b"})
+            assert [each.status_code for each in (shown, props, slots)] == [200, 200, 200]
+            return shown.json(), props.json(), slots.json()
+
+        shown, props, slots = await look()
+        assert shown["model_info"] == {"general.basename": "b"} and shown["capabilities"] == ["completion"]
+        assert (props["model_alias"], props["total_slots"], slots) == ("b", 0, [])
+        assert (await stage.client.get("/props", params={"model": "d"})).status_code == 404
+        assert not stage.starts
+        await stage.ok("b")
+        used_at = stage.state.models["b"].used_at
+        known, known_props, _ = await look()
+        assert known.keys() == shown.keys() and known_props.keys() == props.keys()
+        assert known["model_info"]["general.architecture"] == oracle.encoder.family
+        assert stage.state.models["b"].used_at == used_at
 
     play(monkeypatch, oracle, scene)
 
@@ -402,6 +426,37 @@ def test_a_stream_that_has_begun_ends_with_the_error(
         assert "temperature" in texts[2] and stage.state.models["c"].num_held == 0
 
     play(monkeypatch, oracle, scene, closed=("a", "b", "c"))
+
+
+def test_a_stream_that_has_begun_names_fields_as_they_were_sent(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
+        wrong = body | {"max_completion_tokens": 0}
+        asked = asyncio.create_task(stage.client.post("/v1/chat/completions", json=wrong))
+        await until(lambda: begun)
+        stage.may_load["a"].set()
+        assert '"param":"max_completion_tokens"' in (await asked).text
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+def test_a_connection_that_closes_before_the_model_is_loaded_is_no_error() -> None:
+    async def live() -> None:
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise ConnectionResetError
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        opening: asyncio.Future[FrameWriter] = asyncio.get_running_loop().create_future()
+        with recording(record := RequestRecord("req-1", 0.0)):
+            await LateStream(ChatWriter, opening)({"type": "http"}, receive, send)
+        assert record.is_gone and opening.cancelled()
+
+    asyncio.run(live())
 
 
 def test_a_wait_for_a_model_has_an_end(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:

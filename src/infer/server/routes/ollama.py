@@ -769,37 +769,36 @@ async def list_running(http: Request) -> Response:
 
 @router.post("/api/show", response_model=None)
 async def show(body: OllamaNamed, http: Request) -> Response:
-    """What clients may know of a model, its context length and abilities above all."""
+    """What clients may know of a model, its context length and abilities above all.
+
+    Nothing is loaded to be looked at: of a model on demand that is not loaded little more than its name is
+    known.
+    """
     state = server_state(http)
     name = find_name(state, body.wanted)
-    model = await state.use_model(name)
-    encoder = model.encoder
-    abilities = {
-        "completion": True,
-        "tools": encoder.dialect is not None,
-        "thinking": encoder.think is not None,
+    model = state.look_at(name)
+    shown: dict[str, Any] = {
+        "modelfile": f"FROM {tagged(name)}",
+        "parameters": "",
+        "template": "",
+        "modified_at": made_at(model),
+        "details": details(model),
+        "model_info": {"general.basename": name if model is None else model.name},
+        "capabilities": ["completion"],
     }
-    parameters = [
-        f"{option:<30} {value}"
-        for option in OllamaOptions.model_fields
-        if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
-    ]
-    return json_response(
-        {
-            "modelfile": f"FROM {tagged(name)}",
-            "parameters": "\n".join(parameters),
-            "template": encoder.chat_template or "",
-            "modified_at": made_at(model),
-            "details": details(model),
-            "model_info": {
-                "general.architecture": encoder.family,
-                "general.basename": model.name,
-                f"{encoder.family}.context_length": encoder.context_len,
-            },
-            "capabilities": [ability for ability, has_it in abilities.items() if has_it],
-        },
-        body,
-    )
+    if model is not None:
+        encoder = model.encoder
+        parameters = [
+            f"{option:<30} {value}"
+            for option in OllamaOptions.model_fields
+            if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
+        ]
+        shown |= {"parameters": "\n".join(parameters), "template": encoder.chat_template or ""}
+        shown["model_info"]["general.architecture"] = encoder.family
+        shown["model_info"][f"{encoder.family}.context_length"] = encoder.context_len
+        abilities = {"tools": encoder.dialect is not None, "thinking": encoder.think is not None}
+        shown["capabilities"] += [ability for ability, has_it in abilities.items() if has_it]
+    return json_response(shown, body)
 
 
 @router.head("/api/version", response_model=None, include_in_schema=False)
