@@ -125,7 +125,7 @@ class RequestRecord:
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # whose requests meet the same model of an alias; a key is there as a hash
+    asker: str = ""  # whose requests meet the same model of an alias, if a body or a choice has said so
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
     owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
@@ -303,11 +303,15 @@ class ServerState:
     def _choose(self, name: str) -> str:
         """The model that a name means for the current request; one that is down is left out.
 
-        One on demand that is not loaded can be.
+        One on demand that is not loaded can be chosen, and one that the request holds is chosen again.
         """
         weights = self.aliases.get(name, {name: 1.0})
         if len(weights) == 1:
             return next(iter(weights))
+        record = _RECORD.get()
+        for held in record.models if record is not None else ():
+            if held.name in weights:
+                return held.name
         known = self.names
         served = {each: weight for each, weight in weights.items() if each in known}
         up = {
@@ -316,7 +320,8 @@ class ServerState:
             if each not in self.models or self.models[each].is_up
         }
         asker = secrets.token_hex(8)
-        if (record := _RECORD.get()) is not None:
+        if record is not None:
+            asker = f"key {record.owner}" if record.owner else asker
             asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
             record.has_chosen = True
         return choose_model(up or served or weights, name, asker)

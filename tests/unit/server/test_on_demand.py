@@ -15,7 +15,7 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import CheckpointError, ConfigError, EngineLost
+from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -475,6 +475,21 @@ def test_an_alias_of_several_models_loads_the_one_it_chooses(
         assert found == {"a", "b"} == set(stage.starts)
 
     play(monkeypatch, oracle, scene, model_alias=("both=a:1,b:1",), max_loaded_models=2)
+
+
+def test_a_request_keeps_the_model_of_an_alias_when_its_engine_goes_down(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        with recording(RequestRecord("req-1", 0.0)):
+            held = await stage.state.use_model("both")
+            stage.engines[held.name].failure = EngineStopped("it is being started again")
+            assert not held.is_up
+            async with asyncio.timeout(30):
+                assert await stage.state.use_model("both") is held, "the other one would wait for its room"
+        assert stage.starts == {held.name: 1}
+
+    play(monkeypatch, oracle, scene, model_alias=("both=a:1,b:1",))
 
 
 def test_the_operator_adds_replaces_and_removes_models(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
