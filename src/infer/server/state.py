@@ -50,11 +50,13 @@ class ModelUse(NamedTuple):
     num_held: int
     used_at: float  # monotonic seconds, which all processes of a machine share
     keep_s: float | None
+    kept_at: float  # when a client said `keep_s`; 0: none has
 
     def plus(self, other: ModelUse) -> ModelUse:
         """The use in two processes together; what clients last said about `keep_s` holds."""
-        latest = max(self, other, key=lambda use: use.used_at)
-        return ModelUse(self.num_held + other.num_held, latest.used_at, latest.keep_s)
+        used_at = max(self.used_at, other.used_at)
+        keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
+        return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +73,12 @@ class ServedModel:
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
     used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
     keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
+    kept_at: float = 0.0  # when the client said so, in monotonic seconds
 
     @property
     def use(self) -> ModelUse:
         """How this process uses the model."""
-        return ModelUse(self.num_held, self.used_at, self.keep_s)
+        return ModelUse(self.num_held, self.used_at, self.keep_s, self.kept_at)
 
     @property
     def is_up(self) -> bool:
@@ -87,7 +90,7 @@ class ServedModel:
         return self.router.pick(request, self.clients)
 
     async def wait_unheld(self, timeout_s: float) -> None:
-        """Wait until no HTTP request holds the model, at most so long."""
+        """Wait until no HTTP request holds the model, or until `timeout_s` seconds have passed."""
         give_up_at = monotonic() + timeout_s
         while self.num_held and monotonic() < give_up_at:
             await asyncio.sleep(UNLOAD_POLL_S)
@@ -122,7 +125,7 @@ class RequestRecord:
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # whose requests meet the same model of an alias; a key is there as a hash
+    asker: str = ""  # whose requests meet the same model of an alias, if a body or a choice has said so
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
     owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
@@ -261,7 +264,7 @@ class ServerState:
         limit_s = self.config.request_timeout or None
         try:
             async with asyncio.timeout(limit_s):
-                while (chosen := self._choose(wanted)) in self.loadable and chosen not in self.models:
+                while (chosen := self._choose(wanted)) in self.loadable and self._find(chosen) is None:
                     await self.demand(chosen)
                     if (record := _RECORD.get()) is not None:
                         record.mark("load")
@@ -273,8 +276,7 @@ class ServerState:
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""
-        wanted = name if name is not None else self.default_model
-        found = self.models.get(self._choose(wanted)) if wanted is not None else None
+        found = self.look_at(name)
         if found is None:
             raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
@@ -283,14 +285,33 @@ class ServerState:
         found.used_at = monotonic()
         return found
 
+    def look_at(self, name: str | None) -> ServedModel | None:
+        """The model of a name, which is neither loaded nor held for a look; None: it is not loaded."""
+        wanted = name if name is not None else self.default_model
+        chosen = self._choose(wanted) if wanted is not None else ""
+        found = self._find(chosen)
+        if found is None and chosen not in self.loadable:
+            raise self._unknown(name)
+        return found
+
+    def _find(self, name: str) -> ServedModel | None:
+        """The model of a name that the current request holds, even if its name is gone, or the loaded one."""
+        record = _RECORD.get()
+        held = record.models if record is not None else ()
+        return next((model for model in held if model.name == name), self.models.get(name))
+
     def _choose(self, name: str) -> str:
         """The model that a name means for the current request; one that is down is left out.
 
-        One on demand that is not loaded can be.
+        One on demand that is not loaded can be chosen, and one that the request holds is chosen again.
         """
         weights = self.aliases.get(name, {name: 1.0})
         if len(weights) == 1:
             return next(iter(weights))
+        record = _RECORD.get()
+        for held in record.models if record is not None else ():
+            if held.name in weights:
+                return held.name
         known = self.names
         served = {each: weight for each, weight in weights.items() if each in known}
         up = {
@@ -299,7 +320,8 @@ class ServerState:
             if each not in self.models or self.models[each].is_up
         }
         asker = secrets.token_hex(8)
-        if (record := _RECORD.get()) is not None:
+        if record is not None:
+            asker = f"key {record.owner}" if record.owner else asker
             asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
             record.has_chosen = True
         return choose_model(up or served or weights, name, asker)

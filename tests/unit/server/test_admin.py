@@ -324,6 +324,26 @@ def test_a_model_is_replaced_without_dropping_what_it_serves(
     asyncio.run(live())
 
 
+def test_an_unload_ends_a_replacement_and_the_old_model(oracle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(Fleet, "_start_threads", start)
+        site = Site(encoder=oracle.encoder, in_process=True)
+        fleet: Fleet = site.app.state.fleet
+        loading = asyncio.create_task(fleet.load("fake", EngineConfig(), replaces=True))
+        while not fleet._loading:
+            await asyncio.sleep(0)
+        await fleet.unload("fake")
+        with pytest.raises(EngineStopped):
+            await loading
+        assert not site.state.models and site.clients[0].is_closed
+
+    asyncio.run(live())
+
+
 def test_a_failed_replacement_leaves_the_old_model(oracle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
         raise ConfigError("no memory for both")

@@ -200,7 +200,7 @@ def test_a_prompt_in_many_chunks_says_what_it_was_computed_next_to() -> None:
     assert "30 tokens of its prompt were computed in 10 chunks next to up to 1 other sequence" in (
         world.said("long")
     )
-    assert "the prompt was cut in 10 chunks beside 1 other sequences: a larger" in world.advice("long")
+    assert "the prompt was cut in 10 chunks while one other sequence ran: a larger" in world.advice("long")
     assert "prefill_tokens_while_decoding (3)" in world.advice("long")
     assert "30 tokens of prompts were computed in these steps" in world.said("old")
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import CheckpointError, ConfigError
+from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -22,10 +23,11 @@ from infer.server.app import build_app
 from infer.server.fleet import on_demand
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.protocol.stream import LateStream
+from infer.server.protocol.stream import FrameWriter, LateStream
 from infer.server.routes import json_route
+from infer.server.routes.chat import ChatWriter
 from infer.server.routes.ollama import read_keep_alive
-from infer.server.state import ServerState
+from infer.server.state import ModelUse, RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 
 ADMIN = {"authorization": "Bearer root"}
@@ -155,7 +157,6 @@ def test_names_are_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPat
         ("/completion", {"prompt": "a", "n_predict": 1}),
         ("/api/generate", {"prompt": "a", "options": {"num_predict": 1}}),
         ("/api/generate", {}),
-        ("/api/show", {}),
         ("/api/embed", {"input": "a"}),
     ],
 )
@@ -166,6 +167,30 @@ def test_every_route_loads_the_model_it_names(
         answer = await stage.client.post(path, json={"model": "b", **body})
         assert answer.status_code == 200, answer.text
         assert stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_looking_at_a_model_loads_nothing_and_is_no_use(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        async def look() -> tuple[Any, Any, Any]:
+            shown = await stage.client.post("/api/show", json={"model": "b"})
+            props = await stage.client.get("/props", params={"model": "b"})
+            slots = await stage.client.get("/slots", params={"model": "b"})
+            assert [each.status_code for each in (shown, props, slots)] == [200, 200, 200]
+            return shown.json(), props.json(), slots.json()
+
+        shown, props, slots = await look()
+        assert shown["model_info"] == {"general.basename": "b"} and shown["capabilities"] == ["completion"]
+        assert (props["model_alias"], props["total_slots"], slots) == ("b", 0, [])
+        assert (await stage.client.get("/props", params={"model": "d"})).status_code == 404
+        assert not stage.starts
+        await stage.ok("b")
+        used_at = stage.state.models["b"].used_at
+        known, known_props, _ = await look()
+        assert known.keys() == shown.keys() and known_props.keys() == props.keys()
+        assert known["model_info"]["general.architecture"] == oracle.encoder.family
+        assert stage.state.models["b"].used_at == used_at
 
     play(monkeypatch, oracle, scene)
 
@@ -239,6 +264,84 @@ def test_a_model_with_requests_is_not_cut_off_and_newcomers_wait_for_its_next_lo
         assert stage.loaded == ["a"]
 
     play(monkeypatch, oracle, scene, settle_s=2.0)
+
+
+def test_a_request_does_not_wait_for_a_model_that_it_holds(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        with recording(RequestRecord("req-1", 0.0)):
+            held = await stage.state.use_model("a")
+            other = asyncio.create_task(stage.ok("b"))
+            await until(lambda: not stage.state.models)  # a makes room when its request has ended
+            async with asyncio.timeout(30):
+                assert await stage.state.use_model("a") is held
+            assert stage.state.get_model("a") is held
+        await other
+        assert stage.starts == {"a": 1, "b": 1} and held.num_held == 0
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_an_operator_who_hangs_up_cuts_off_no_request(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.gate.clear()
+        open_one = asyncio.create_task(stage.ok("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        load = stage.client.post("/admin/models/load", json={"name": "d", "model": "d"})
+        operator = asyncio.create_task(load)
+        await until(lambda: not stage.state.models)
+        operator.cancel()
+        await asyncio.gather(operator, return_exceptions=True)
+        assert not engine.is_closed
+        engine.gate.set()
+        await open_one
+        await until(lambda: engine.is_closed)
+
+    play(monkeypatch, oracle, scene, settle_s=2.0)
+
+
+@pytest.mark.parametrize("what", ["unload", "replace"])
+def test_a_model_that_leaves_takes_its_place_until_its_engines_end(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, what: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.gate.clear()
+        open_one = asyncio.create_task(stage.ok("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        path, body = "/admin/models/unload", dict[str, Any](name="a")
+        if what == "replace":
+            stage.may_load["a2"].set()
+            path, body = "/admin/models/load", {"name": "a", "model": "a2", "replace": True}
+        operator = asyncio.create_task(stage.client.post(path, json=body))
+        await until(lambda: "a2" in stage.engines if what == "replace" else not stage.state.models)
+        other = asyncio.create_task(stage.ok("b"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not engine.is_closed and stage.starts["b"] == 0
+        engine.gate.set()
+        await asyncio.gather(open_one, other)
+        assert (await operator).status_code == 200
+        assert engine.is_closed and stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_whose_engine_is_lost_is_loaded_again(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        engine = stage.engines["a"]
+        engine.failure = EngineLost("five times")
+        stage.fleet._check_all_lost()
+        await until(lambda: engine.is_closed)
+        await stage.ok("a")
+        assert stage.starts == {"a": 2} and not stage.fleet._workers.lost.done()
+
+    play(monkeypatch, oracle, scene)
 
 
 def test_models_that_are_asked_for_at_once_are_all_served(
@@ -325,6 +428,37 @@ def test_a_stream_that_has_begun_ends_with_the_error(
     play(monkeypatch, oracle, scene, closed=("a", "b", "c"))
 
 
+def test_a_stream_that_has_begun_names_fields_as_they_were_sent(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
+        wrong = body | {"max_completion_tokens": 0}
+        asked = asyncio.create_task(stage.client.post("/v1/chat/completions", json=wrong))
+        await until(lambda: begun)
+        stage.may_load["a"].set()
+        assert '"param":"max_completion_tokens"' in (await asked).text
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+def test_a_connection_that_closes_before_the_model_is_loaded_is_no_error() -> None:
+    async def live() -> None:
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise ConnectionResetError
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        opening: asyncio.Future[FrameWriter] = asyncio.get_running_loop().create_future()
+        with recording(record := RequestRecord("req-1", 0.0)):
+            await LateStream(ChatWriter, opening)({"type": "http"}, receive, send)
+        assert record.is_gone and opening.cancelled()
+
+    asyncio.run(live())
+
+
 def test_a_wait_for_a_model_has_an_end(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
     async def scene(stage: Stage) -> None:
         answer = await stage.ask("a")
@@ -341,6 +475,21 @@ def test_an_alias_of_several_models_loads_the_one_it_chooses(
         assert found == {"a", "b"} == set(stage.starts)
 
     play(monkeypatch, oracle, scene, model_alias=("both=a:1,b:1",), max_loaded_models=2)
+
+
+def test_a_request_keeps_the_model_of_an_alias_when_its_engine_goes_down(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        with recording(RequestRecord("req-1", 0.0)):
+            held = await stage.state.use_model("both")
+            stage.engines[held.name].failure = EngineStopped("it is being started again")
+            assert not held.is_up
+            async with asyncio.timeout(30):
+                assert await stage.state.use_model("both") is held, "the other one would wait for its room"
+        assert stage.starts == {held.name: 1}
+
+    play(monkeypatch, oracle, scene, model_alias=("both=a:1,b:1",))
 
 
 def test_the_operator_adds_replaces_and_removes_models(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
@@ -418,10 +567,40 @@ def test_keep_alive_says_how_long_a_model_stays(monkeypatch: pytest.MonkeyPatch,
     play(monkeypatch, oracle, scene)
 
 
+def test_keep_alive_counts_in_whichever_process_it_was_said(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        looks: list[str] = []
+
+        async def call(message: str, **body: Any) -> list[Any]:
+            looks.append(message)
+            if looks == ["uses"]:
+                raise RuntimeError("a look that fails is not the last one")
+            said = ModelUse(0, 1.0, 0.0, monotonic())
+            return [{"a": tuple(said)}] if message == "uses" else []
+
+        monkeypatch.setattr(stage.fleet._workers, "call", call)
+        await until(lambda: stage.engines["a"].is_closed)
+        assert stage.starts == {"a": 1}
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_use_without_keep_alive_does_not_take_back_an_earlier_one() -> None:
+    said, silent = ModelUse(1, 5.0, 300.0, 4.0), ModelUse(2, 9.0, None, 0.0)
+    assert said.plus(silent) == silent.plus(said) == ModelUse(3, 9.0, 300.0, 4.0)
+    later = ModelUse(0, 7.0, 60.0, 6.0)
+    assert said.plus(later) == later.plus(said) == ModelUse(1, 7.0, 60.0, 6.0)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
         ("5m", 300),
+        ("99999999h", float("inf")),
+        (1e300, float("inf")),
         ("1h30m", 5400),
         ("1.5s", 1.5),
         (10, 10),

@@ -132,9 +132,10 @@ def _chunks(case: Case) -> str | None:
         return None
     if story.most_beside:
         limit = limits.prefill_tokens_while_decoding or limits.max_num_batched_tokens
+        others = "one other sequence" if story.most_beside == 1 else f"{story.most_beside} other sequences"
         return (
-            f"the prompt was cut in {story.num_chunks} chunks beside {story.most_beside} other sequences: a "
-            f"larger prefill_tokens_while_decoding ({limit}) computes it sooner, and slows their tokens down"
+            f"the prompt was cut in {story.num_chunks} chunks while {others} ran: a larger "
+            f"prefill_tokens_while_decoding ({limit}) computes it sooner, and slows their tokens down"
         )
     return (
         f"the prompt was cut in {story.num_chunks} chunks with no other sequence there: a larger "

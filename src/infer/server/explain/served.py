@@ -7,8 +7,8 @@ else chose, guessed or saw says nothing.
     x-request-id: req-7f             the id of an answer: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
     req-7f/chatcmpl-KEY-0            the id that the engine and the log know; each of these finds the request
 
-No prompt and no answer is kept. Of a prompt there are hashes of its beginning, by which prompts of the same
-owner that begin alike are counted.
+No prompt and no answer is kept. Hashes of a prompt's beginning are kept, to count the prompts of the same
+owner that begin alike.
 """
 
 from __future__ import annotations

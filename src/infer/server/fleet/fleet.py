@@ -11,7 +11,7 @@ A load ends early if its caller leaves, if its name is unloaded, and at shutdown
 the name is free again.
 
 An engine that died is started again by its own client. When all engines are down for good, the server is
-lost (`Workers.lost`) and ends: a service manager can do more.
+lost (`Workers.lost`) and ends: a service manager can do more. With `on_demand` only the model is unloaded.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
 """
@@ -77,11 +77,12 @@ class Fleet:
         self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # loads that have not ended, by name
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
         self._is_closing = False
-        self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
-        self._retiring: set[asyncio.Task[None]] = set()  # of models that were replaced
+        self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # without a name, until their engines end
         self._on_demand: OnDemand | None = None
         if state.config.on_demand:
-            self._on_demand = OnDemand(state, load=self._bring_up, retire=self._retire, uses=self._uses)
+            self._on_demand = OnDemand(
+                state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving.keys()
+            )
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
         """Load the first models, one after the other; the first of them is the default.
@@ -127,7 +128,7 @@ class Fleet:
                 "name",
                 param="name",
             )
-        async with self._on_demand.room(0 if name in self.state.models else 1):
+        async with self._on_demand.room(name):
             model = await self._bring_up(name, config, replaces=replaces)
             catalog[model.name] = config
             self._note_loadable()
@@ -155,9 +156,7 @@ class Fleet:
             self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
             self._ended_by.pop(loading, None)
         if (old := self.state.models.get(model.name)) is not None:
-            retiring = asyncio.create_task(self._take_away(old, math.inf))
-            self._retiring.add(retiring)
-            retiring.add_done_callback(self._retiring.discard)
+            self._start_leaving(old, math.inf)
         model.used_at = time.monotonic()  # whoever waits for it takes it in a moment
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
@@ -174,7 +173,7 @@ class Fleet:
         """
         if name in self._loading:
             await self._end_load(name, "the model was unloaded")
-            if self._on_demand is None:
+            if name not in self.state.names:
                 return
         if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
@@ -192,26 +191,31 @@ class Fleet:
             logger.warning("default model changed model=%s", self.state.default_model or "none")
         self._tell_names()
         if model is not None:
-            await self._take_away(model, self.state.config.drain_timeout)
+            await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
 
     async def _retire(self, model: ServedModel) -> None:
         """Unload a model on demand, which keeps its name, when the requests that hold it have ended."""
         if self.state.models.get(model.name) is model:
             del self.state.models[model.name]
-            await self._take_away(model, math.inf)
+            await asyncio.shield(self._start_leaving(model, math.inf))
+
+    def _start_leaving(self, model: ServedModel, timeout_s: float) -> asyncio.Task[None]:
+        """Take away a model that lost its name, in a task that goes on when its caller leaves."""
+        leaving = asyncio.create_task(self._take_away(model, timeout_s))
+        self._leaving[leaving] = model
+        leaving.add_done_callback(self._leaving.pop)
+        return leaving
 
     async def _take_away(self, model: ServedModel, timeout_s: float) -> None:
-        """Stop the engines of a model that lost its name; requests that hold it have that many seconds."""
-        self._leaving.append(model)
+        """Stop the engines of a model; requests that hold it have that many seconds."""
         try:
             elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
             await model.wait_unheld(timeout_s)
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
             await elsewhere
-        finally:  # also if the operator hangs up meanwhile
+        finally:  # also at shutdown
             await self._close(model)
-            self._leaving.remove(model)
         logger.info("model unloaded model=%s", model.name)
 
     async def _uses(self) -> dict[str, ModelUse]:
@@ -273,11 +277,12 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         models, self.state.models = self.state.models, {}
-        closing = (*models.values(), *self._leaving)
+        closing = (*models.values(), *self._leaving.values())
         await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
-        for retiring in self._retiring:
-            retiring.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        leaving = list(self._leaving)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
 
     async def end_loads(self) -> None:
         """End all loads and begin no more: the server is about to stop."""
@@ -462,7 +467,17 @@ class Fleet:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _check_all_lost(self) -> None:
-        """Say that the server is lost if every engine is down for good."""
+        """Say that the server is lost if every engine is down for good.
+
+        A model on demand that has lost its engines is unloaded instead: the next request loads it again.
+        """
+        if self._on_demand is not None:
+            for model in list(self.state.models.values()):
+                if all(isinstance(client.failure, EngineLost) for client in model.clients):
+                    logger.error("model lost model=%s; the next request loads it again", model.name)
+                    del self.state.models[model.name]
+                    self._start_leaving(model, math.inf)
+            return
         failures = [meter.failure for meter in self.metrics.meters]
         lost = self._workers.lost
         if lost.done() or not failures or self._loading:

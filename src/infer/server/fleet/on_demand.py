@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from time import monotonic
 
@@ -32,7 +32,7 @@ SETTLE_S = 0.5  # seconds after a load, or a request, before a model counts as i
 
 
 class OnDemand:
-    """Loads and unloads the models of a catalog; `load`, `retire` and `uses` are the fleet's."""
+    """Loads and unloads the models of a catalog; what it is given is the fleet's."""
 
     def __init__(
         self,
@@ -41,10 +41,12 @@ class OnDemand:
         load: Callable[[str, EngineConfig], Awaitable[object]],
         retire: Callable[[ServedModel], Awaitable[None]],
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
+        leaving: Collection[asyncio.Task[None]],
     ) -> None:
         self.catalog: dict[str, EngineConfig] = {}  # by name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
+        self._leaving = leaving  # one for each model that lost its name and still has engines
         self._loads: dict[str, asyncio.Task[None]] = {}  # that have not ended, by name
         self._turn = asyncio.Lock()  # for one load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -66,14 +68,21 @@ class OnDemand:
             raise
 
     @asynccontextmanager
-    async def room(self, number: int) -> AsyncIterator[None]:
-        """The turn to load a model, with room for `number` more."""
+    async def room(self, name: str) -> AsyncIterator[None]:
+        """The turn to load a model, with room for it; one that replaces another needs no room of its own."""
         async with self._turn:
-            while len(self._state.models) > max(self._state.config.max_loaded_models - number, 0):
-                await self._free_one()
+            while self._num_loaded + (name not in self._state.models) > self._state.config.max_loaded_models:
+                if self._leaving:
+                    await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await self._free_one()
             yield
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
+
+    @property
+    def _num_loaded(self) -> int:
+        return len(self._state.models) + len(self._leaving)
 
     async def close(self) -> None:
         """End loads that nobody waits for any more."""
@@ -85,7 +94,7 @@ class OnDemand:
     async def _load_in_turn(self, name: str) -> None:
         if name in self._state.models:
             return
-        async with self.room(1):
+        async with self.room(name):
             config = self.catalog.get(name)
             if config is None or name in self._state.models:  # the operator was faster
                 return
@@ -122,17 +131,21 @@ class OnDemand:
         """Unload models that have been idle for long enough."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._turn.locked() or not any(map(self._is_over, self._uses_here().values())):
+            if self._turn.locked() or not self._state.models:
                 continue
-            async with self._turn:
-                for name, use in (await self._uses()).items():
-                    model = self._state.models.get(name)
-                    if model is not None and self._is_over(use):
-                        logger.info("model idle model=%s seconds=%.0f", name, monotonic() - use.used_at)
-                        await self._retire(model)
+            try:
+                if any(map(self._is_over, (await self._uses()).values())):
+                    await self._retire_idle()
+            except Exception:
+                logger.exception("idle models not unloaded; the next look is in %g s", SWEEP_S)
 
-    def _uses_here(self) -> dict[str, ModelUse]:
-        return {name: model.use for name, model in self._state.models.items()}
+    async def _retire_idle(self) -> None:
+        async with self._turn:
+            for name, use in (await self._uses()).items():
+                model = self._state.models.get(name)
+                if model is not None and self._is_over(use):
+                    logger.info("model idle model=%s seconds=%.0f", name, monotonic() - use.used_at)
+                    await self._retire(model)
 
     def _is_over(self, use: ModelUse) -> bool:
         keep_s = use.keep_s if use.keep_s is not None else self._state.config.idle_unload or float("inf")

@@ -115,7 +115,7 @@ class Auth:
         if ring.opens(key := key_of(scope)) or is_operator:
             if (record := current_record()) is not None:
                 owner = hashlib.sha256(key).hexdigest()
-                record.asker, record.owner = f"key {owner}", None if is_operator else owner
+                record.owner = None if is_operator else owner
                 if self._tenants is not None:
                     record.tenant = hmac.new(self._tenants, key, hashlib.sha256).hexdigest()
             await self._app(scope, receive, send)

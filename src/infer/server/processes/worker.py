@@ -119,6 +119,7 @@ class Worker:
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
         self._replaced: list[ServedModel] = []  # models whose name another one has, until they are unserved
+        self._has_frozen = False
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
 
@@ -166,8 +167,10 @@ class Worker:
         self._state.models[name] = ServedModel(
             name, encoder, clients, created, scheduler=config.scheduler, engines=engines
         )
-        gc.collect()
-        gc.freeze()  # what start-up made stays
+        if not self._has_frozen:
+            self._has_frozen = True
+            gc.collect()
+            gc.freeze()  # what start-up made stays; a model that is loaded later may go again
 
     async def on_unserve(self, engines: list[int], timeout_s: float) -> None:
         """Serve the model of these engines no longer; answers when no request here holds it.

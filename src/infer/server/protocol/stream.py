@@ -551,6 +551,9 @@ class LateStream(Response):
         try:
             with suppress(ClientDisconnect):
                 await unless_disconnected(receive, self._send_all(send, scope.get(RAW_SEND, send)))
+        except OSError:  # a send found the connection closed
+            if (record := current_record()) is not None:
+                record.is_gone = True
         finally:
             await close_opening(self._opening)
 

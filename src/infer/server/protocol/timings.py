@@ -46,7 +46,7 @@ class AnswerTimes:
         self._first_at = self._first_at or now
 
     def to_wire(self, num_output: int, num_cached: int) -> dict[str, Any]:
-        """The times in milliseconds, of an answer with so many tokens; what has no value is null."""
+        """The times of an answer in milliseconds; null where there is no value."""
         whole_s = self._last_at - self._arrived_at if self._last else 0.0
         return {
             "time_to_first_token_ms": _ms(self._first_at - self._arrived_at) if self._last else None,

@@ -220,22 +220,22 @@ async def answer(
 
     Where models are on demand, a stream begins while its model is loaded.
     """
+    if server_state(http).demand is None:
+        writer = await _open_writer(body, job, form)
+    else:
+        opening = asyncio.ensure_future(_open_writer(body, job, form))
+        limit_s = BEGIN_S if body.stream else None
+        try:
+            await unless_disconnected(http.receive, _wait(opening, limit_s))
+        except BaseException:
+            await close_opening(opening)
+            raise
+        if not opening.done():
+            kind = form.func if isinstance(form, partial) else form
+            assert isinstance(kind, type) and issubclass(kind, FrameWriter)
+            return LateStream(kind, opening)
+        writer = opening.result()
     with spelled(body.spellings):
-        if server_state(http).demand is None:
-            writer = form(Generation(await job), body)
-        else:
-            opening = asyncio.ensure_future(_open_writer(body, job, form))
-            limit_s = BEGIN_S if body.stream else None
-            try:
-                await unless_disconnected(http.receive, _wait(opening, limit_s))
-            except BaseException:
-                await close_opening(opening)
-                raise
-            if not opening.done():
-                kind = form.func if isinstance(form, partial) else form
-                assert isinstance(kind, type) and issubclass(kind, FrameWriter)
-                return LateStream(kind, opening)
-            writer = opening.result()
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
         answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
@@ -250,7 +250,8 @@ async def answer(
 async def _open_writer(
     body: AskingBody, job: Awaitable[Job], form: Callable[[Generation, Any], FrameWriter]
 ) -> FrameWriter:
-    return form(Generation(await job), body)
+    with spelled(body.spellings):
+        return form(Generation(await job), body)
 
 
 async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:

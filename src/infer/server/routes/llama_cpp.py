@@ -295,31 +295,48 @@ async def complete(body: LlamaCompletion, http: Request) -> Response:
 
 @router.get("/props", response_model=None)
 async def get_props(http: Request, model: str | None = None) -> Response:
-    """The defaults of a model and the number of sequences it runs at a time; not where its files are."""
-    served = await server_state(http).use_model(model)
+    """The defaults of a model and the number of sequences it runs at a time; not where its files are.
+
+    Nothing is loaded to be looked at: a model on demand that is not loaded has no defaults and no places.
+    """
+    state = server_state(http)
+    served = state.look_at(model)
+    name = served.name if served is not None else model or state.default_model
+    props: dict[str, Any] = {
+        "default_generation_settings": {"n_ctx": 0, "params": {}},
+        "total_slots": 0,
+        "model_alias": name,
+        "model_path": name,
+        "chat_template": "",
+        "bos_token": "",
+        "eos_token": "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"infer {__version__}",
+    }
+    if served is None:
+        return json_response(props)
     encoder = served.encoder
     tokenizer = encoder.tokenizer
     defaults: dict[str, Any] = {**encoder.sampling_defaults, "max_tokens": None}
     settings = settings_of(served, SamplingParams(**defaults), is_stream=False)
     return json_response(
-        {
+        props
+        | {
             "default_generation_settings": {"n_ctx": settings["n_ctx"], "params": settings},
             "total_slots": sum(client.stats().max_batch_size for client in served.clients),
-            "model_alias": served.name,
-            "model_path": served.name,
             "chat_template": encoder.chat_template or "",
             "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
             "eos_token": tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else "",
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"infer {__version__}",
         }
     )
 
 
 @router.get("/slots", response_model=None)
 async def get_slots(http: Request, model: str | None = None, fail_on_no_slot: int = 0) -> Response:
-    """The places for sequences of a model's engines, and which of them are taken."""
-    served = await server_state(http).use_model(model)
+    """The places for sequences of a model's engines, and which are taken; one that is not loaded has none."""
+    served = server_state(http).look_at(model)
+    if served is None:
+        return Response(b"[]", media_type="application/json")
     taken: list[bool] = []
     for client in served.clients:
         stats = client.stats()

@@ -73,6 +73,7 @@ LATEST = ":latest"
 DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means for ever
 NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
@@ -265,12 +266,15 @@ async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedMo
     keep_s = None if body.keep_alive is None else read_keep_alive(body.keep_alive)
     model = await state.use_model(name)
     if keep_s is not None and state.demand is not None:
-        model.keep_s = keep_s
+        model.keep_s, model.kept_at = keep_s, monotonic()
     return model
 
 
 def read_keep_alive(given: str | float) -> float:
-    """Seconds that a model is to stay loaded after its last request; a number below 0 means for ever."""
+    """Seconds that a model is to stay loaded after its last request.
+
+    A number below 0 means for ever, and so does one above ten years.
+    """
     if isinstance(given, str) and DURATION.fullmatch(given):
         seconds = sum(float(number) * UNIT_S[unit] for number, unit in DURATION_PART.findall(given))
         seconds = -seconds if given.startswith("-") else seconds
@@ -283,7 +287,7 @@ def read_keep_alive(given: str | float) -> float:
         raise RequestError.about(
             "keep_alive", f'must be seconds or a duration such as "5m" or "24h", got {show_value(given)}'
         )
-    return math.inf if seconds < 0 else seconds
+    return math.inf if seconds < 0 or seconds > LONGEST_KEEP_S else seconds
 
 
 # -- the chat that it is ---------------------------------------------------------------------------
@@ -765,37 +769,36 @@ async def list_running(http: Request) -> Response:
 
 @router.post("/api/show", response_model=None)
 async def show(body: OllamaNamed, http: Request) -> Response:
-    """What clients may know of a model, its context length and abilities above all."""
+    """What clients may know of a model, its context length and abilities above all.
+
+    Nothing is loaded to be looked at: of a model on demand that is not loaded little more than its name is
+    known.
+    """
     state = server_state(http)
     name = find_name(state, body.wanted)
-    model = await state.use_model(name)
-    encoder = model.encoder
-    abilities = {
-        "completion": True,
-        "tools": encoder.dialect is not None,
-        "thinking": encoder.think is not None,
+    model = state.look_at(name)
+    shown: dict[str, Any] = {
+        "modelfile": f"FROM {tagged(name)}",
+        "parameters": "",
+        "template": "",
+        "modified_at": made_at(model),
+        "details": details(model),
+        "model_info": {"general.basename": name if model is None else model.name},
+        "capabilities": ["completion"],
     }
-    parameters = [
-        f"{option:<30} {value}"
-        for option in OllamaOptions.model_fields
-        if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
-    ]
-    return json_response(
-        {
-            "modelfile": f"FROM {tagged(name)}",
-            "parameters": "\n".join(parameters),
-            "template": encoder.chat_template or "",
-            "modified_at": made_at(model),
-            "details": details(model),
-            "model_info": {
-                "general.architecture": encoder.family,
-                "general.basename": model.name,
-                f"{encoder.family}.context_length": encoder.context_len,
-            },
-            "capabilities": [ability for ability, has_it in abilities.items() if has_it],
-        },
-        body,
-    )
+    if model is not None:
+        encoder = model.encoder
+        parameters = [
+            f"{option:<30} {value}"
+            for option in OllamaOptions.model_fields
+            if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
+        ]
+        shown |= {"parameters": "\n".join(parameters), "template": encoder.chat_template or ""}
+        shown["model_info"]["general.architecture"] = encoder.family
+        shown["model_info"][f"{encoder.family}.context_length"] = encoder.context_len
+        abilities = {"tools": encoder.dialect is not None, "thinking": encoder.think is not None}
+        shown["capabilities"] += [ability for ability, has_it in abilities.items() if has_it]
+    return json_response(shown, body)
 
 
 @router.head("/api/version", response_model=None, include_in_schema=False)
