@@ -20,10 +20,13 @@ from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
 from infer.config.settings import ServerConfig
 from infer.errors import ConfigError
+from infer.server.protocol.stream import LAST_READ_S
 from infer.server.state import ServerState
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-BUSY = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}"
+DIED = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}"
+BUSY = DIED.replace(b"\r\n", b"\r\nx-infer-refused: 1\r\n", 1)
+UNKNOWN = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 EVENT = b'data: {"choices": []}\n\n'
 DONE = b"data: [DONE]\n\n"
 
@@ -210,6 +213,65 @@ async def test_if_all_are_full_the_client_learns_it() -> None:
 
 
 @in_loop
+async def test_full_replicas_are_all_asked() -> None:
+    fakes = [FakeReplica(BUSY) for _ in range(4)]
+    async with front(*fakes) as site:
+        assert (await site.chat()).status_code == 503
+    assert [len(fake.bodies) for fake in fakes] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    "script",
+    [(DIED,), ("hang up",), (SSE, chunk(b": ping\n\n"), "hang up")],
+    ids=["its engine dies", "it dies", "it dies after a ping"],
+)
+@in_loop
+async def test_a_request_that_ends_replicas_ends_no_more_than_two(script: tuple[bytes | str, ...]) -> None:
+    fakes = [FakeReplica(*script) for _ in range(5)]
+    async with front(*fakes) as site:
+        answer = await site.chat()
+        if script == ("hang up",):
+            assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
+        elif len(script) == 1:
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert sum(server.is_up for server in site.replicas.servers) == (5 if script == (DIED,) else 3)
+    assert sum(len(fake.bodies) for fake in fakes) == 2
+    assert len(script) == 1 or "2 replicas" in answer.text
+
+
+@in_loop
+async def test_replicas_that_cannot_be_reached_do_not_count_as_tries() -> None:
+    good = FakeReplica(whole(b"{}"))
+    async with front(good) as site:
+        site.replicas.servers += [RemoteServer(n, "http://127.0.0.1:1", "inner") for n in range(1, 6)]
+        assert (await site.chat()).status_code == 200
+
+
+@in_loop
+async def test_the_only_replica_is_probed_at_once_when_a_connection_breaks() -> None:
+    class Moody(FakeReplica):
+        async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.script = (whole(b"{}"),) if self.num_connections else ("hang up",)
+            await super().handle(reader, writer)
+
+    async with front(Moody()) as site:
+        assert (await site.chat()).status_code == 503
+        assert site.replicas.servers[0].is_up
+        assert (await site.chat()).status_code == 200
+
+
+@in_loop
+async def test_the_replica_that_knows_a_request_explains_it() -> None:
+    fakes = FakeReplica(UNKNOWN), FakeReplica(whole(b"[7]")), FakeReplica(UNKNOWN)
+    async with front(*fakes) as site:
+        for _ in range(3):
+            assert (await site.request("GET", "/explain/req-1")).json() == [7]
+        assert (await site.request("GET", "/explain/req-1")).status_code == 200
+    async with front(FakeReplica(UNKNOWN), FakeReplica(UNKNOWN)) as site:
+        assert (await site.request("GET", "/explain/req-1")).status_code == 404
+
+
+@in_loop
 async def test_without_replicas_requests_and_health_are_503() -> None:
     async with front() as site:
         assert (await site.request("GET", "/health")).status_code == 503
@@ -257,6 +319,17 @@ async def test_a_replica_that_freezes_costs_no_more_than_the_time_of_a_request()
         assert answer.status_code == 200 and "request_timeout" in answer.text.removeprefix(EVENT.decode())
     finally:
         front_module.OVERTIME_S = usual
+
+
+@in_loop
+async def test_a_request_timeout_of_zero_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "OVERTIME_S", 0.0)
+    async with front(FakeReplica(whole(b"{}")), request_timeout=0.0) as site:
+        assert (await site.chat()).status_code == 200
+
+
+def test_the_front_waits_longer_than_a_replica_gives_its_readers() -> None:
+    assert front_module.OVERTIME_S > LAST_READ_S
 
 
 @in_loop
