@@ -30,7 +30,7 @@ from infer.cluster.upstream import ReplicaGone, ResponseHead, Upstream
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
 from infer.server.middleware.access_log import METRICS_PATH, AccessLog
 from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, Auth, route_path
-from infer.server.middleware.host_check import HostCheck, needs_host_check
+from infer.server.middleware.host_check import HostCheck
 from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.protocol.errors import REFUSED_HEADER, RETRY_LATER_S, ApiError, api_of
 from infer.server.protocol.stream import DONE, LAST_READ_S, named_event
@@ -49,8 +49,8 @@ STREAMS = (b"text/event-stream", b"application/x-ndjson")
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
 
 
-def build_front(state: ServerState, replicas: ReplicaSet) -> ASGIApp:
-    """The application with all its layers."""
+def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -> ASGIApp:
+    """The application with all its layers; `check_host` as in server/app.py."""
     config = state.config
     app: ASGIApp = Gate(Front(state, replicas), state)
     app = Auth(BodyLimit(app, config.max_body_size), config)
@@ -62,7 +62,7 @@ def build_front(state: ServerState, replicas: ReplicaSet) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
         )
-    if needs_host_check(config):
+    if check_host:
         app = HostCheck(app, config.allowed_host)
     metrics = ServerMetrics(config.metrics_prefix)
     logged = AccessLog(app, metrics, is_logged=config.access_log, ignores_unknown=False)

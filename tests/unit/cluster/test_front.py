@@ -20,6 +20,9 @@ from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
 from infer.config.settings import ServerConfig
 from infer.errors import ConfigError
+from infer.ray import ServeReplica
+from infer.ray import app as serve_app
+from infer.server.middleware.host_check import needs_host_check
 from infer.server.protocol.stream import LAST_READ_S
 from infer.server.state import ServerState
 
@@ -89,7 +92,7 @@ class FrontSite:
     def __init__(self, replicas: ReplicaSet, state: ServerState) -> None:
         self.replicas = replicas
         self.state = state
-        self.app = build_front(state, replicas)
+        self.app = build_front(state, replicas, check_host=needs_host_check(state.config))
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -139,6 +142,42 @@ async def test_where_clients_have_keys_the_front_checks_them_and_passes_them_on(
         assert (await site.chat(headers={"authorization": "Bearer secret"})).status_code == 200
     assert b"authorization: bearer secret\r\n" in fake.heads[0].lower()
     assert b"inner" not in fake.heads[0]
+
+
+@in_loop
+async def test_a_front_on_loopback_answers_for_this_machine_only() -> None:
+    async with front(FakeReplica(whole(b"{}"))) as site:
+        assert (await site.chat(headers={"host": "llm.example.com"})).status_code == 403
+        assert (await site.chat(headers={"host": "localhost:8000"})).status_code == 200
+
+
+@in_loop
+async def test_behind_the_proxy_of_serve_every_host_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeReplica(whole(b"{}"))
+    async with front(fake) as site:
+
+        class Process:
+            def __init__(self, orders: Any) -> None:
+                assert orders["server"]["host"] == "127.0.0.1"
+
+            def wait_ready(self) -> str:
+                return site.replicas.servers[0].url
+
+            def stop(self) -> None:
+                pass
+
+        monkeypatch.setattr("infer.ray.ReplicaProcess", Process)
+        replica = ServeReplica({"server": {}}, "inner", ServerConfig())
+        site.app = replica.front
+        assert (await site.chat(headers={"host": "llm.example.com"})).status_code == 200
+        assert (await site.request("POST", "/admin/drain", json={})).status_code == 404
+        replica._replicas.servers[0].close()
+
+
+@pytest.mark.parametrize("name", ["admin_key", "host", "tls_cert", "allowed_host"])
+def test_the_application_of_serve_refuses_what_it_has_no_place_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot be used with infer.ray:app"):
+        serve_app({"model": "org/name", name: "x"})
 
 
 @in_loop
