@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, ResponseHead, Upstream
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
-from infer.server.middleware.access_log import METRICS_PATH, AccessLog
+from infer.server.middleware.access_log import EXPOSED_HEADERS, METRICS_PATH, AccessLog
 from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, Auth, route_path
 from infer.server.middleware.host_check import HostCheck
 from infer.server.middleware.limits import BodyLimit, Gate
@@ -60,7 +60,7 @@ def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
     if check_host:
         app = HostCheck(app, config.allowed_host)

@@ -71,6 +71,8 @@ async def serve_cluster(
             announce(url_of(config, listener))
             await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await drain(state, config.drain_timeout)
+            if scaling.done():
+                scaling.result()  # it ends by an error only, which is the front's
     finally:
         state.board.is_draining = True
         starting.cancel()

@@ -27,7 +27,7 @@ from infer.errors import ConfigError
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.access_log import AccessLog
+from infer.server.middleware.access_log import EXPOSED_HEADERS, AccessLog
 from infer.server.middleware.auth import Auth
 from infer.server.middleware.forward import Ask, Forward
 from infer.server.middleware.host_check import HostCheck
@@ -154,7 +154,7 @@ def build_app(
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
-            expose_headers=["x-request-id", "x-infer-ignored", "x-infer-model", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)

@@ -15,10 +15,12 @@ import pytest
 
 from infer.cli.main import main
 from infer.cluster import front as front_module
+from infer.cluster import serve as serve_module
 from infer.cluster.front import build_front, merge_pages
+from infer.cluster.placing import RayPlacer
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
-from infer.config.settings import ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError
 from infer.ray import ServeReplica
 from infer.ray import app as serve_app
@@ -471,6 +473,63 @@ async def test_an_answer_that_is_no_http_is_a_lost_replica() -> None:
 def test_settings_that_contradict_a_cluster_are_refused(knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**knobs)
+
+
+class FakePlacer:
+    """A cluster that is there at once."""
+
+    def __init__(self, *_: Any) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.on_ready: Callable[[], None] = lambda: None
+
+    async def connect(self, address: str | None) -> None:
+        pass
+
+    def add(self) -> None:
+        self.on_ready()
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_front_that_can_no_longer_watch_its_replicas_ends_with_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def watch(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(serve_module, "import_ray", lambda: None)
+    monkeypatch.setattr(serve_module, "RayPlacer", FakePlacer)
+    monkeypatch.setattr(serve_module, "_watch", watch)
+    config = ServerConfig(cluster="ray", port=0)
+    with pytest.raises(KeyError, match="a bug"):
+        asyncio.run(serve_module.serve_cluster({"": EngineConfig()}, config, announce=lambda _: None))
+
+
+@in_loop
+async def test_a_replica_that_cannot_be_ended_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("infer.cluster.placing.import_ray", lambda: None)
+    monkeypatch.setattr(RayPlacer, "_keep", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(RayPlacer, "_end", fail)
+    placer = RayPlacer({}, {"CPU": 1.0}, "inner", ReplicaSet())
+    placer.add()
+    placer.remove()
+    async with asyncio.timeout(30):
+        while "could not be ended" not in caplog.text:
+            await asyncio.sleep(0)
+    assert "a bug" in caplog.text
+
+
+@in_loop
+async def test_pages_of_other_origins_may_read_the_name_of_the_model() -> None:
+    async with front(FakeReplica(whole(b"{}")), cors_origin=("https://a.example",)) as site:
+        answer = await site.chat(headers={"origin": "https://a.example"})
+    assert "x-infer-model" in answer.headers["access-control-expose-headers"]
 
 
 def test_without_ray_the_flag_says_how_to_install_it(
