@@ -9,12 +9,16 @@
 number of replicas or their `autoscaling_config`, `ray_actor_options` and so on. Each replica of Serve runs
 one server of ours in a process of its own, and passes requests on to it.
 
+Serve's proxy listens on the network, for any Host: without `api_key` all who reach it may use the model, and
+a warning says so.
+
 `infer serve --cluster ray` needs none of this: there tokens take no way through Serve's proxy.
 """
 
 # No `from __future__ import annotations`: Serve sends the class below to other processes without the names
 # that only strings mention, and FastAPI has to know what `request` is.
 import importlib
+import logging
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +32,15 @@ from infer.cluster.placing import import_ray
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.serve import bundle_of, orders_of
 from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.errors import ConfigError
 from infer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+OF_SERVE = {  # settings that an application of Serve has no place for
+    "admin_key": "admin routes are about one server, and requests go to any replica",
+    **dict.fromkeys(("host", "port", "uds", "tls_cert", "tls_key", "allowed_host"), "Serve's proxy listens"),
+}
 
 
 class _Relayed(Response):
@@ -51,7 +63,7 @@ class ServeReplica:
         replicas = ReplicaSet()
         replicas.servers.append(RemoteServer(0, self._process.wait_ready(), key))
         self._replicas = replicas
-        self.front = build_front(ServerState(config=config), replicas)
+        self.front = build_front(ServerState(config=config), replicas, check_host=False)
 
     async def check_health(self) -> None:
         """Raise if the server is gone: Serve then starts this replica anew."""
@@ -67,6 +79,8 @@ class ServeReplica:
 
 def app(args: Mapping[str, Any]) -> Any:
     """Build the application from knobs; Serve calls it with `args` of its configuration."""
+    for name in sorted(OF_SERVE.keys() & args.keys()):
+        raise ConfigError(f"{name} cannot be used with infer.ray:app: {OF_SERVE[name]}; leave it out")
     import_ray()
     serve = importlib.import_module("ray.serve")
     given = dict(args)
@@ -77,6 +91,8 @@ def app(args: Mapping[str, Any]) -> Any:
         name: tuple(value) if isinstance(value, list) else value for name, value in server.items()
     }
     config = ServerConfig(**settings)
+    if not config.api_key:
+        logger.warning("application open without a key to all who reach Serve's proxy (see api_key)")
     models = {config.served_model_name or "": EngineConfig.from_knobs(**given)}
     key = secrets.token_hex(16)
     bundle = bundle_of(models)

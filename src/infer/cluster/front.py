@@ -5,7 +5,9 @@
 Tokens come from the replica's own server and are passed on as they are. A replica that goes before its answer
 has begun is replaced by another, unseen by the client: signs of life (`: ping`) do not count as a beginning.
 If it goes later, the stream ends with an error in the form of its API, and an answer that is not streamed
-breaks off. 503 of a replica (its queue is full, it drains) sends the request to the next one as well.
+breaks off. A request that a replica refuses (503: its queue is full, it drains) goes to the next one, until
+one takes it. A replica or an engine that ends under a request may have ended because of it: such a request is
+tried once more, and not on every replica.
 
 `/health` is 200 while some replica serves. `/metrics` has the series of all replicas, each with its number as
 the label `replica`. Admin routes are about one server and are not here.
@@ -26,12 +28,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, ResponseHead, Upstream
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
-from infer.server.middleware.access_log import METRICS_PATH, AccessLog
-from infer.server.middleware.auth import HEALTH_PATH, Auth, route_path
-from infer.server.middleware.host_check import HostCheck, needs_host_check
+from infer.server.middleware.access_log import EXPOSED_HEADERS, METRICS_PATH, AccessLog
+from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, Auth, route_path
+from infer.server.middleware.host_check import HostCheck
 from infer.server.middleware.limits import BodyLimit, Gate
-from infer.server.protocol.errors import RETRY_LATER_S, ApiError, api_of
-from infer.server.protocol.stream import DONE, named_event
+from infer.server.protocol.errors import REFUSED_HEADER, RETRY_LATER_S, ApiError, api_of
+from infer.server.protocol.stream import DONE, LAST_READ_S, named_event
 from infer.server.state import ServerState, current_id
 
 logger = logging.getLogger(__name__)
@@ -41,13 +43,14 @@ PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
 KEYS = {b"authorization", b"x-api-key"}
-OVERTIME_S = 5.0  # for the error of a replica that is in time
+OVERTIME_S = LAST_READ_S + 10  # for the error of a replica that is in time, and a client that reads slowly
+MAX_BEGUN = 2  # replicas that may begin a request, if the first of them ends
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
 
 
-def build_front(state: ServerState, replicas: ReplicaSet) -> ASGIApp:
-    """The application with all its layers."""
+def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -> ASGIApp:
+    """The application with all its layers; `check_host` as in server/app.py."""
     config = state.config
     app: ASGIApp = Gate(Front(state, replicas), state)
     app = Auth(BodyLimit(app, config.max_body_size), config)
@@ -57,9 +60,9 @@ def build_front(state: ServerState, replicas: ReplicaSet) -> ASGIApp:
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
-    if needs_host_check(config):
+    if check_host:
         app = HostCheck(app, config.allowed_host)
     metrics = ServerMetrics(config.metrics_prefix)
     logged = AccessLog(app, metrics, is_logged=config.access_log, ignores_unknown=False)
@@ -78,6 +81,7 @@ class _Answer:
         self.path = route_path(scope)
         self.has_head = False
         self.has_begun = False  # more than signs of life were passed on
+        self.num_begun = 0  # replicas that may have begun the request
         self.is_stream = False
         self.send = send
 
@@ -159,7 +163,7 @@ class Front:
         """Forward a request; replicas keep `request_timeout` themselves, unless one has frozen."""
         seconds = self._state.config.request_timeout
         try:
-            async with asyncio.timeout(seconds + OVERTIME_S):
+            async with asyncio.timeout(seconds + OVERTIME_S if seconds else None):
                 await self._forward(scope, body, receive, answer)
         except TimeoutError:
             error = ApiError(
@@ -172,18 +176,22 @@ class Front:
 
     async def _forward(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
         tried: list[RemoteServer] = []
-        refusal: tuple[ResponseHead, bytes] | None = None  # the last 503
-        while (server := self._replicas.pick(body, tried)) is not None:
+        refusal: tuple[ResponseHead, bytes] | None = None  # the last one
+        while answer.num_begun < MAX_BEGUN:
+            if (server := self._replicas.pick(body, tried)) is None:
+                break
             tried.append(server)
             server.num_active += 1
             try:
                 refusal = await self._try(server, scope, body, receive, answer)
             except ReplicaGone as error:
-                server.is_up = False  # until a probe finds it well
+                is_news, server.is_up = server.is_up, False  # until a probe finds it well
                 logger.warning(
                     "replica gone number=%d began=%s request_id=%s error=%s",
                     server.number, answer.has_begun, current_id(), error,
                 )  # fmt: skip
+                if is_news and len(self._replicas.servers) == 1:
+                    await self._replicas.probe()  # nobody else can take requests until the next probe
                 if answer.has_begun:
                     message = "the replica that was answering is gone; send the request again"
                     await answer.fail(ApiError(status=500, message=message))
@@ -199,18 +207,23 @@ class Front:
             await answer.pass_on(said)
             await answer.end()
             return
-        message = "no replica serves at the moment; try again in a few seconds"
-        error_503 = ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)})
-        if answer.has_head:
-            await answer.fail(error_503)
+        if answer.num_begun < MAX_BEGUN:
+            message = "no replica serves at the moment; try again in a few seconds"
+            failure = ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)})
         else:
-            await error_503.response()(scope, receive, answer.send)
+            message = f"{MAX_BEGUN} replicas ended with this request inside; it may be the reason"
+            failure = ApiError(status=500, message=message, headers={"x-should-retry": "false"})
+        if answer.has_head:
+            await answer.fail(failure)
+        else:
+            await failure.response()(scope, receive, answer.send)
 
     async def _try(
         self, server: RemoteServer, scope: Scope, body: bytes, receive: Receive, answer: _Answer
     ) -> tuple[ResponseHead, bytes] | None:
-        """Let one replica answer; returns its refusal if it has no room, None if the request is done."""
+        """Let one replica answer; returns its answer if another should be asked, None if this is done."""
         connection = await server.connect()
+        answer.num_begun += 1
         request = self._message(scope, body, server)
         leaving = asyncio.ensure_future(_close_when_left(receive, connection))
         try:
@@ -223,7 +236,10 @@ class Front:
                 connection = await server.connect_anew()
                 leaving = asyncio.ensure_future(_close_when_left(receive, connection))
                 head = await connection.ask(request)
-            if head.status == 503:
+            is_unknown = head.status == 404 and answer.path.startswith(EXPLAIN_PREFIX)  # another had it
+            if head.status == 503 or is_unknown:
+                if is_unknown or any(name == REFUSED_HEADER.encode() for name, _ in head.headers):
+                    answer.num_begun -= 1
                 pieces = [piece async for piece in _pieces(connection)]
                 server.give_back(connection)
                 return head, b"".join(pieces)

@@ -94,6 +94,7 @@ class RayPlacer:
         self._slots: list[_Slot] = []
         self._next = 0
         self._has_served = False
+        self._endings: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing will serve
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -131,7 +132,14 @@ class RayPlacer:
         slot.is_leaving = True
         if slot.server is not None:
             slot.server.is_leaving = True
-        asyncio.create_task(self._end(slot))
+        ending = asyncio.create_task(self._end(slot))
+        self._endings.add(ending)
+        ending.add_done_callback(self._note_ending)
+
+    def _note_ending(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            logger.error("a replica could not be ended", exc_info=error)
 
     async def close(self) -> None:
         """End every replica."""

@@ -20,6 +20,7 @@ from infer.cluster.placing import RayPlacer, import_ray, raise_if_lost
 from infer.cluster.replicas import ReplicaSet
 from infer.cluster.scaling import Scaler
 from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.server.middleware.host_check import needs_host_check
 from infer.server.processes.board import Board
 from infer.server.serve import HttpServer, bind, drain, http_config, stop_on_signals, url_of, warn_if_open
 from infer.server.state import ServerState
@@ -47,7 +48,7 @@ async def serve_cluster(
     state = ServerState(config=config, board=Board(1))
     state.board.is_starting = True
     replicas = ReplicaSet()
-    http = http_config(build_front(state, replicas), config)
+    http = http_config(build_front(state, replicas, check_host=needs_host_check(config)), config)
     listener = bind(config)
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
@@ -70,6 +71,8 @@ async def serve_cluster(
             announce(url_of(config, listener))
             await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await drain(state, config.drain_timeout)
+            if scaling.done():
+                scaling.result()  # it ends by an error only, which is the front's
     finally:
         state.board.is_draining = True
         starting.cancel()

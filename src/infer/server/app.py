@@ -27,7 +27,7 @@ from infer.errors import ConfigError
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.access_log import AccessLog
+from infer.server.middleware.access_log import EXPOSED_HEADERS, AccessLog
 from infer.server.middleware.auth import Auth
 from infer.server.middleware.forward import Ask, Forward
 from infer.server.middleware.host_check import HostCheck
@@ -93,10 +93,11 @@ def build_app(
     """The application around a state; its engines are started and stopped by the caller.
 
     `check_host` adds the check of the Host header that a server on loopback needs (host_check.py), and lets
-    its clients look at the engines without a key. In an API process other than 0, `ask` reaches process 0
-    (forward.py).
+    its clients look at the engines without a key, unless it also answers for other hosts or to pages of other
+    origins. In an API process other than 0, `ask` reaches process 0 (forward.py).
     """
     config = state.config
+    is_private = check_host and not config.allowed_host and not config.cors_origin
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
     for model in state.models.values():
         model.clients = [
@@ -132,7 +133,7 @@ def build_app(
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers.append(admin.router)
-    if config.admin_key is not None or check_host:
+    if config.admin_key is not None or is_private:
         routers.append(live.router)
     routers.append(pages.make_router() if config.ui else ollama.root)
     if config.docs:
@@ -146,14 +147,14 @@ def build_app(
         app.add_middleware(Forward, ask=ask)
     app.add_middleware(Gate, state=state)
     app.add_middleware(BodyLimit, max_body_size=config.max_body_size)
-    app.add_middleware(Auth, config=config, is_private=check_host)
+    app.add_middleware(Auth, config=config, is_private=is_private)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
-            expose_headers=["x-request-id", "x-infer-ignored", "x-infer-model", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)

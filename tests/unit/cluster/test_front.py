@@ -15,15 +15,23 @@ import pytest
 
 from infer.cli.main import main
 from infer.cluster import front as front_module
+from infer.cluster import serve as serve_module
 from infer.cluster.front import build_front, merge_pages
+from infer.cluster.placing import RayPlacer
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
-from infer.config.settings import ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError
+from infer.ray import ServeReplica
+from infer.ray import app as serve_app
+from infer.server.middleware.host_check import needs_host_check
+from infer.server.protocol.stream import LAST_READ_S
 from infer.server.state import ServerState
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-BUSY = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}"
+DIED = b"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}"
+BUSY = DIED.replace(b"\r\n", b"\r\nx-infer-refused: 1\r\n", 1)
+UNKNOWN = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 EVENT = b'data: {"choices": []}\n\n'
 DONE = b"data: [DONE]\n\n"
 
@@ -86,7 +94,7 @@ class FrontSite:
     def __init__(self, replicas: ReplicaSet, state: ServerState) -> None:
         self.replicas = replicas
         self.state = state
-        self.app = build_front(state, replicas)
+        self.app = build_front(state, replicas, check_host=needs_host_check(state.config))
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -136,6 +144,42 @@ async def test_where_clients_have_keys_the_front_checks_them_and_passes_them_on(
         assert (await site.chat(headers={"authorization": "Bearer secret"})).status_code == 200
     assert b"authorization: bearer secret\r\n" in fake.heads[0].lower()
     assert b"inner" not in fake.heads[0]
+
+
+@in_loop
+async def test_a_front_on_loopback_answers_for_this_machine_only() -> None:
+    async with front(FakeReplica(whole(b"{}"))) as site:
+        assert (await site.chat(headers={"host": "llm.example.com"})).status_code == 403
+        assert (await site.chat(headers={"host": "localhost:8000"})).status_code == 200
+
+
+@in_loop
+async def test_behind_the_proxy_of_serve_every_host_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeReplica(whole(b"{}"))
+    async with front(fake) as site:
+
+        class Process:
+            def __init__(self, orders: Any) -> None:
+                assert orders["server"]["host"] == "127.0.0.1"
+
+            def wait_ready(self) -> str:
+                return site.replicas.servers[0].url
+
+            def stop(self) -> None:
+                pass
+
+        monkeypatch.setattr("infer.ray.ReplicaProcess", Process)
+        replica = ServeReplica({"server": {}}, "inner", ServerConfig())
+        site.app = replica.front
+        assert (await site.chat(headers={"host": "llm.example.com"})).status_code == 200
+        assert (await site.request("POST", "/admin/drain", json={})).status_code == 404
+        replica._replicas.servers[0].close()
+
+
+@pytest.mark.parametrize("name", ["admin_key", "host", "tls_cert", "allowed_host"])
+def test_the_application_of_serve_refuses_what_it_has_no_place_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot be used with infer.ray:app"):
+        serve_app({"model": "org/name", name: "x"})
 
 
 @in_loop
@@ -210,6 +254,65 @@ async def test_if_all_are_full_the_client_learns_it() -> None:
 
 
 @in_loop
+async def test_full_replicas_are_all_asked() -> None:
+    fakes = [FakeReplica(BUSY) for _ in range(4)]
+    async with front(*fakes) as site:
+        assert (await site.chat()).status_code == 503
+    assert [len(fake.bodies) for fake in fakes] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    "script",
+    [(DIED,), ("hang up",), (SSE, chunk(b": ping\n\n"), "hang up")],
+    ids=["its engine dies", "it dies", "it dies after a ping"],
+)
+@in_loop
+async def test_a_request_that_ends_replicas_ends_no_more_than_two(script: tuple[bytes | str, ...]) -> None:
+    fakes = [FakeReplica(*script) for _ in range(5)]
+    async with front(*fakes) as site:
+        answer = await site.chat()
+        if script == ("hang up",):
+            assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
+        elif len(script) == 1:
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert sum(server.is_up for server in site.replicas.servers) == (5 if script == (DIED,) else 3)
+    assert sum(len(fake.bodies) for fake in fakes) == 2
+    assert len(script) == 1 or "2 replicas" in answer.text
+
+
+@in_loop
+async def test_replicas_that_cannot_be_reached_do_not_count_as_tries() -> None:
+    good = FakeReplica(whole(b"{}"))
+    async with front(good) as site:
+        site.replicas.servers += [RemoteServer(n, "http://127.0.0.1:1", "inner") for n in range(1, 6)]
+        assert (await site.chat()).status_code == 200
+
+
+@in_loop
+async def test_the_only_replica_is_probed_at_once_when_a_connection_breaks() -> None:
+    class Moody(FakeReplica):
+        async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.script = (whole(b"{}"),) if self.num_connections else ("hang up",)
+            await super().handle(reader, writer)
+
+    async with front(Moody()) as site:
+        assert (await site.chat()).status_code == 503
+        assert site.replicas.servers[0].is_up
+        assert (await site.chat()).status_code == 200
+
+
+@in_loop
+async def test_the_replica_that_knows_a_request_explains_it() -> None:
+    fakes = FakeReplica(UNKNOWN), FakeReplica(whole(b"[7]")), FakeReplica(UNKNOWN)
+    async with front(*fakes) as site:
+        for _ in range(3):
+            assert (await site.request("GET", "/explain/req-1")).json() == [7]
+        assert (await site.request("GET", "/explain/req-1")).status_code == 200
+    async with front(FakeReplica(UNKNOWN), FakeReplica(UNKNOWN)) as site:
+        assert (await site.request("GET", "/explain/req-1")).status_code == 404
+
+
+@in_loop
 async def test_without_replicas_requests_and_health_are_503() -> None:
     async with front() as site:
         assert (await site.request("GET", "/health")).status_code == 503
@@ -257,6 +360,17 @@ async def test_a_replica_that_freezes_costs_no_more_than_the_time_of_a_request()
         assert answer.status_code == 200 and "request_timeout" in answer.text.removeprefix(EVENT.decode())
     finally:
         front_module.OVERTIME_S = usual
+
+
+@in_loop
+async def test_a_request_timeout_of_zero_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "OVERTIME_S", 0.0)
+    async with front(FakeReplica(whole(b"{}")), request_timeout=0.0) as site:
+        assert (await site.chat()).status_code == 200
+
+
+def test_the_front_waits_longer_than_a_replica_gives_its_readers() -> None:
+    assert front_module.OVERTIME_S > LAST_READ_S
 
 
 @in_loop
@@ -359,6 +473,63 @@ async def test_an_answer_that_is_no_http_is_a_lost_replica() -> None:
 def test_settings_that_contradict_a_cluster_are_refused(knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**knobs)
+
+
+class FakePlacer:
+    """A cluster that is there at once."""
+
+    def __init__(self, *_: Any) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.on_ready: Callable[[], None] = lambda: None
+
+    async def connect(self, address: str | None) -> None:
+        pass
+
+    def add(self) -> None:
+        self.on_ready()
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_front_that_can_no_longer_watch_its_replicas_ends_with_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def watch(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(serve_module, "import_ray", lambda: None)
+    monkeypatch.setattr(serve_module, "RayPlacer", FakePlacer)
+    monkeypatch.setattr(serve_module, "_watch", watch)
+    config = ServerConfig(cluster="ray", port=0)
+    with pytest.raises(KeyError, match="a bug"):
+        asyncio.run(serve_module.serve_cluster({"": EngineConfig()}, config, announce=lambda _: None))
+
+
+@in_loop
+async def test_a_replica_that_cannot_be_ended_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("infer.cluster.placing.import_ray", lambda: None)
+    monkeypatch.setattr(RayPlacer, "_keep", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(RayPlacer, "_end", fail)
+    placer = RayPlacer({}, {"CPU": 1.0}, "inner", ReplicaSet())
+    placer.add()
+    placer.remove()
+    async with asyncio.timeout(30):
+        while "could not be ended" not in caplog.text:
+            await asyncio.sleep(0)
+    assert "a bug" in caplog.text
+
+
+@in_loop
+async def test_pages_of_other_origins_may_read_the_name_of_the_model() -> None:
+    async with front(FakeReplica(whole(b"{}")), cors_origin=("https://a.example",)) as site:
+        answer = await site.chat(headers={"origin": "https://a.example"})
+    assert "x-infer-model" in answer.headers["access-control-expose-headers"]
 
 
 def test_without_ray_the_flag_says_how_to_install_it(

@@ -94,6 +94,7 @@ def test_every_error_has_its_status_also_before_a_stream(
 def test_who_may_try_again_is_told_when(oracle: LLM, error: Exception, seconds: int) -> None:
     response = failing(oracle, error).post("/v1/completions", {"prompt": "x"})
     assert int(response.headers["retry-after"]) == seconds
+    assert ("x-infer-refused" in response.headers) is isinstance(error, QueueFull), "was nothing begun?"
     assert RETRY_SOON_S < RETRY_LATER_S
 
 

@@ -153,7 +153,8 @@ def test_no_request_comes_in_while_starting_or_draining(state: str, path: str) -
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path), connection.receive, connection.send))
     assert connection.status == 503
-    assert dict(connection.sent[0]["headers"])[b"retry-after"].isdigit()
+    headers = dict(connection.sent[0]["headers"])
+    assert headers[b"retry-after"].isdigit() and headers[b"x-infer-refused"] == b"1"
     assert server.board.num_active == 0
 
 

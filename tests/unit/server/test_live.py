@@ -107,6 +107,9 @@ async def page_of(app: Any, query: str = "", key: str | None = None) -> AsyncIte
         ({"admin_key": "root"}, True, None, 401),  # on loopback, too: a key that is set is asked for
         ({"admin_key": "root"}, True, "root", 200),
         ({}, True, None, 200),  # loopback without keys
+        ({"allowed_host": ("llm.example.com",)}, True, None, 404),  # a proxy or a tunnel passes others on
+        ({"cors_origin": ("https://example.com",)}, True, None, 404),  # pages from elsewhere may ask
+        ({"cors_origin": ("https://example.com",), "admin_key": "root"}, True, "root", 200),
         ({}, False, None, 404),
         ({"api_key": ("user",)}, False, "user", 404),
         ({"api_key": ("user",)}, False, None, 404),
@@ -129,6 +132,10 @@ def test_a_private_server_opens_the_view_and_no_other_admin_route() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path in ("/admin/drain", "/admin/live/x", "/admin/livex", "/admin"):
                 assert (await client.post(path, json={})).status_code == 404
+            for name in ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"):
+                async with asyncio.timeout(30):  # a stream would not end
+                    proxied = await client.get("/admin/live", headers={name: "10.0.0.9"})
+                assert proxied.status_code == 404
             foreign = await client.get("/admin/live", headers={"host": "evil.example"})
             assert foreign.status_code == 403
 

@@ -50,6 +50,7 @@ MAX_KEPT_ERROR = 300  # characters
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
 MODEL_HEADER = b"x-infer-model"
+EXPOSED_HEADERS = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # for pages, by CORS
 PLAIN_CHARS = string.punctuation + " "  # characters of names that a header may have as they are
 FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
 

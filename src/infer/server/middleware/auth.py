@@ -2,7 +2,8 @@
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
     /admin/...                             the admin key; without one configured there are no such routes,
-                                           but for /admin/live where only this machine can ask
+                                           but for /admin/live where only this machine can ask, and the
+                                           request names no proxy that it came through
     /explain/...                           one of the API keys, which sees its own requests; or the admin
                                            key, which sees all
     everything else, known or not          one of the API keys, if any is configured
@@ -38,6 +39,7 @@ DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
 EXPLAIN_PREFIX = "/explain/"
 LIVE_PATH = "/admin/live"
+PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")  # the client may be anywhere
 
 
 def route_path(scope: Scope) -> str:
@@ -100,7 +102,7 @@ class Auth:
             await send({"type": "websocket.close", "code": 1008})  # the server has no websockets
             return
         path = route_path(scope)
-        if is_admin(path) and not (path == LIVE_PATH and self._is_private and not self._admins):
+        if is_admin(path) and not (path == LIVE_PATH and self._is_keyless(scope)):
             if not self._admins:
                 message = "admin routes are off; start the server with --admin-key to use them"
                 await ApiError(status=404, message=message).send_unread(scope, receive, send)
@@ -123,6 +125,11 @@ class Auth:
         message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
         await error.send_unread(scope, receive, send)
+
+    def _is_keyless(self, scope: Scope) -> bool:
+        """Whether a request may look at the engines without a key, as far as its headers tell."""
+        is_direct = all(header_of(scope, name) is None for name in PROXY_HEADERS)
+        return self._is_private and not self._admins and is_direct
 
 
 def _tenant_secret(keys: Iterable[str]) -> bytes:

@@ -4,7 +4,8 @@
 `/v1/completions/stream` tell values that cannot be used (422) from bodies that cannot be read (400), and all
 other routes answer as the APIs do that they stand for, whose clients branch on 400 and 404. Beside these:
 
-    QueueFull, EngineStopped       503     try again, after Retry-After seconds
+    QueueFull, EngineStopped       503     try again, after Retry-After seconds; `x-infer-refused: 1` says
+                                           that nothing was begun (an engine may end because of a request)
     RequestTimeout                 504     ask for less, or for more time; not the same again
     EngineError, anything else     500     tell the operator
 
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
+REFUSED_HEADER = "x-infer-refused"  # on a 503 of a server that has begun nothing: another one may be asked
 CLIENT_GONE = 499  # what proxies log for it; it is never read
 MAX_MESSAGE_LEN = 1000
 SPECIFIED_PREFIX = "/v1/completions"  # the routes with finer statuses
@@ -241,8 +243,10 @@ def to_api_error(error: BaseException) -> ApiError:
         status = refusal.specified if is_specified else refusal.elsewhere
         return ApiError(status=status, message=message, param=error.param, code=refusal.code)
     if isinstance(error, QueueFull | EngineStopped):
-        seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S
-        return ApiError(status=503, message=scrub(str(error)), headers={"Retry-After": str(seconds)})
+        headers = {"Retry-After": str(RETRY_LATER_S)}
+        if isinstance(error, QueueFull):
+            headers = {"Retry-After": str(RETRY_SOON_S), REFUSED_HEADER: "1"}
+        return ApiError(status=503, message=scrub(str(error)), headers=headers)
     if isinstance(error, RequestTimeout):
         headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
         return ApiError(status=504, message=scrub(str(error)), headers=headers)
