@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,9 +72,20 @@ def test_a_stream_keeps_its_model_while_another_is_asked_for(server: ServerProce
         next(lines)
         other = pool.submit(ask, server, "b")
         rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]" and not any("error" in line for line in rest)
+        assert rest[-1] == "data: [DONE]"
+        assert all("error" not in json.loads(line.removeprefix("data: ")) for line in rest[:-1])
         assert other.result().status_code == 200
     assert loaded(server) == ["b"]
+
+
+def test_keep_alive_unloads_a_model_whichever_process_is_told(server: ServerProcess) -> None:
+    for _ in range(3):
+        assert ask(server, "a").status_code == 200
+        body = {"model": "a", "keep_alive": 0}
+        answer = httpx.post(f"{server.url}/api/generate", json=body, timeout=120)
+        assert answer.json()["done_reason"] == "unload"
+        wait_until(lambda: engines(server) == 0)
+    assert loaded(server) == []
 
 
 def test_the_server_ends_cleanly_with_a_model_on_demand(server: ServerProcess) -> None:
