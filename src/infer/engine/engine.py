@@ -89,7 +89,7 @@ class _Flight(NamedTuple):
     step: PendingStep
     dropped: set[int]  # chunks whose ids are not wanted: others took their place
     result: StepResult | None = None  # once it has been read
-    launched_at: float = 0.0  # just before the device got it
+    launched_at: float = 0.0  # just before the device got it; 0: nobody asks how long steps take
 
 
 class Engine:
@@ -146,7 +146,7 @@ class Engine:
         self._step_tokens = Histogram(STEP_TOKENS)
         self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
         self._live = LiveView(scheduler, clock)  # what pages see, while any look
-        self._pace = StepPace()
+        self._pace, self._has_pace = StepPace(), False  # it is taken where requests may go to other engines
         self._ended_at = 0.0  # the end of the last step that was concluded
 
     # -- requests ---------------------------------------------------------------------------------
@@ -306,7 +306,8 @@ class Engine:
         return None if self._stories is None else self._stories.tell(request_id)
 
     def watch_prefixes(self) -> None:
-        """Keep news of cached prefixes from now on: this engine is one of several that requests may go to."""
+        """Keep news of cached prefixes and the pace of steps: requests may go to other engines as well."""
+        self._has_pace = True
         self.scheduler.pool.watch_prefixes()
 
     def take_prefix_news(self) -> dict[int, bool]:
@@ -355,7 +356,7 @@ class Engine:
             if speculation is not None:
                 speculation.complete(plan)
             order = self._host.order(plan, awaits_masks=self._is_guided)
-            launched_at = self._clock()
+            launched_at = self._clock() if self._has_pace or self._live.is_on else 0.0
             step = self._device.run(order)
             if speculation is not None:
                 speculation.settle(order)
@@ -469,11 +470,13 @@ class Engine:
         """Report what came of a step that has been read."""
         plan, step, _, result, launched_at = flight
         assert result is not None
-        now = self._clock()
-        seconds, self._ended_at = now - max(launched_at, self._ended_at), now
-        self._pace.observe(plan.chunks, seconds)
-        if self._live.is_on:
-            self._live.note(plan, result.ids, seconds, in_graph=step.in_graph)
+        if launched_at:
+            now = self._clock()
+            seconds, self._ended_at = now - max(launched_at, self._ended_at), now
+            if self._has_pace:
+                self._pace.observe(plan.chunks, seconds)
+            if self._live.is_on:
+                self._live.note(plan, result.ids, seconds, in_graph=step.in_graph)
         if plan.chunks.num_drafts:
             if self.speculation is not None:
                 self.speculation.judge(plan, result.ids)

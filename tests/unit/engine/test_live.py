@@ -181,6 +181,7 @@ def test_the_time_of_a_step_is_that_of_the_device_and_not_of_the_idle_time_befor
 
 def test_the_pace_of_prompts_and_of_rows_is_told_apart_while_sequences_end() -> None:
     world, clock = make_world(num_blocks=64)
+    world.engine.watch_prefixes()
     slow_down(world, clock, lambda order: 0.001 * order.num_tokens if order.num_tokens > 4 else 0.5)
     for number in range(20):
         world.add(f"r{number}", prompt_of(8, start=number), max_tokens=1 + number % 3)

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -200,6 +201,7 @@ def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: Mode
     plan = dataclasses.replace(
         plan_of(headers),
         headers=dataclasses.replace(headers, config=model),
+        skeleton=cast(Any, SimpleNamespace(config=model)),  # its config is all that is asked for
         device=torch.device("cuda"),
         rule=Rule("as stored", torch.bfloat16, "as the file has it", keeps_codes=True),
     )

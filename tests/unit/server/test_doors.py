@@ -34,6 +34,8 @@ TUNED: dict[str, Any] = {  # fields that a chat has under the same names
     "include_stop_str_in_output": True,
     "bad_words": ["x"],
     "allowed_token_ids": [1],
+    "metrics": True,
+    "include_metrics": True,
     "priority": 2,
     "cache_salt": "s",
     "timeout": 5.0,
