@@ -101,7 +101,7 @@ class ReplicaProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
+        """True if its process is gone."""
         return self._process.poll() is not None
 
     @property

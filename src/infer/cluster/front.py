@@ -296,7 +296,7 @@ async def _pieces(connection: Upstream) -> AsyncIterator[bytes]:
 
 
 def _is_sign_of_life(piece: bytes) -> bool:
-    """Whether a piece of a stream holds nothing but pings, which readers skip."""
+    """True if a piece of a stream holds nothing but pings, which readers skip."""
     return all(part.startswith((b":", b"event: ping")) for part in piece.split(b"\n\n") if part.strip())
 
 

@@ -116,7 +116,7 @@ class RayPlacer:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a replica is being started, restarted or ended."""
+        """True if a replica is being started, restarted or ended."""
         return any(slot.server is None or slot.is_leaving for slot in self._slots)
 
     def add(self) -> None:

@@ -64,7 +64,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another request may be sent over it."""
+        """True if another request may be sent over it."""
         return not self._is_lost and self.is_whole and monotonic() - self.idle_since < IDLE_S
 
     async def ask(self, request: bytes) -> ResponseHead:

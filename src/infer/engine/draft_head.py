@@ -42,7 +42,7 @@ class DraftHead(DraftModel):
         self._drawn[rows] = self._state.tenancy[rows]
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Whether the row of a sequence has drawn, so that there is something to draft from."""
+        """True if the row of a sequence has drawn, so that there is something to draft from."""
         return bool(self._drawn[seq.row] == self._state.tenancy[seq.row])
 
     def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:

@@ -90,7 +90,7 @@ class DraftModel:
             self._changes, self._host = [], HostHalf(self._state, is_draft=True)
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Whether it can draft for a sequence now: always, since it catches up with any text."""
+        """True if it can draft for a sequence now: always, since it catches up with any text."""
         return True
 
     def begin(self, sequences: Seq[Sequence]) -> None:

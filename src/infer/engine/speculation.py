@@ -56,7 +56,7 @@ class Drafter(Protocol):
         ...
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Whether it can draft for a running sequence now, or only after its next step."""
+        """True if it can draft for a running sequence now, or only after its next step."""
         ...
 
 

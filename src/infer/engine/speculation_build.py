@@ -143,7 +143,7 @@ def _find_draft(name: str) -> ModelSource:
 
 
 def _is_head(settings: SpeculationConfig, path: Path) -> bool:
-    """Whether what drafts is a head on the states of another model: so it was said, or its config says it."""
+    """True if what drafts is a head on the states of another model: so it was said, or its config says it."""
     if settings.method == "eagle3":
         return True
     raw = read_hf_config(path) if (path / "config.json").is_file() else {}

@@ -195,7 +195,7 @@ class CpuSteps:
         return self._model(step.tokens_T, step), last_rows
 
     def is_recorded(self, num_tokens: int) -> bool:
-        """Whether a step of this many tokens is one call of a recorded program."""
+        """True if a step of this many tokens is one call of a recorded program."""
         return self._program is not None and num_tokens <= self._inputs.capacity
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class SequenceWatch(Protocol):
         ...
 
     def on_chunk(self, seq: Sequence, num_tokens: int, num_running: int) -> None:
-        """A plan computes so many tokens of a prompt, or of what was preempted, in a batch of this size."""
+        """A plan computes this many tokens of a prompt, or of what was preempted, in a batch of this size."""
         ...
 
     def on_preempt(self, seq: Sequence, num_computed: int, num_planned: int, num_moved: int) -> None:

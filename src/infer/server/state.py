@@ -82,7 +82,7 @@ class ServedModel:
 
     @property
     def is_up(self) -> bool:
-        """Whether an engine can serve requests now."""
+        """True if an engine can serve requests now."""
         return any(client.failure is None for client in self.clients)
 
     def pick(self, request: Request) -> EngineClient:

@@ -55,7 +55,7 @@ class DrawContext(NamedTuple):
     mask_W: np.ndarray | None = None  # 32-bit words, a bit for each id: 1 where it may come
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask lets this id come."""
+        """True if the mask lets this id come."""
         return self.mask_W is None or bool(int(self.mask_W[token_id >> 5]) >> (token_id & 31) & 1)
 
 
@@ -163,7 +163,7 @@ def _tail(
 
 
 def _lifts_tail(reported: dict[int, float], params: SamplingParams, context: DrawContext) -> bool:
-    """Whether a token of the tail may have been made likelier."""
+    """True if a token of the tail may have been made likelier."""
     if any(bias > 0 and token_id not in reported for token_id, bias in params.logit_bias.items()):
         return True
     return (

@@ -173,7 +173,7 @@ class StepGraphs:
         return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
 
     def is_captured(self, size: StepSize) -> bool:
-        """Whether a step of this size is a graph by now."""
+        """True if a step of this size is a graph by now."""
         return size in self._graphs
 
     def padded_rows(self, num_rows: int) -> int:

@@ -33,7 +33,7 @@ class Case(NamedTuple):
     load_s: float = 0.0  # seconds until its model was loaded
 
     def counts(self, value_s: float) -> bool:
-        """Whether so many seconds are worth a word."""
+        """True if these seconds are worth a word."""
         return value_s >= max(MIN_S, SHARE * sum(self.seconds.values()))
 
     def held(self, hold: int) -> float:

@@ -127,7 +127,7 @@ class Auth:
         await error.send_unread(scope, receive, send)
 
     def _is_keyless(self, scope: Scope) -> bool:
-        """Whether a request may look at the engines without a key, as far as its headers tell."""
+        """True if a request may look at the engines without a key, as far as its headers tell."""
         is_direct = all(header_of(scope, name) is None for name in PROXY_HEADERS)
         return self._is_private and not self._admins and is_direct
 

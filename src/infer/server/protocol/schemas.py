@@ -338,7 +338,7 @@ class AskingBody(Body):
 
     @property
     def wants_metrics(self) -> bool:
-        """Whether the answer should tell its own times."""
+        """True if the answer should tell its own times."""
         return False
 
 
@@ -350,7 +350,7 @@ class MeasuredBody(AskingBody):
 
     @property
     def wants_metrics(self) -> bool:
-        """Whether the answer should tell its own times."""
+        """True if the answer should tell its own times."""
         return bool(self.metrics or self.include_metrics)
 
 

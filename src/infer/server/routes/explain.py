@@ -44,7 +44,7 @@ async def get_explanation(request_id: str, http: Request) -> Response:
 
 
 def wants_text(accept: str) -> bool:
-    """Whether a client asks for plain text, and not for JSON before it."""
+    """True if a client asks for plain text, and not for JSON before it."""
     kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
     named = [kind for kind in kinds if kind in ("text/plain", "application/json")]
     return named[:1] == ["text/plain"]

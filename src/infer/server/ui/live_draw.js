@@ -121,7 +121,7 @@ export function drawSteps(canvas, model, cursor) {
   if (cursor !== null && cursor >= first && cursor < steps.length) outline(context, colours, left + (cursor - first) * width, 0, bar, STEPS_HEIGHT - 1);
 }
 
-/** How high so many tokens stand: by the root, so that one row shows next to a long chunk. */
+/** The height of a bar of tokens: by the root, so that one row shows next to a long chunk. */
 const height = (value, most, room) => Math.sqrt(value / most) * room;
 
 /** What happened to sequences in a step: a circle for a fork, a triangle for a preemption, a square for moved blocks. */
