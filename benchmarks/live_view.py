@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
     per_second: float
     per_cpu_second: float
-    share: float  # of the CPU time, that the view took
+    share: float  # share of the CPU time that the view took
 
 
 class Load:

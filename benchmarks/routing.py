@@ -34,7 +34,7 @@ WAYS = ("turns", "router")
 BLOCK = 16
 OWN_TOKENS = 8
 OUTPUT_TOKENS = 4
-FIRST_ID = 1000  # of tokens that prompts are made of
+FIRST_ID = 1000  # smallest token id of prompts
 
 
 def serve(way: str, model: str | None, replicas: int, api_processes: int, num_blocks: int) -> None:

@@ -71,7 +71,8 @@ def measure(
     engines: dict[str, LLM], kind: str, texts: list[str], rounds: int, max_tokens: int
 ) -> dict[str, Any]:
     """The speed of each method on some prompts, and its ratio to no drafts."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}  # of a clock, of CPUs
+    # seconds by the clock, and of CPU time
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     params = SamplingParams(temperature=float(kind == SAMPLED), seed=1, max_tokens=max_tokens)
     num_tokens = 0
     for turn in range(rounds + 1):  # the first is not counted

@@ -51,7 +51,7 @@ Blocks = tuple[int, ...]  # of each table: a block, or NO_BLOCK
 ROOT: Final = 0  # the number of the root
 NO_BLOCK: Final = -1
 NO_BRANCH: Final = -1
-MAX_CHILDREN: Final = 4096  # of one node, that `hottest` looks at
+MAX_CHILDREN: Final = 4096  # children of one node that `hottest` looks at
 ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 
@@ -118,7 +118,8 @@ class PrefixTree:
         self._nodes = {ROOT: self._root}  # by number
         self._by_block: dict[int, PrefixNode] = {}
         self._last_number = ROOT
-        self._news: dict[int, bool] | None = None  # by hash: is the prefix there? None: nobody asks
+        # changed prefixes by their hash, true where they are cached now; None: nobody asks
+        self._news: dict[int, bool] | None = None
 
     def watch(self) -> None:
         """Keep news of prefixes from now on; the tree must be empty."""

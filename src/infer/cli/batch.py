@@ -62,7 +62,7 @@ FLAGS: Mapping[str, flags.Row] = {
 }
 
 HERE_AT_ONCE, ASKED_AT_ONCE = 256, 32
-TIMEOUT_S = 3600.0  # of an answer of a server
+TIMEOUT_S = 3600.0  # seconds that a server's answer may take
 FULL = (429, 503)  # statuses after which a request is sent again
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before that; the last one is repeated
 PATIENCE_S = 600.0  # pauses of a request, added up

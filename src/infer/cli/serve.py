@@ -66,41 +66,42 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes; exit code 1 if every engine is down for good."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
-    if config.cluster == "ray":
-        return _serve_cluster(models, config, args.log_level)
-    for engine in models.values():
-        check_model(engine.load.model, revision=engine.load.revision)
-        if engine.speculation.is_on and engine.speculation.draft_model is not None:
-            check_model(engine.speculation.draft_model)
     try:
-        with SpareEngines(0 if config.in_process or config.on_demand else config.replicas) as spares:
-            with importing():
-                import asyncio
-
-                from infer.server.serve import loop_factory, serve
-
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(serve(models, config, announce=_announce, spares=spares))
+        if config.cluster == "ray":
+            _serve_cluster(models, config, args.log_level)
+        else:
+            _serve_here(models, config)
     except EngineLost as error:
         logger.critical("server ends error=%s", error)
         return 1
     return 0
 
 
-def _serve_cluster(models: Mapping[str, EngineConfig], config: ServerConfig, log_level: str) -> int:
+def _serve_here(models: Mapping[str, EngineConfig], config: ServerConfig) -> None:
+    """Serve from engines on this machine, which start before most of this program is imported."""
+    for engine in models.values():
+        check_model(engine.load.model, revision=engine.load.revision)
+        if engine.speculation.is_on and engine.speculation.draft_model is not None:
+            check_model(engine.speculation.draft_model)
+    with SpareEngines(0 if config.in_process or config.on_demand else config.replicas) as spares:
+        with importing():
+            import asyncio
+
+            from infer.server.serve import loop_factory, serve
+
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(serve(models, config, announce=_announce, spares=spares))
+
+
+def _serve_cluster(models: Mapping[str, EngineConfig], config: ServerConfig, log_level: str) -> None:
     """Serve from replicas on other machines, whose models are looked for there."""
     import asyncio
 
     from infer.cluster.serve import serve_cluster
     from infer.server.serve import loop_factory
 
-    try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve_cluster(models, config, announce=_announce, log_level=log_level))
-    except EngineLost as error:
-        logger.critical("server ends error=%s", error)
-        return 1
-    return 0
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve_cluster(models, config, announce=_announce, log_level=log_level))
 
 
 def _announce(url: str) -> None:

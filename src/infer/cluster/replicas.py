@@ -94,7 +94,7 @@ class ReplicaSet:
 
     @property
     def up(self) -> list[RemoteServer]:
-        """Those that take requests."""
+        """The replicas that take requests."""
         return [server for server in self.servers if server.is_up and not server.is_leaving]
 
     def remove(self, server: RemoteServer) -> None:
