@@ -44,6 +44,13 @@ static double load_double(const double* at) {
     return *at;
 }
 
+static unsigned int largest_of_warp(unsigned int value) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const unsigned int other = __shfl_xor_sync(0xffffffffu, value, distance);
+        value = value > other ? value : other;
+    }
+    return value;
+}
 static void let_next_kernel_start() {}
 static void wait_for_kernel_before() { is_waited[current] = true; }
 

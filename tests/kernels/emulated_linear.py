@@ -22,9 +22,8 @@ class EmulatedLaunch:
 
     def __init__(self, defines: Defines) -> None:
         self.library = compile_linear(defines)
-        known = dict(defines)
-        self.num_threads = 32 * known["WARPS"]
-        self.types = linear_pdl._TYPES if "WEIGHTS" not in known else linear_pdl._CODED_TYPES
+        self.num_threads = 32 * dict(defines)["WARPS"]
+        self.types = linear_pdl.types_of(defines)
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
         values = [of_type(value) for of_type, value in zip(self.types, arguments, strict=True)]

@@ -38,7 +38,7 @@ K = 640  # ten chunks: not a multiple of most numbers of warps
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_pdl, "_load", lambda defines, *_: EmulatedLaunch(defines))
+    monkeypatch.setattr(linear_pdl, "load_variant", lambda defines, *_: EmulatedLaunch(defines))
     linear_pdl._kernel.cache_clear()
     with nan_in_fresh_memory():
         yield

@@ -8,8 +8,9 @@ kernels to ask for. That is found from the model itself: a block's children are 
 they run, so where a sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the
 first one writes the sum that the first matrix of the second one reads.
 
-Norms that stand elsewhere (Gemma's, after a sub-layer) and mixtures of experts leave the chain open there. A
-wrong guess is never a wrong result: what is fused is decided when the stream is read (quant/residual.py).
+Norms that stand elsewhere (Gemma's, after a sub-layer) leave the chain open there. A mixture of experts
+reads the sum with its router. A wrong guess is never a wrong result: what is fused is decided when the stream
+is read (quant/residual.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind
-from infer.layers.linear import ExpertLinear, Linear, Projected
+from infer.layers.linear import Linear, Projected
 from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
@@ -56,8 +57,7 @@ def bind(
     """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
-    # between the kernels of experts, which are Triton's, the ones in CUDA C++ would hide nothing
-    compiled = CompiledLinears(device, enabled=not _has_experts(layers.values()))
+    compiled = CompiledLinears(device)
     writers, readers = find_neighbours(modules["layers"])
     gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
     digits = FAST_DIGITS if cpu_products == "fast" else EXACT_DIGITS
@@ -81,6 +81,9 @@ def bind(
         activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
         neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
         layer.projection.prepare(compiled, neighbours)
+    for mixture in modules.values():
+        if isinstance(mixture, MixtureOfExperts) and communicator is None:
+            mixture.prepare(compiled)
     if not compiled.is_wanted:
         return lambda: True
     pool = ThreadPoolExecutor(1, "compile-linears")
@@ -115,19 +118,15 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
     for before, norm, after in zip(children, children[1:], children[2:], strict=False):
         first, last = _matrices(before), _matrices(after)
         if isinstance(norm, RMSNorm) and first and last:
-            writers.add(first[-1])
+            if not isinstance(before, MixtureOfExperts):  # whose sums have kernels of their own (moe/few.py)
+                writers.add(first[-1])
             readers.add(last[0])
     return writers, readers
 
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
-    """The matrices of a sub-layer in their order; none of a mixture of experts."""
-    layers = [module for module in sublayer.modules() if isinstance(module, Projected)]
-    return [layer for layer in layers if isinstance(layer, Linear)] if not _has_experts(layers) else []
-
-
-def _has_experts(layers: Iterable[Projected]) -> bool:
-    return any(isinstance(layer, ExpertLinear) for layer in layers)
+    """The matrices of a sub-layer in their order; of a mixture of experts, those that all tokens share."""
+    return [module for module in sublayer.modules() if isinstance(module, Linear)]
 
 
 def _check_places(layers: dict[str, Projected]) -> None:

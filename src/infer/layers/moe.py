@@ -22,9 +22,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from infer.kernels.linear.coded import CodedWeights
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.moe.few import ExpertShape, FewExperts
 from infer.kernels.moe.grouped import route
+from infer.kernels.runtime.profiles import device_profile
 from infer.layers.linear import ExpertLinear, Linear
-from infer.quant.projection import Choices
+from infer.quant.chosen import ChosenExperts
+from infer.quant.projection import Choices, PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
 
 
@@ -50,11 +55,34 @@ class MixtureOfExperts(nn.Module):
         halves = {"gate": expert_size, "up": expert_size}
         self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves)
         self.down = ExpertLinear(num_experts, expert_size, hidden_size)
+        self.few: FewExperts | None = None  # kernels for few tokens, where there are some
 
-    def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor:
-        """Return [T, D]."""
-        x_TD = as_tensor(x_TD)  # router and experts read the same rows
-        logits_TE = as_tensor(self.router(x_TD))
-        choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
+    def prepare(self, compiled: CompiledLinears) -> None:
+        """Ask for the kernels of few tokens, if both matrices are kept as they read them."""
         gate_up, down = self.gate_up.projection, self.down.projection
-        return down.reduced(gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation))
+        stacks = gate_up.stacked, down.stacked
+        if stacks[0] is None or stacks[1] is None or gate_up.batch_invariant:
+            return
+        forms = (stack.form if isinstance(stack, CodedWeights) else None for stack in stacks)
+        spec = self.gate_up.spec
+        shape = ExpertShape(
+            spec.size, spec.num_rows // 2, self.gate_up.num_experts, self.num_choices,
+            self.normalized, self.activation, *forms,
+        )  # fmt: skip
+        self.few = FewExperts(shape, device_profile(compiled.device).linear)
+        compiled.use(self.few)
+
+    def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
+        """Return [T, D]."""
+        num_rows = len(x_TD.stream.residual_TD if isinstance(x_TD, NormedInput) else x_TD)
+        few = self.few if self.few is not None and self.few.is_for(num_rows) else None
+        if few is None:
+            x_TD = as_tensor(x_TD)  # router and experts read the same rows
+        logits_TE = as_tensor(self.router(x_TD))
+        gate_up, down = self.gate_up.projection, self.down.projection
+        if few is not None:
+            chosen = ChosenExperts(few, gate_up, down, logits_TE)
+            return PendingProduct(chosen, chosen.gated(x_TD))
+        choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
+        y_TD = gate_up.experts_mlp(as_tensor(x_TD), choices, down.unreduced, self.activation)
+        return down.reduced(y_TD)

@@ -119,6 +119,12 @@ class Dense(Projection):
         parts = split_linear(x, self.weight, compiled=self.compiled) if self.bias is None else None
         return self.multiply(x) if parts is None else parts
 
+    @property
+    def stacked(self) -> torch.Tensor | None:
+        """The stack of the experts' matrices, where kernels of a GPU can read it."""
+        weight = self.weight
+        return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 and use_triton(weight) else None
+
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor:

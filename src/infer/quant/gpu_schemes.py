@@ -164,6 +164,14 @@ class GPUWeights(Projection):
 
     # -- experts ----------------------------------------------------------------------------------------
 
+    @property
+    def stacked(self) -> CodedWeights | None:
+        """The codes of all experts, where kernels of a GPU can read them."""
+        is_read = (
+            self.stack is not None and self.spec.dtype is torch.bfloat16 and use_triton(self.stack.cells)
+        )
+        return self.stack if is_read else None
+
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """The projection of one expert from its matrix."""
         return type(self)(spec, [self.matrices[number]])

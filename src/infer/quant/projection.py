@@ -36,7 +36,7 @@ from infer.quant.memory import WeightMemory
 from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
 
 if TYPE_CHECKING:
-    from infer.kernels.linear.coded import CodedForm
+    from infer.kernels.linear.coded import CodedForm, CodedWeights
     from infer.kernels.linear.compiled import CompiledLinears
     from infer.quant.coded import CodedRows
 
@@ -200,6 +200,7 @@ class Projection:
             writer, rows = stream.update.projection, stream.update.x
             added = writer.add_to(rows, stream.residual_TD, x.norm, self, activation)
             if isinstance(added, ResidualSum):
+                x.begun = added
                 x.read(added.sum_MN)
                 return self.project_sum(added, x.norm.eps, activation)
             stream.update = added
@@ -260,6 +261,11 @@ class Projection:
         return self.lookup(torch.arange(self.spec.num_rows, device=self.spec.device))
 
     # -- experts ----------------------------------------------------------------------------------------
+
+    @property
+    def stacked(self) -> torch.Tensor | CodedWeights | None:
+        """The matrices of all experts as the kernels of a GPU read them; None: there is no such form."""
+        return None
 
     def expert(self, number: int) -> Projection:
         """The projection of one expert, on the same memory."""

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from infer.kernels.linear.residual import ResidualSum
+
 
 class ResidualNorm(Protocol):
     """An RMS norm that reads the residual stream (layers/norm.py)."""
@@ -146,7 +148,7 @@ class ResidualStream:
 class NormedInput(Deferred):
     """The norm of the residual stream as it was when it was asked for; computed by its first reader."""
 
-    __slots__ = ("_normed_TD", "_total_TD", "norm", "stream")
+    __slots__ = ("_normed_TD", "_total_TD", "begun", "norm", "stream")
 
     def __init__(self, norm: ResidualNorm, stream: ResidualStream) -> None:
         if stream.unread is not None:  # two norms of one sum: the first is computed now
@@ -154,6 +156,7 @@ class NormedInput(Deferred):
         self.norm, self.stream = norm, stream
         self._total_TD: torch.Tensor | None = None
         self._normed_TD: torch.Tensor | None = None
+        self.begun: ResidualSum | None = None  # the sum as its writer left it, with the norm begun
         stream.unread = self
 
     @property

@@ -52,7 +52,9 @@ def test_the_most_blocks_are_reached_and_never_passed() -> None:
 
 
 def test_tiles_grow_with_the_rows_of_an_expert_but_not_along_k() -> None:
-    assert choose_tiles(8, 128, 2).block_t == 16
-    assert choose_tiles(16384, 8, 2).block_t == 128
-    assert {choose_tiles(rows, 8, 2).block_k for rows in (1, 64, 4096, 65536)} == {64}
-    assert choose_tiles(65536, 8, 4).block_k == 32
+    heights = {rows: choose_tiles(rows, 8, 2)[0].block_t for rows in (1, 64, 128, 256, 512, 16384)}
+    assert heights == {1: 16, 64: 16, 128: 32, 256: 64, 512: 64, 16384: 128}
+    for rows in (1, 64, 128, 4096, 65536):
+        gate_up, down = choose_tiles(rows, 8, 2)
+        assert gate_up.block_k == down.block_k == 64 and gate_up.block_t == down.block_t
+    assert choose_tiles(65536, 8, 4)[0].block_k == 32

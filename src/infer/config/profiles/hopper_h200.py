@@ -170,6 +170,7 @@ H200 = DeviceProfile(
         crowded=96,
         pdl_tokens=8,
         coded_pdl_tokens=16,
+        expert_tokens=8,
         pdl_stream=2048,
         pdl_narrow_stream=1024,
         pdl_bytes=128 << 20,

@@ -177,6 +177,7 @@ class LinearProfile:
     crowded: int  # blocks from which most SMs have one
     pdl_tokens: int  # tokens up to which matrices of small models are held in registers (pdl.py)
     coded_pdl_tokens: int  # the same with coded weights
+    expert_tokens: int  # tokens up to which each is sent through its experts by itself (moe/few.py)
     pdl_stream: int  # width of the residual stream up to which a model is small for that
     pdl_narrow_stream: int  # the same with more than `pdl_tokens`
     pdl_bytes: int  # bytes of the largest matrix for it

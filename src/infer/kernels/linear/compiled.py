@@ -11,6 +11,7 @@ cut has its kernel, whatever the others have.
     65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
+    up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -21,19 +22,36 @@ cut has its kernel, whatever the others have.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
-from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
+from infer.kernels.linear.cuda import CudaLinear, Matrix, Variant, compile_variants, is_for
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
 from infer.kernels.runtime.profiles import device_profile
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledKernel(Protocol):
+    """Kernels in CUDA C++ that are compiled and loaded with those of the linears."""
+
+    num_ready: int  # counts what can be launched, or is expected to be
+
+    def variants(self) -> list[Variant]:
+        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        ...
+
+    def load(self, device: torch.device) -> None:
+        """Load what was compiled; BuildError where that fails."""
+        ...
 
 
 class CompiledLinears:
@@ -52,6 +70,12 @@ class CompiledLinears:
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
+        self._others: list[CompiledKernel] = []
+
+    def use(self, kernel: CompiledKernel) -> None:
+        """Compile and load these kernels, too, where there is a GPU for them."""
+        if self._enabled:
+            self._others.append(kernel)
 
     def want(self, matrix: Matrix, *, is_head: bool = False) -> None:
         """Note a matrix of the model: of its layers, or its head, which the layers do not wait for."""
@@ -63,11 +87,12 @@ class CompiledLinears:
     @property
     def is_wanted(self) -> bool:
         """Whether there is a matrix of a layer to compile for."""
-        return bool(self._layers or self._coded)
+        return bool(self._layers or self._coded or self._others)
 
     def compiler(self) -> Callable[[], None]:
         """What compiles all that `load` will load, to be called in a thread: it touches no GPU."""
         wanted = [variant for kernel, matrices in self._uses() for variant in kernel.expect(matrices)]
+        wanted += [variant for kernel in self._others for variant in kernel.variants()]
 
         def run() -> None:
             with suppress(BuildError):  # `load` will say so
@@ -80,12 +105,22 @@ class CompiledLinears:
         expected = self.num_ready
         for kernel, matrices in self._uses():
             kernel.load(matrices, self.device)
+        for other in self._others:
+            try:
+                compile_variants(other.variants())
+                other.load(self.device)
+            except BuildError as error:
+                other.num_ready = 0
+                logger.info("Triton computes experts: their kernels are to be compiled and %s", error)
         return self.num_ready == expected
 
     @property
     def num_ready(self) -> tuple[int, ...]:
         """How many kinds of products each kernel is compiled for, or expected to be."""
-        return tuple(len(kernel.ready) for kernel in self._kernels)
+        return (
+            *(len(kernel.ready) for kernel in self._kernels),
+            *(other.num_ready for other in self._others),
+        )
 
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels, and the matrices that each is for."""

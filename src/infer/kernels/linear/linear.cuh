@@ -90,6 +90,12 @@ __device__ __forceinline__ void multiply(float* sums, u32 a0, u32 a1, u32 a2, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ u32 largest_of_warp(u32 value) {
+    u32 largest;
+    asm("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+    return largest;
+}
+
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -165,3 +171,59 @@ __device__ __forceinline__ double sum_in_pairs(F element) {
         for (int i = 0; i + distance < COUNT; i += 2 * distance) values[i] += values[i + distance];
     return values[0];
 }
+
+// ---- the router's choice --------------------------------------------------------------------------
+
+#if EXPERTS
+struct Choice {
+    int expert;
+    float weight;
+};
+
+// The expert of a token's `choice`, best first, of equal ones the first, and its weight; all lanes of a warp take part.
+// A number of 16 bits and its place make a key of 32 that can be compared as an integer: the best is the largest key.
+__device__ __forceinline__ Choice choose_experts(const char* logits, int choice) {
+    constexpr int PAIRS_OF_LANE = (NUM_EXPERTS / 2 + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    u32 pairs[PAIRS_OF_LANE], keys[PAIRS_OF_LANE][2];
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        const int pair = i * 32 + lane;
+        if (pair < NUM_EXPERTS / 2) pairs[i] = load_pair(logits + pair * 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 bits = pairs[i] >> half * 16 & 0xffffu, ordered = bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
+            keys[i][half] = pair < NUM_EXPERTS / 2 ? ordered << 16 | 0xffffu - (pair * 2 + half) : 0u;
+        }
+    }
+    u32 wanted = 0;
+    float best = 0.0f, own = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHOICES; ++c) {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) largest = max(largest, max(keys[i][0], keys[i][1]));
+        largest = largest_of_warp(largest);
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) keys[i][half] = keys[i][half] == largest ? 0u : keys[i][half];
+        const u32 ordered = largest >> 16, bits = ordered & 0x8000u ? ordered & 0x7fffu : ~ordered & 0xffffu;
+        const float logit = unpack(bits).x;
+        if (c == 0) best = logit;
+        const float share = __expf(logit - best);
+        if (NORMALIZED) total += share;
+        if (c == choice) wanted = largest, own = share;
+    }
+    if (!NORMALIZED) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const float2 both = unpack(pairs[i]);
+            if (i * 32 + lane < NUM_EXPERTS / 2) total += __expf(both.x - best) + __expf(both.y - best);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
+    }
+    return {int(0xffffu - (wanted & 0xffffu)), own / total};
+}
+#endif

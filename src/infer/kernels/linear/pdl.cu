@@ -56,10 +56,32 @@
 
        BY_WORDS               whether x is read in words
        GROUP                  columns that share a scale; 0: a row has one, applied to a warp's sums
-       SCALE_ROWS             rows that share a scale, 1 or 128 */
+       SCALE_ROWS             rows that share a scale, 1 or 128
+
+   With EXPERTS, w is the first of a stack of matrices, and a block takes the ones that its token chose. Every warp
+   finds them from the token's router logits (`choose_experts`), which costs less than a launch that does it once:
+
+       1    gate and up: a block has one choice of one token, and multiplies its result with the choice's weight
+       2    down: a block has one token, a warp one of its choices, and the sums of the warps are the token's sum:
+
+            token ──► expert 5: columns 0 .. K of x ──► warps 0, 8    ┐
+                      expert 2: columns K .. 2K     ──► warps 1, 9    ├──► y of the token
+                      ...                                             ┘
+
+   The first can load nothing before its wait, because the kernel before it computes the logits. It lets the
+   second start after that wait: by then the logits are complete, and the second one may choose from them and load its
+   weights while the first still runs. Blocks of one tile of rows and all tokens follow each other, so that an
+   expert of two tokens is read from memory once.
+
+       CHOICES, NUM_EXPERTS   experts of a token, and of the layer
+       NORMALIZED             the weights of a token's experts add up to 1 */
 
 typedef unsigned int u32;
 
+#ifndef EXPERTS
+#define EXPERTS 0
+#define CHOICES 1
+#endif
 #ifndef WEIGHTS
 #define WEIGHTS 0
 #define BY_WORDS 0
@@ -83,8 +105,9 @@ constexpr int THREADS = 32 * WARPS;
 
 constexpr int CHUNK = 64;
 constexpr int CHUNKS = K / CHUNK;
-constexpr int TURNS = (CHUNKS + WARPS - 1) / WARPS;
-constexpr bool IS_RAGGED = CHUNKS % WARPS != 0;      // in the last turn some warps have none
+constexpr int SHARERS = EXPERTS == 2 ? WARPS / CHOICES : WARPS;  // warps that share the chunks of a matrix
+constexpr int TURNS = (CHUNKS + SHARERS - 1) / SHARERS;
+constexpr bool IS_RAGGED = CHUNKS % SHARERS != 0;    // in the last turn some warps have none
 constexpr bool IS_CUT = N % ROWS != 0;               // the last tile has rows past the end
 constexpr int HELD = DEPTH < TURNS ? DEPTH : TURNS;  // chunks of W in registers
 constexpr int WANTED_X = MT == 1 ? 4 : MT < 8 ? 2 : 1;
@@ -114,6 +137,7 @@ constexpr int MIN_BLOCKS = BLOCKS < 1 ? 1 : BLOCKS * THREADS > 2048 ? 2048 / THR
 static_assert(K % CHUNK == 0 && N % 8 == 0, "whole chunks of columns, and rows in eights");
 static_assert(!ADDS || (PAIRS & (PAIRS - 1)) == 0 && PAIRS <= 32, "the squares of a token are added within a warp");
 static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one token");
+static_assert(!EXPERTS || MT == 1 && !BIAS && WARPS % (EXPERTS == 2 ? CHOICES : 1) == 0, "one token, whole experts");
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
@@ -149,22 +173,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     const char* __restrict__ gain,      // [N]
     char* __restrict__ sum,             // [M, N]: r
     double* __restrict__ squares,       // [parts, M]: written with ADDS, read with PARTS
-    long long x_stride, long long residual_stride, int M, int num_parts, float eps, float offset) {
+    long long x_stride, long long residual_stride, int M, int num_parts, float eps, float offset
+#if EXPERTS
+    , const char* __restrict__ logits,            // [M, NUM_EXPERTS], of the router
+    long long expert_bytes, long long scale_bytes  // from one expert's matrix to the next, and its scales
+#endif
+) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
 
+#if EXPERTS
+    const int num_blocks = EXPERTS == 1 ? M * CHOICES : M;  // blocks of a tile of rows
+    const int tile = blockIdx.x / num_blocks, result = blockIdx.x % num_blocks;
+    const int own_token = EXPERTS == 1 ? result / CHOICES : result, num_tokens = 1;
+    const int choice = EXPERTS == 1 ? result % CHOICES : warp % CHOICES;
+    const int place = EXPERTS == 1 ? warp : warp / CHOICES;  // of this warp among the sharers
+    x += own_token * x_stride + (EXPERTS == 2 ? choice * (K * 2) : 0);
+    y += result * (long long)(N * 2);
+    sum += result * (long long)(N * 2);
+    residual += own_token * residual_stride;
+    if (EXPERTS == 1) wait_for_kernel_before();
     let_next_kernel_start();
+    const Choice chosen = choose_experts(logits + own_token * (NUM_EXPERTS * 2), choice);
+    w += chosen.expert * expert_bytes;
+#if WEIGHTS
+    scales += chosen.expert * scale_bytes;
+#endif
+#else
+    const int tile = blockIdx.x, own_token = 0, num_tokens = M, place = warp;
+    let_next_kernel_start();
+#endif
 
     // -- weights, before the wait
 
-    const int first_row = blockIdx.x * ROWS;
-    const long long column = warp * CHUNK + t * (BY_WORDS ? 2 : 8);
+    const int first_row = tile * ROWS;
+    const long long column = place * CHUNK + t * (BY_WORDS ? 2 : 8);
     Chunk held[HELD];
 #if WEIGHTS
     auto band_of = [&](int i) { return (long long)(first_row / 16 + i % RT) / 2 + (i < RT ? 0 : N / BAND_ROWS); };
     auto in_band = [&](int i) { return (first_row / 16 + i % RT) % 2; };  // the first 16 rows, or the others
     auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
-        const int chunk = turn * WARPS + warp;
+        const int chunk = turn * SHARERS + place;
         const bool is_wanted = is_turn && (!IS_RAGGED || chunk < CHUNKS);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
@@ -199,14 +248,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     };
     auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
         // Past the end of K both operands are zero: whatever a register held could be infinite.
-        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * SHARERS + place < CHUNKS);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 if (IS_RAGGED) slot.pieces[i][j] = Piece{{0, 0, 0, 0}};
                 load_weights<always.value && !IS_RAGGED>(
-                    slot.pieces[i][j], w_lane + offset_of(i, j / 2) + turn * (WARPS * CHUNK * 2) + j % 2 * 64, is_wanted);
+                    slot.pieces[i][j], w_lane + offset_of(i, j / 2) + turn * (SHARERS * CHUNK * 2) + j % 2 * 64, is_wanted);
             }
         }
     };
@@ -223,28 +272,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
         const int unit = j * THREADS + threadIdx.x;
         token_of[j] = unit / PAIRS;
         out_row[j] = first_row + unit % PAIRS * 2;
-        is_mine[j] = token_of[j] < min(M, TOKENS) && (!IS_CUT || out_row[j] < N);
+        is_mine[j] = token_of[j] < min(num_tokens, TOKENS) && (!IS_CUT || out_row[j] < N);
         gains[j] = biases[j] = float2{0.0f, 0.0f};
         if (ADDS && is_mine[j]) gains[j] = unpack(load_pair(gain + out_row[j] * 2));
         if (BIAS && is_mine[j]) biases[j] = unpack(load_pair(bias + out_row[j] * 2));
     }
 
-    wait_for_kernel_before();
+    if (EXPERTS != 1) wait_for_kernel_before();
 
     // -- activations
 
     const char* x_lane[MT];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) x_lane[m] = x + min(m * 8 + g, M - 1) * x_stride + column * 2;
+    for (int m = 0; m < MT; ++m) x_lane[m] = x + min(m * 8 + g, num_tokens - 1) * x_stride + column * 2;
     Piece tokens[HELD_X][MT][2];
     auto load_tokens = [&](auto always, Piece(&slot)[MT][2], int turn, bool is_turn) {
-        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * SHARERS + place < CHUNKS);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (IS_RAGGED) slot[m][half] = Piece{{0, 0, 0, 0}};
-                const char* const at = x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64;
+                const char* const at = x_lane[m] + turn * (SHARERS * CHUNK * 2) + half * 64;
                 if (!BY_WORDS) load_activations<always.value && !IS_RAGGED>(slot[m][half], at, is_wanted);
 #pragma unroll
                 for (int j = 0; j < (BY_WORDS ? 4 : 0); ++j)  // columns 2t and 2t + 8 of two times 16
@@ -265,13 +314,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     }
     double squares_held[SQUARES];
     const int square_token = threadIdx.x % TOKENS;
-    const int first_part = square_token < M ? threadIdx.x / TOKENS : num_parts;
+    const int first_part = square_token < num_tokens ? threadIdx.x / TOKENS : num_parts;
     if (PARTS) {
 #pragma unroll
         for (int j = 0; j < SQUARES; ++j) {
             const int part = first_part + j * (THREADS / TOKENS);
             squares_held[j] = 0.0;
-            if (part < num_parts) squares_held[j] = load_double(squares + part * M + square_token);
+            if (part < num_parts) squares_held[j] = load_double(squares + part * M + own_token + square_token);
         }
     }
 
@@ -368,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
         double total = sum_in_pairs<SQUARES>([&](int j) { return squares_held[j]; });
 #pragma unroll 1
         for (int part = first_part + SQUARES * (THREADS / TOKENS); part < num_parts; part += THREADS / TOKENS)
-            total += load_double(squares + part * M + square_token);
+            total += load_double(squares + part * M + own_token + square_token);
 #pragma unroll
         for (int distance = 16; distance >= TOKENS_OF_WARP; distance /= 2)
             total += __shfl_xor_sync(0xffffffffu, total, distance);
@@ -411,6 +460,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
                 total.x = activate(total.x + biases[j].x) * up.x;
                 total.y = activate(total.y + biases[j].y) * up.y;
             }
+#if EXPERTS == 1
+            total.x *= chosen.weight;
+            total.y *= chosen.weight;
+#endif
             if (BIAS && !GATED) {
                 total.x += biases[j].x;
                 total.y += biases[j].y;
@@ -430,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
             for (int distance = PAIRS / 2; distance > 0; distance /= 2)
                 square += __shfl_xor_sync(0xffffffffu, square, distance);
-            if (row == 0 && token < min(M, TOKENS)) squares[(long long)blockIdx.x * M + token] = square;
+            if (row == 0 && token < min(num_tokens, TOKENS)) squares[(long long)tile * M + own_token + token] = square;
         }
     }
 }

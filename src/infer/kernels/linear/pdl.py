@@ -75,7 +75,7 @@ _TYPES = (
     *(ctypes.c_int,) * 2,
     *(ctypes.c_float,) * 2,
 )
-_CODED_TYPES = (ctypes.c_void_p, *_TYPES)
+_EXPERT_TYPES = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +230,23 @@ def launch(
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
     """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
-    return _load(defines_of(*variant), device, with_pdl)
+    return load_variant(defines_of(*variant), device, with_pdl)
 
 
 @functools.cache
-def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
+def load_variant(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
+    """Compile and load one variant."""
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
-        types = _TYPES if form_of(dict(defines)) is None else _CODED_TYPES
-        return kernels.prepare("linear_pdl", num_threads, types, pdl=with_pdl)
+        return kernels.prepare("linear_pdl", num_threads, types_of(defines), pdl=with_pdl)
+
+
+def types_of(defines: Defines) -> tuple[Any, ...]:
+    """The types of the arguments of a variant."""
+    known = dict(defines)
+    coded = () if form_of(known) is None else (ctypes.c_void_p,)
+    return (*coded, *_TYPES, *(_EXPERT_TYPES if "EXPERTS" in known else ()))
 
 
 def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:
@@ -273,5 +280,5 @@ def make_kernel(profile: LinearProfile, *, coded: bool = False) -> CudaLinear[Pd
     return CudaLinear(
         SOURCE, ARCH, tokens, _coded_bucket if coded else token_tiles,
         functools.partial(choose, profile=profile), defines_for,
-        lambda *variant: _load(*variant), is_for_each=coded,
+        lambda *variant: load_variant(*variant), is_for_each=coded,
     )  # fmt: skip

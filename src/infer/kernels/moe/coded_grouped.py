@@ -73,7 +73,7 @@ def coded_experts_mlp(
     if not T:
         return torch.empty_like(x_TD)
     is_small = invariant or x_TD.element_size() == 4  # larger blocks of float32 take long to compile
-    block_t = choose_tiles(1 if is_small else num_rows, num_experts, x_TD.element_size()).block_t
+    block_t = choose_tiles(1 if is_small else num_rows, num_experts, x_TD.element_size())[0].block_t
     order = order_rows(experts_TC, num_experts, block_t)
     both_RF = _multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
     gated_RF = gated_activation(both_RF, activation=activation)

@@ -146,7 +146,7 @@ def experts_mlp(
         return torch.empty_like(x_TD)
 
     num_rows = T * num_choices
-    tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
+    tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
     row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
 
     gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
@@ -155,7 +155,7 @@ def experts_mlp(
         rows_per_input=num_choices, activation=activation,
     )  # fmt: skip
     outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
-    _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, tiles)
+    _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, down_tiles)
     return sum_choices(outputs_RD, T, num_choices)
 
 
@@ -174,12 +174,13 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     num_rows, device = experts_TC.numel(), experts_TC.device
     num_blocks = max_blocks(num_rows, num_experts, block_t)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    chunk, num_warps = (_CHUNK, 4) if num_rows <= 16 * _CHUNK else (8 * _CHUNK, 16)
     row_order = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=_CHUNK)
+    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=chunk, num_warps=num_warps)
     order_kernel[(num_experts,)](
         experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK,
+        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=chunk, num_warps=num_warps,
     )  # fmt: skip
     return row_order, block_experts
 
@@ -190,14 +191,22 @@ def max_blocks(num_rows: int, num_experts: int, block_t: int) -> int:
     return (num_rows + busy * (block_t - 1)) // block_t
 
 
-def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> Tiles:
-    """Blocks about as tall as an expert has rows: taller ones multiply padding, flatter ones reload weights.
+def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> tuple[Tiles, Tiles]:
+    """The tiles of gate and up, and of down, whose blocks of rows are the same.
 
-    `block_k` does not depend on the number of rows, so neither does the order of additions.
+    Blocks are about as tall as an expert has rows, and those of few rows half as tall again, since experts
+    are not chosen evenly: taller ones multiply padding, flatter ones reload weights. Down has no second
+    matrix in its tiles, so they are wider. `block_k` does not depend on the number of rows, so neither does
+    the order of additions.
     """
-    block_t = min(max(next_power_of_two(-(-num_rows // num_experts)), 16), 128)
-    block_n, num_warps = (128, 8) if block_t >= 64 else (64, 4)
-    return Tiles(block_t, block_n, 128 // element_size, num_warps)
+    rows = -(-num_rows // num_experts)
+    block_t = min(max(next_power_of_two(min(-(-3 * rows // 2), 64)), 16), 64) if rows < 128 else 128
+    block_n, num_warps = {16: (64, 4), 32: (128, 4)}.get(block_t, (128, 8))
+    block_k = 128 // element_size
+    tiles = Tiles(block_t, block_n, block_k, num_warps)
+    if element_size > 2 or block_t == 64:
+        return tiles, tiles
+    return tiles, Tiles(block_t, 256, block_k, 8)
 
 
 def _multiply(
@@ -226,8 +235,8 @@ def _multiply(
 
 
 def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
-    """As many tiles in flight as the shared memory holds, up to four."""
+    """As many tiles in flight as the shared memory holds, up to four, and five of the narrowest."""
     if INTERPRETED:
         return 1
     tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()
-    return min(max((shared_bytes(x.device) - 8192) // tile_bytes, 1), 4)
+    return min(max((shared_bytes(x.device) - 8192) // tile_bytes, 1), 5 if tiles.block_n == 64 else 4)
