@@ -12,6 +12,9 @@ from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
 from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.moe import coded_grouped
+from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
+from infer.kernels.moe.coded_grouped import coded_experts_mlp
 from infer.kernels.moe.few import ExpertShape, FewExperts, cut_down, cut_gate_up
 from infer.kernels.moe.grouped import experts_mlp_reference, route_reference
 from infer.kernels.runtime import cuda_build
@@ -103,6 +106,43 @@ def test_coded_experts(form: CodedForm) -> None:
     y = few.down(few.gated(x, 0.0, logits, stacks[0][0]), logits, stacks[1][0])
     assert isinstance(y, torch.Tensor)
     assert_near(y, expected_of(few, x, logits, stacks[0][1], stacks[1][1]))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9, 20])
+@pytest.mark.parametrize("form", [CodedForm("fp8"), CodedForm("int4", 64), CodedForm("int8")])
+def test_coded_rows_in_order(form: CodedForm, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every height of blocks, with padding, with an expert that no token chose."""
+    stacks = [coded_stack(6, rows, size, form) for rows, size in ((256, 256), (256, 128))]
+    both = tuple(
+        GroupedLinear(codes.form, 128 if act else 256, codes.size, act)
+        for (codes, _), act in zip(stacks, ("silu", ""), strict=True)
+    )
+    assert all(kernel.variants() for kernel in both)
+    x, logits = random(num_tokens, 256), random(num_tokens, 6)
+    logits[:, 4] = -9.0
+    experts, weights = route_reference(logits, 2, True)
+    monkeypatch.setattr(coded_grouped, "order_rows", order_rows_reference)
+    monkeypatch.setattr(coded_grouped, "sum_choices", lambda y, T, C: y.view(T, C, -1).float().sum(1))
+    y = coded_experts_mlp(
+        x, experts, weights, stacks[0][0], stacks[1][0], activation="silu", compiled=(both[0], both[1])
+    )
+    expected = (x.double(), experts, weights, stacks[0][1].double(), stacks[1][1].double())
+    assert_near(y.bfloat16(), experts_mlp_reference(*expected, "silu"))
+    assert block_height(num_tokens * 2, 6) == {2: 8, 9: 8, 20: 16}[num_tokens]
+
+
+def order_rows_reference(
+    experts_TC: torch.Tensor, num_experts: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels of grouped.py make, with a block that no expert needs."""
+    flat, order, owners = experts_TC.flatten(), [], []
+    for expert in range(num_experts):
+        rows = (flat == expert).nonzero().flatten().tolist()
+        rows += [flat.numel()] * (-len(rows) % block)
+        order += rows
+        owners += [expert] * (len(rows) // block)
+    order += [flat.numel()] * block
+    return torch.tensor(order, dtype=torch.int32), torch.tensor([*owners, -1], dtype=torch.int32)
 
 
 def coded_stack(count: int, rows: int, size: int, form: CodedForm) -> tuple[CodedWeights, torch.Tensor]:

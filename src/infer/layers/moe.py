@@ -60,6 +60,8 @@ class MixtureOfExperts(nn.Module):
     def prepare(self, compiled: CompiledLinears) -> None:
         """Ask for the kernels of few tokens, if both matrices are kept as they read them."""
         gate_up, down = self.gate_up.projection, self.down.projection
+        gate_up.prepare_experts(compiled, self.activation)
+        down.prepare_experts(compiled, "")
         stacks = gate_up.stacked, down.stacked
         if stacks[0] is None or stacks[1] is None or gate_up.batch_invariant:
             return

@@ -16,6 +16,7 @@ from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch_add, launch_of_sum
+from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
 from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.kernels.runtime.profiles import device_profile
@@ -26,6 +27,7 @@ from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
 # at a time, by the bits of a code: with fewer, launches take the time, and int4 has a dozen float32 of each
 _CHUNK_NUMBERS = {8: 1 << 24, 4: 1 << 23}
+_MOST_CHOICES = 16  # experts of a token: `scratch_bytes` is not told how many there are
 LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded; 240 MiB were seen
 
 
@@ -33,6 +35,7 @@ class GPUWeights(Projection):
     """A matrix, or one for each expert, in the form that its spec names."""
 
     compiled: CompiledLinears | None = None
+    grouped: GroupedLinear | None = None  # kernels of experts in CUDA C++
 
     def __init__(
         self,
@@ -88,10 +91,13 @@ class GPUWeights(Projection):
         return self.matrices[0]
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits; experts never are."""
+        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits."""
         spec = self.spec
         few = device_profile(self.matrices[0].cells.device).linear.few_coded_tokens
-        if num_tokens <= few or spec.num_experts is not None:
+        if spec.num_experts is not None:  # a token chooses one at least
+            many = num_tokens > MAX_ROWS * spec.num_experts // _MOST_CHOICES
+            return spec.num_weights * spec.dtype.itemsize if many else 0
+        if num_tokens <= few:
             return 0
         sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0
         return max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)
@@ -172,6 +178,15 @@ class GPUWeights(Projection):
         )
         return self.stack if is_read else None
 
+    def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
+        """Ask for the kernels of rows that are in order."""
+        stack, rows = self.stacked, self.spec.num_rows
+        if stack is not None:
+            self.grouped = GroupedLinear(
+                stack.form, rows // 2 if activation else rows, self.spec.size, activation
+            )
+            compiled.use(self.grouped)
+
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """The projection of one expert from its matrix."""
         return type(self)(spec, [self.matrices[number]])
@@ -184,8 +199,10 @@ class GPUWeights(Projection):
         if not use_triton(x_TD) or both[0] is None or both[1] is None:
             return super().experts_mlp(x_TD, choices, down, activation)
         return coded_experts_mlp(
-            x_TD, *choices, both[0], both[1], activation=activation, invariant=self.batch_invariant
-        )
+            x_TD, *choices, both[0], both[1], activation=activation,
+            compiled=(self.grouped, down.grouped if isinstance(down, GPUWeights) else None),
+            invariant=self.batch_invariant,
+        )  # fmt: skip
 
 
 class InvariantGPUWeights(GPUWeights):
@@ -193,6 +210,7 @@ class InvariantGPUWeights(GPUWeights):
 
     batch_invariant = True
     prepare, invariant = Projection.prepare, Projection.invariant
+    prepare_experts = Projection.prepare_experts
     project_rows, reads_sum = Projection.project_rows, Projection.reads_sum
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

@@ -267,6 +267,9 @@ class Projection:
         """The matrices of all experts as the kernels of a GPU read them; None: there is no such form."""
         return None
 
+    def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
+        """`prepare` for the matrices of all experts, of gate and up if there is an activation."""
+
     def expert(self, number: int) -> Projection:
         """The projection of one expert, on the same memory."""
         if number not in self._experts:

@@ -174,7 +174,7 @@ __device__ __forceinline__ double sum_in_pairs(F element) {
 
 // ---- the router's choice --------------------------------------------------------------------------
 
-#if EXPERTS
+#if EXPERTS == 1 || EXPERTS == 2
 struct Choice {
     int expert;
     float weight;

@@ -73,14 +73,24 @@
    weights while the first still runs. Blocks of one tile of rows and all tokens follow each other, so that an
    expert of two tokens is read from memory once.
 
+       3    rows that were put into order by expert (moe/grouped.py): a block multiplies TOKENS rows of one expert, finds
+            them by `row_order`, and writes them to their places; with WEIGHTED it multiplies with their weights
+
        CHOICES, NUM_EXPERTS   experts of a token, and of the layer
-       NORMALIZED             the weights of a token's experts add up to 1 */
+       NORMALIZED             the weights of a token's experts add up to 1
+       IS_SECOND              of 3: the kernel before it reads the same order and waits before it lets this one start */
 
 typedef unsigned int u32;
 
 #ifndef EXPERTS
 #define EXPERTS 0
+#endif
+#if EXPERTS != 1 && EXPERTS != 2
 #define CHOICES 1
+#endif
+#ifndef IS_SECOND
+#define IS_SECOND 0
+#define WEIGHTED 0
 #endif
 #ifndef WEIGHTS
 #define WEIGHTS 0
@@ -137,7 +147,9 @@ constexpr int MIN_BLOCKS = BLOCKS < 1 ? 1 : BLOCKS * THREADS > 2048 ? 2048 / THR
 static_assert(K % CHUNK == 0 && N % 8 == 0, "whole chunks of columns, and rows in eights");
 static_assert(!ADDS || (PAIRS & (PAIRS - 1)) == 0 && PAIRS <= 32, "the squares of a token are added within a warp");
 static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one token");
-static_assert(!EXPERTS || MT == 1 && !BIAS && WARPS % (EXPERTS == 2 ? CHOICES : 1) == 0, "one token, whole experts");
+static_assert(!EXPERTS || !BIAS && WARPS % (EXPERTS == 2 ? CHOICES : 1) == 0, "whole experts, without a bias");
+static_assert(EXPERTS != 1 && EXPERTS != 2 || MT == 1, "one token");
+static_assert(EXPERTS != 3 || !ADDS && !PARTS, "rows of several tokens are not the stream's");
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
@@ -178,11 +190,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     , const char* __restrict__ logits,            // [M, NUM_EXPERTS], of the router
     long long expert_bytes, long long scale_bytes  // from one expert's matrix to the next, and its scales
 #endif
+#if EXPERTS == 3
+    , const char* __restrict__ row_order,  // [blocks, TOKENS] rows of y, or M
+    const char* __restrict__ experts,      // [blocks], or -1
+    const char* __restrict__ weights,      // [M], floats
+    int num_blocks, int rows_per_input     // blocks of rows; rows of y that read the same row of x
+#endif
 ) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
 
-#if EXPERTS
+#if EXPERTS == 3
+    const int tile = blockIdx.x / num_blocks, own_token = 0, num_tokens = TOKENS, place = warp;
+    row_order += blockIdx.x % num_blocks * (long long)(TOKENS * 4);
+    auto row_of = [&](int token) { return (int)load_pair(row_order + token * 4); };
+    if (!IS_SECOND) wait_for_kernel_before();
+    let_next_kernel_start();
+    const int expert = (int)load_pair(experts + blockIdx.x % num_blocks * 4);
+    if (expert < 0) return;
+    w += expert * expert_bytes;
+#if WEIGHTS
+    scales += expert * scale_bytes;
+#endif
+#elif EXPERTS
     const int num_blocks = EXPERTS == 1 ? M * CHOICES : M;  // blocks of a tile of rows
     const int tile = blockIdx.x / num_blocks, result = blockIdx.x % num_blocks;
     const int own_token = EXPERTS == 1 ? result / CHOICES : result, num_tokens = 1;
@@ -267,24 +297,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
     bool is_mine[UNITS_PER_THREAD];
     float2 gains[UNITS_PER_THREAD], biases[UNITS_PER_THREAD];
+#if EXPERTS == 3
+    int rows[UNITS_PER_THREAD];
+    float shares[UNITS_PER_THREAD];
+#endif
 #pragma unroll
     for (int j = 0; j < UNITS_PER_THREAD; ++j) {
         const int unit = j * THREADS + threadIdx.x;
         token_of[j] = unit / PAIRS;
         out_row[j] = first_row + unit % PAIRS * 2;
         is_mine[j] = token_of[j] < min(num_tokens, TOKENS) && (!IS_CUT || out_row[j] < N);
+#if EXPERTS == 3
+        shares[j] = 1.0f;
+        rows[j] = UNITS % THREADS == 0 || unit < UNITS ? row_of(token_of[j]) : M;
+        is_mine[j] &= rows[j] < M;
+        if (WEIGHTED && is_mine[j]) shares[j] = __uint_as_float(load_pair(weights + rows[j] * 4));
+#endif
         gains[j] = biases[j] = float2{0.0f, 0.0f};
         if (ADDS && is_mine[j]) gains[j] = unpack(load_pair(gain + out_row[j] * 2));
         if (BIAS && is_mine[j]) biases[j] = unpack(load_pair(bias + out_row[j] * 2));
     }
 
-    if (EXPERTS != 1) wait_for_kernel_before();
+    if (EXPERTS == 0 || EXPERTS == 2 || EXPERTS == 3 && IS_SECOND) wait_for_kernel_before();
 
     // -- activations
 
     const char* x_lane[MT];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) x_lane[m] = x + min(m * 8 + g, num_tokens - 1) * x_stride + column * 2;
+    for (int m = 0; m < MT; ++m) {
+#if EXPERTS == 3
+        const int row = min(row_of(m * 8 + g), M - 1) / rows_per_input;
+#else
+        const int row = min(m * 8 + g, num_tokens - 1);
+#endif
+        x_lane[m] = x + row * x_stride + column * 2;
+    }
     Piece tokens[HELD_X][MT][2];
     auto load_tokens = [&](auto always, Piece(&slot)[MT][2], int turn, bool is_turn) {
         const bool is_wanted = is_turn && (!IS_RAGGED || turn * SHARERS + place < CHUNKS);
@@ -441,7 +488,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
     for (int j = 0; j < UNITS_PER_THREAD; ++j) {
         const int token = token_of[j], row = (j * THREADS + threadIdx.x) % PAIRS * 2;
+#if EXPERTS == 3
+        const long long place = ((long long)rows[j] * N + out_row[j]) * 2;
+#else
         const long long place = ((long long)token * N + out_row[j]) * 2;
+#endif
         float2 total = {0.0f, 0.0f};
         if (is_mine[j]) {
             total = sum_of_warps(token, row);
@@ -463,6 +514,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #if EXPERTS == 1
             total.x *= chosen.weight;
             total.y *= chosen.weight;
+#elif EXPERTS == 3
+            total.x *= shares[j];
+            total.y *= shares[j];
 #endif
             if (BIAS && !GATED) {
                 total.x += biases[j].x;

@@ -76,6 +76,7 @@ _TYPES = (
     *(ctypes.c_float,) * 2,
 )
 _EXPERT_TYPES = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
+_ROW_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,8 @@ def types_of(defines: Defines) -> tuple[Any, ...]:
     """The types of the arguments of a variant."""
     known = dict(defines)
     coded = () if form_of(known) is None else (ctypes.c_void_p,)
-    return (*coded, *_TYPES, *(_EXPERT_TYPES if "EXPERTS" in known else ()))
+    experts = known.get("EXPERTS", 0)
+    return (*coded, *_TYPES, *(_EXPERT_TYPES if experts else ()), *(_ROW_TYPES if experts == 3 else ()))
 
 
 def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:

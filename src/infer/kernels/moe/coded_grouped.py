@@ -1,20 +1,28 @@
 """Experts in 8 or 4 bits: the grouped product of grouped.py with coded weights (linear/coded.py).
 
-Rows are ordered by expert as there; a program multiplies one block of them with 32 rows of their expert's
-matrix, unpacked tile by tile. Gate and up are one product, and the gate a launch of its own.
+Rows are ordered by expert as there. Three ways to multiply them:
+
+    few rows of an expert   in CUDA C++, where it was compiled (coded_cuda.py)
+                            else a program multiplies a block of rows with 32 rows of their expert's matrix,
+                            unpacked tile by tile; gate and up are one product, the gate a launch of its own
+    many rows               all matrices are unpacked first, into memory for one of the two stacks: the
+                            product of many rows takes much longer than that
 
 Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate size, R = T C rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.linear.coded import BAND, CodedWeights
-from infer.kernels.linear.coded_linear import stored_parts, tile_constants, tile_sizes
+from infer.kernels.linear.coded_linear import expand, stored_parts, tile_constants, tile_sizes
 from infer.kernels.linear.coded_triton import coded_tile
-from infer.kernels.moe.grouped import choose_tiles, order_rows, sum_choices
+from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear, block_height
+from infer.kernels.moe.grouped import choose_tiles, multiply_rows, order_rows, sum_choices
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
 
 
@@ -62,16 +70,36 @@ def coded_experts_mlp(
     down: CodedWeights,
     *,
     activation: str,
+    compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None),
     invariant: bool = False,
 ) -> torch.Tensor:
     """Send each token through its experts on a GPU; both matrices are those of all experts, [E, ...] each.
 
-    `invariant`: blocks of one size, however many tokens there are.
+    `compiled`: the kernels in CUDA C++ of both, where there are some. `invariant`: blocks of one size,
+    however many tokens there are.
     """
     (T, num_choices), num_experts = experts_TC.shape, len(gate_up.cells)
     num_rows = T * num_choices
     if not T:
         return torch.empty_like(x_TD)
+    if unpacks(num_rows, num_experts, gate_up, down) and not invariant:
+        tiles, down_tiles = choose_tiles(num_rows, num_experts, x_TD.element_size())
+        order = order_rows(experts_TC, num_experts, tiles.block_t)
+        gated_RF = x_TD.new_empty((num_rows, gate_up.num_rows // 2))
+        stack = expand_stack(gate_up, x_TD.dtype)
+        multiply_rows(
+            x_TD, stack, gated_RF, *order, None, tiles, rows_per_input=num_choices, activation=activation
+        )
+        del stack  # before the next one is made: `scratch_bytes` counts one
+        outputs_RD = x_TD.new_empty((num_rows, down.num_rows))
+        multiply_rows(gated_RF, expand_stack(down, x_TD.dtype), outputs_RD, *order, weights_TC, down_tiles)
+        return sum_choices(outputs_RD, T, num_choices)
+    first, second = compiled
+    if first is not None and second is not None and first.num_ready and second.num_ready and not invariant:
+        order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
+        gated_RF = first.multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
+        outputs_RD = second.multiply(gated_RF, down, num_rows, *order, weights_TC)
+        return sum_choices(outputs_RD, T, num_choices)
     is_small = invariant or x_TD.element_size() == 4  # larger blocks of float32 take long to compile
     block_t = choose_tiles(1 if is_small else num_rows, num_experts, x_TD.element_size())[0].block_t
     order = order_rows(experts_TC, num_experts, block_t)
@@ -79,6 +107,19 @@ def coded_experts_mlp(
     gated_RF = gated_activation(both_RF, activation=activation)
     outputs_RD = _multiply(gated_RF, down, num_rows, *order, weights_TC)
     return sum_choices(outputs_RD, T, num_choices)
+
+
+def unpacks(num_rows: int, num_experts: int, *stacks: CodedWeights) -> bool:
+    """Whether so many rows are multiplied with matrices that are unpacked first."""
+    return num_rows > MAX_ROWS * num_experts and all(stack.num_rows % BAND == 0 for stack in stacks)
+
+
+def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
+    """The matrices of all experts as plain numbers, [E, N, K]; one launch, since they lie side by side."""
+    num_experts = len(stack.cells)
+    parts = {name: tensor.flatten(0, 1) for name, tensor in stack.tensors().items()}
+    whole = replace(stack.with_tensors(parts), num_rows=num_experts * stack.num_rows)
+    return expand(whole, dtype).view(num_experts, *stack.shape)
 
 
 def _multiply(

@@ -150,12 +150,12 @@ def experts_mlp(
     row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
 
     gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
-    _multiply(
+    multiply_rows(
         x_TD, gate_up_EFD, gated_RF, row_order, block_experts, None, tiles,
         rows_per_input=num_choices, activation=activation,
     )  # fmt: skip
     outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
-    _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, down_tiles)
+    multiply_rows(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, down_tiles)
     return sum_choices(outputs_RD, T, num_choices)
 
 
@@ -209,7 +209,7 @@ def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> tuple[Ti
     return tiles, Tiles(block_t, 256, block_k, 8)
 
 
-def _multiply(
+def multiply_rows(
     x: torch.Tensor,
     w_ENK: torch.Tensor,
     y_RN: torch.Tensor,
@@ -218,7 +218,7 @@ def _multiply(
     weights_TC: torch.Tensor | None,
     tiles: Tiles,
     *,
-    rows_per_input: int = 1,  # so many rows of y read the same row of x
+    rows_per_input: int = 1,  # rows of y that read the same row of x
     activation: str = "",
 ) -> None:
     """y[row] = x[row // rows_per_input] Wᵀ, with the W of the row's expert; gated, or times its weight."""

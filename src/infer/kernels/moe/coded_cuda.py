@@ -1,0 +1,105 @@
+"""Coded experts whose rows are in order, in CUDA C++ (EXPERTS 3 of linear/pdl.cu).
+
+A block multiplies up to 32 rows of one expert with 16 or 32 rows of its matrix. Codes go from memory to
+registers and are unpacked there, once for all rows of the block. Triton's kernel (coded_grouped.py) is left
+for other GPUs. Down loads its weights while gate and up are computed.
+
+It is for experts with few rows. With more than 32 on average, unpacking all of them once and multiplying as
+if they were not coded is faster: that is `coded_experts_mlp`'s decision.
+
+Shapes:  R rows, N outputs (of the gate half when gated), K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from infer.kernels.linear import pdl
+from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.cuda import Defines, Variant
+from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.dispatch import compiles_only, next_power_of_two
+
+MAX_ROWS = 32  # of an expert on average, and of a block
+_HEIGHTS = (8, 16, 32)  # rows of a block
+_WARPS = (4, 2, 1)  # of a block, by preference
+_DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers, likewise
+
+
+def block_height(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: about half as many again as an expert has on average."""
+    return min(max(next_power_of_two(-(-3 * num_rows // (2 * num_experts))), _HEIGHTS[0]), _HEIGHTS[-1])
+
+
+class GroupedLinear:
+    """The matrices of a layer's experts in one form: gate and up with an activation, or down without."""
+
+    def __init__(self, form: CodedForm, N: int, K: int, activation: str) -> None:
+        self.form, self.N, self.K, self.activation = form, N, K, activation
+        self.cuts = {height: self._cut(height) for height in _HEIGHTS}
+        self.num_ready = 0
+
+    def variants(self) -> list[Variant]:
+        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        self.num_ready = self._num_variants
+        return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
+
+    def load(self, device: torch.device) -> None:
+        """Load what was compiled; BuildError where that fails."""
+        self.num_ready = 0
+        for defines in self._defines():
+            pdl.load_variant(defines, build.index_of(device), dispatch.PDL)
+        self.num_ready = self._num_variants
+
+    def multiply(
+        self, x: torch.Tensor, w: CodedWeights, num_rows: int, row_order: torch.Tensor,
+        block_experts: torch.Tensor, weights_TC: torch.Tensor | None, *, rows_per_input: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        """y[row] = x[row // rows_per_input] Wᵀ with the W of the row's expert; gated, or times its weight."""
+        num_blocks = len(block_experts)
+        height = len(row_order) // num_blocks
+        cut = self.cuts[height]
+        y_RN = torch.empty((num_rows, self.N), dtype=x.dtype, device=x.device)
+        assert cut is not None and w.form == self.form and x.stride(1) == 1 and x.stride(0) % 8 == 0, (
+            cut,
+            w.form,
+        )
+        if compiles_only():
+            return y_RN
+        weights = 0 if weights_TC is None else weights_TC.data_ptr()
+        kernel = pdl.load_variant(self._defines_of(height, cut), build.index_of(x.device), dispatch.PDL)
+        kernel(
+            cut.num_parts(self.N) * num_blocks,
+            x.data_ptr(), w.cells.data_ptr(), w.scales.data_ptr(), 0, y_RN.data_ptr(), 0, 0, 0, 0,
+            x.stride(0) * 2, 0, num_rows, 0, 0.0, 0.0,
+            0, w.cells.stride(0), w.scales.stride(0) * 4,
+            row_order.data_ptr(), block_experts.data_ptr(), weights, num_blocks, rows_per_input,
+        )  # fmt: skip
+        return y_RN
+
+    def _cut(self, height: int) -> PdlConfig | None:
+        rows_tiles, gated = (1 if self.activation else 2), bool(self.activation)
+        cuts = (PdlConfig(rows_tiles, warps, depth, self.form) for warps in _WARPS for depth in _DEPTHS)
+        return next((cut for cut in cuts if pdl.can_launch(cut, height, self.N, self.K, gated=gated)), None)
+
+    @property
+    def _num_variants(self) -> int:
+        return sum(1 for _ in self._defines())
+
+    def _defines(self) -> Iterator[Defines]:
+        """The constants of all variants; none where the matrix cannot be cut."""
+        if None not in self.cuts.values():
+            yield from (self._defines_of(height, cut) for height, cut in self.cuts.items() if cut is not None)
+
+    def _defines_of(self, height: int, cut: PdlConfig) -> Defines:
+        is_second = int(not self.activation)
+        return (
+            *pdl.defines_of(cut, torch.bfloat16, height // 8, self.N, self.K, self.activation),
+            ("EXPERTS", 3),
+            ("IS_SECOND", is_second),
+            ("WEIGHTED", is_second),
+        )
