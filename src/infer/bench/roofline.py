@@ -12,6 +12,8 @@ Layers, head and keys come one after the other, so their rooflines add up:
                              and not less than reading the weights once
 
 P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
+A layer with E experts, C of them for each token, reads those that its tokens choose. If tokens choose evenly
+and independently, that is  E (1 - (1 - C / E) ^ batch)  on average.
 P_last are those of the last layer but for its keys and values. One token of a prompt samples, and of the
 others nothing is read behind the last layer's keys and values: neither their queries nor what attention and
 MLP would make of them must be computed. (The engine saves less: it attends there for all, models/model.py.)
@@ -60,21 +62,31 @@ class ModelShape:
     attention_size: int  # query heads * head size, in one layer
     num_layers: int
     kv_elements: int  # keys and values of one token in all layers
+    expert_params: int = 0  # of `layer_params`, those of the experts of one token
+    expert_share: float = 1.0  # C / E, the share of a layer's experts that one token is sent to
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
+
+    def layer_params_read(self, batch: int) -> float:
+        """The parameters of the layers that a step of `batch` tokens reads, each once."""
+        times = (1 - (1 - self.expert_share) ** batch) / self.expert_share
+        return self.layer_params + (times - 1) * self.expert_params
 
 
 def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> ModelShape:
     """Return the shape of a model from its config alone."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    experts = config.experts
+    sparse = [config.mlp_size(n) for n in range(config.num_layers) if config.experts_of(n) is not None]
     return ModelShape(
-        # of experts those that one token is sent to: the least, for several tokens may need more of them
         layer_params=config.all_layer_weights,
         last_params=config.layer_weights(config.num_layers - 1) - 2 * kv * config.hidden_size,
         head_params=config.vocab_size * config.hidden_size,
         attention_size=query,
         num_layers=config.num_layers,
         kv_elements=2 * kv * config.num_layers,
+        expert_params=(3 if config.gated_mlp else 2) * config.hidden_size * sum(sparse),
+        expert_share=1.0 if experts is None else experts.num_choices / experts.num_experts,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
     )
@@ -83,9 +95,10 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Mo
 def weights_roofline(shape: ModelShape, ceilings: Ceilings, batch: int) -> float:
     """Return the seconds of one step of `batch` sequences that each add one token, without attention."""
     bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
+    layers_read, head = shape.layer_params_read(batch), shape.head_params
     return sum(
-        max(params * shape.weight_bytes / bandwidth, 2 * params * batch / flops)
-        for params in (shape.layer_params, shape.head_params)
+        max(read * shape.weight_bytes / bandwidth, 2 * multiplied * batch / flops)
+        for read, multiplied in ((layers_read, shape.layer_params), (head, head))
     )
 
 

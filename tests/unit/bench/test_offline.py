@@ -238,6 +238,29 @@ def test_the_roofline_of_a_published_shape() -> None:
     assert prefill_flops(shape, 512) == 2 * (512 * of_all + of_last) + 4 * 16 * 128 * pairs
 
 
+def test_the_roofline_counts_the_experts_that_a_batch_touches() -> None:
+    """Qwen3-30B-A3B: one token reads 8 of 128 experts in each layer, 32 tokens 112, very many all of them."""
+    raw: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    raw |= {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
+    raw |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "hidden_act": "silu"}
+    raw |= {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
+    raw |= {"max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+    shape = shape_of(find_family(raw).read_config(raw), weight_bytes=2, kv_bytes=2)
+    expert, attention = 3 * 2048 * 768, 2048 * 128 * (2 * 32 + 2 * 4)
+    assert shape.layer_params_read(1) == shape.layer_params == 48 * (attention + 8 * expert)
+    chosen = 128 * (1 - (15 / 16) ** 32)
+    assert shape.layer_params_read(32) == pytest.approx(48 * (attention + chosen * expert))
+    assert shape.layer_params_read(10_000) == pytest.approx(48 * (attention + 128 * expert))
+    memory = Ceilings(copy_bytes_per_s=4.1e12, matmul_flops_per_s=790e12)
+    assert 1 / decode_roofline(shape, memory, batch=1, context=0) == pytest.approx(680, rel=0.01)
+    assert 32 / decode_roofline(shape, memory, batch=32, context=0) == pytest.approx(2460, rel=0.02)
+
+
 def test_the_roofline_of_a_prompt_is_what_a_model_must_multiply(target: BenchTarget) -> None:
     """Counted in the model itself: its matrices, with the last layer cut to what its last token needs."""
     config, model, length = target.loaded.config, target.loaded.model, 10
