@@ -126,7 +126,7 @@ class GpuDevice:
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
         self.window_tokens = window_tokens
-        self._head = head
+        self.head = head
         self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
         self._layer_inputs = LayerInputs(())  # of a step that its head has not seen
         self.rows: DeviceRows = DeviceRows(
@@ -235,8 +235,8 @@ class GpuDevice:
         try:
             if len(order.transfers):
                 self.store.transfer(order.moves())
-                if self._head is not None:
-                    self._head.store.transfer(order.moves())
+                if self.head is not None:
+                    self.head.store.transfer(order.moves())
             try:
                 sample = self._start(order, late)
             except torch.OutOfMemoryError as error:  # it is run in halves when all is there that these need
@@ -384,7 +384,7 @@ class GpuDevice:
             order.stops[sampling],
             size.num_rows + self.profile.max_chunks,
         )
-        if self._head is not None:
+        if self.head is not None:
             ids = np.empty(order.num_rows, dtype=np.int64)
             ids[sampling] = where
             following = following_tokens(order, ids[order.num_sampled > 0])
@@ -482,14 +482,14 @@ class GpuDevice:
     def _follow(self, followed: Callable[[], Followed]) -> None:
         """Let the head see the step that was sampled last; without memory, it guesses worse from here on."""
         inputs, self._layer_inputs = self._layer_inputs, LayerInputs(())
-        if self._head is None:
+        if self.head is None:
             return
-        network, table_XT = self._head.model, self.inputs.table_XT
+        network, table_XT = self.head.model, self.inputs.table_XT
         assert isinstance(network, HeadModel)
         try:
             next_tokens_T, places_C, rows_C = followed()
             num_tokens = len(next_tokens_T)
-            step = FollowedStep(self._head.store, table_XT[1, :num_tokens], table_XT[2:, :num_tokens])
+            step = FollowedStep(self.head.store, table_XT[1, :num_tokens], table_XT[2:, :num_tokens])
             network.follow(next_tokens_T, inputs.states(num_tokens), step, places_C, rows_C)
         except torch.OutOfMemoryError:  # the rows have gone on, so that the step cannot be run again
             if is_gpu(self.device) and torch.cuda.is_current_stream_capturing():
@@ -563,9 +563,9 @@ class GpuDevice:
         )
         step.logit_indices = places_C
         step.rows = rows_S
-        if self._head is not None:
-            assert isinstance(self._head.model, HeadModel)
-            layers = self._head.model.captured_layers
+        if self.head is not None:
+            assert isinstance(self.head.model, HeadModel)
+            layers = self.head.model.captured_layers
             if model is not self.model:  # it has few layers, and computes padding
                 layers = (0,) * len(layers)
             self._layer_inputs = step.layer_inputs = LayerInputs(layers)

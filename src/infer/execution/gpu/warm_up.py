@@ -146,7 +146,8 @@ class WarmUp:
             device = self.device
             kinds = sorted({str(kind) for kind in _kinds(_whole(device))})
             facts = device.model.config, kinds, device.backend, device.work.backend, device.graphs.sizes
-            compile_once(self._compile_ahead, *facts, device.store.keys[0])
+            head = None if device.head is None else device.head.model.config
+            compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
 
     def _compile_ahead(self) -> bool:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
