@@ -155,6 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="streams at a time")
     parser.add_argument("--device", default="auto", help="as of an engine")
+    parser.add_argument("--knobs", type=json.loads, default={}, help="JSON of knobs for engines with drafts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=192)
     args = parse(parser)
@@ -165,7 +166,9 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(methods)}; eagle3 needs --head")
     chosen = {name: knobs for name, knobs in methods.items() if name in {"off", *(args.methods or methods)}}
     shared: dict[str, Any] = {"device": args.device, "max_seq_len": 2048, "num_blocks": 2048}
-    engines = {name: LLM(args.model, **shared, **knobs) for name, knobs in chosen.items()}
+    engines = {
+        name: LLM(args.model, **shared, **(knobs and knobs | args.knobs)) for name, knobs in chosen.items()
+    }
     for llm in engines.values():  # steps are timed again, as in a server that is idle for a moment
         while llm.engine.prepare() or llm.engine.use_idle_time() == 0:
             pass
