@@ -18,11 +18,12 @@ from infer.bench.report import commit, machine
 
 
 def facts() -> dict[str, str]:
-    """Return Python, CPU, commit and date; two reports that differ in the first two do not compare."""
+    """Return Python, CPU, GPU, commit and date; reports that differ in the first three do not compare."""
     found = machine()
     return {
         "python": platform.python_version(),
         "cpu": f"{found['cpu']}, {found['num_cpus']} threads",
+        **({"gpu": str(found["gpu"])} if "gpu" in found else {}),
         "commit": commit(),
         "date": today(),
     }

@@ -1,18 +1,23 @@
-"""Speculative decoding on real weights and texts: tokens per second of one stream, with and without drafts.
+"""Speculative decoding on real weights and texts: tokens per second, with and without drafts.
 
     python -m benchmarks.speculation_texts --out benchmarks/reports/speculation-cpu.json
+    python -m benchmarks.speculation_texts --device cuda --methods off eagle3 --head HEAD --batches 1 8
 
 Four kinds of prompts: code that is to be repeated with one name changed, a text that is to be repeated in
 parts, questions that are answered greedily, where a small model soon repeats itself, and the same questions
-answered at temperature 1, which hardly does. The engines have the same weights and take turns, prompt by
-prompt; a ratio is the median over rounds of the time without drafts by the time with. `cpu_ratio` is the same
-of CPU time, which other programs on the machine change less. Answers must be equal.
+answered at temperature 1, which hardly does. One stream at a time, or a batch of them, for which prompts come
+again with a number. The engines have the same weights and take turns, batch by batch; a ratio is the median
+over rounds of the time without drafts by the time with. `cpu_ratio` is the same of CPU time, which other
+programs on the machine change less. `accepted_len` are the tokens of a step with drafts, in the mean. On a
+CPU answers must be equal; on a GPU, whose kernels add up in another order for another number of rows,
+`same_answers` says how many are.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import statistics
 import textwrap
@@ -22,6 +27,7 @@ from typing import Any
 
 from benchmarks.machine import facts, parse, write
 from infer import LLM, SamplingParams
+from infer.execution.gpu.device import GpuDevice
 from infer.scheduling import plan, preemption
 from infer.speculative import adaptive, ngram
 
@@ -67,46 +73,74 @@ def prompts() -> dict[str, list[str]]:
     }
 
 
+def batches_of(texts: list[str], size: int) -> list[list[str]]:
+    """Every text at least once, in batches of this size; one that comes again has a number before it."""
+    found = [
+        text if turn == 0 else f"{turn + 1}. {text}"
+        for turn, text in itertools.product(range(-(-size // len(texts))), texts)
+    ]
+    return [found[first : first + size] for first in range(0, len(found) - size + 1, size)]
+
+
 def measure(
-    engines: dict[str, LLM], kind: str, texts: list[str], rounds: int, max_tokens: int
+    engines: dict[str, LLM], kind: str, batches: list[list[str]], rounds: int, max_tokens: int
 ) -> dict[str, Any]:
     """The speed of each method on some prompts, and its ratio to no drafts."""
-    # seconds by the clock, and of CPU time
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    # tokens per second by the clock, and of CPU time
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     params = SamplingParams(temperature=float(kind == SAMPLED), seed=1, max_tokens=max_tokens)
+    num_same, before = dict.fromkeys(engines, 0), {name: windows_of(llm) for name, llm in engines.items()}
     num_tokens = 0
     for turn in range(rounds + 1):  # the first is not counted
-        spent = dict.fromkeys(engines, (0.0, 0.0))
-        num_tokens = 0
-        for text in texts:
+        spent = {name: [0, 0.0, 0.0] for name in engines}
+        for texts in batches:
             answers = {}
             for name, llm in engines.items():
                 llm.engine.reset_prefix_cache()
                 start, cpu_start = time.perf_counter(), time.process_time()
-                answer = llm.chat([{"role": "user", "content": text}], params)[0].outputs[0]
-                took, cpu_took = time.perf_counter() - start, time.process_time() - cpu_start
-                spent[name] = spent[name][0] + took, spent[name][1] + cpu_took
-                answers[name] = answer.text
-            num_tokens += len(answer.token_ids)
-            assert len(set(answers.values())) == 1, f"drafts have changed the answer to {text[:60]!r}"
+                made = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
+                spent[name][1] += time.perf_counter() - start
+                spent[name][2] += time.process_time() - cpu_start
+                spent[name][0] += sum(len(answer.token_ids) for answer in made)
+                answers[name] = [answer.outputs[0].text for answer in made]
+            for name, found in answers.items():
+                same = [mine == base for mine, base in zip(found, answers["off"], strict=True)]
+                num_same[name] += sum(same) * bool(turn)
+                is_exact = not isinstance(engines[name].engine.device, GpuDevice)
+                assert all(same) or not is_exact, f"drafts have changed an answer to {texts}"
+        num_tokens = int(spent["off"][0])
         if turn:
-            for name, value in spent.items():
-                seconds[name].append(value)
+            for name, (tokens, clock_s, cpu_s) in spent.items():
+                speeds[name].append((tokens / clock_s, tokens / cpu_s))
     rows: dict[str, Any] = {}
-    for name, found in seconds.items():
+    for name, rates in speeds.items():
         ratios, cpu_ratios = (
-            [base[clock] / mine[clock] for base, mine in zip(seconds["off"], found, strict=True)]
+            [mine[clock] / base[clock] for base, mine in zip(speeds["off"], rates, strict=True)]
             for clock in (0, 1)
         )
+        windows, kept = (
+            now - then for now, then in zip(windows_of(engines[name]), before[name], strict=True)
+        )
         rows[name] = {
-            "out_tok_s": round(num_tokens / statistics.median(took for took, _ in found), 1),
+            "out_tok_s": round(statistics.median(rate for rate, _ in rates), 1),
             "ratio": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 3),
             "largest": round(max(ratios), 3),
             "cpu_ratio": round(statistics.median(cpu_ratios), 3),
+            "windows": windows,
+            "accepted_len": round(1 + kept / windows, 3) if windows else 1.0,
+            "same_answers": num_same[name] / (rounds * sum(map(len, batches))),
         }
-        print(f"  {kind:24} {name:8} {rows[name]}", flush=True)
+        print(f"  {kind:24} batch {len(batches[0]):2} {name:8} {rows[name]}", flush=True)
     return {"num_tokens": num_tokens, **rows}
+
+
+def windows_of(llm: LLM) -> tuple[int, int]:
+    """How many windows an engine has judged, and how many drafts it has kept."""
+    speculation = llm.engine.speculation
+    return (
+        (0, 0) if speculation is None else (speculation.totals.num_windows, speculation.totals.num_accepted)
+    )
 
 
 def main() -> None:
@@ -116,21 +150,33 @@ def main() -> None:
     )
     parser.add_argument("--model", help="directory, GGUF file or hub id; default: the default model")
     parser.add_argument("--head", help="directory of an EAGLE-3 head for the model, to be measured as well")
+    parser.add_argument(
+        "--methods", nargs="+", help="some of off, ngram, suffix and eagle3; off is always one"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="streams at a time")
+    parser.add_argument("--device", default="auto", help="as of an engine")
+    parser.add_argument("--knobs", type=json.loads, default={}, help="JSON of knobs for engines with drafts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=192)
     args = parse(parser)
     methods = dict(METHODS)
     if args.head is not None:
         methods["eagle3"] = {"speculative_method": "eagle3", "draft_model": args.head}
+    if unknown := set(args.methods or ()) - methods.keys():
+        parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(methods)}; eagle3 needs --head")
+    chosen = {name: knobs for name, knobs in methods.items() if name in {"off", *(args.methods or methods)}}
+    shared: dict[str, Any] = {"device": args.device, "max_seq_len": 2048, "num_blocks": 2048}
     engines = {
-        name: LLM(args.model, max_seq_len=2048, num_blocks=512, **knobs) for name, knobs in methods.items()
+        name: LLM(args.model, **shared, **(knobs and knobs | args.knobs)) for name, knobs in chosen.items()
     }
     for llm in engines.values():  # steps are timed again, as in a server that is idle for a moment
-        while llm.engine.use_idle_time() == 0:
+        while llm.engine.prepare() or llm.engine.use_idle_time() == 0:
             pass
     report: dict[str, Any] = {"model": engines["off"].name, **facts(), "rounds": args.rounds, "kinds": {}}
-    for kind, texts in prompts().items():
-        report["kinds"][kind] = measure(engines, kind, texts, args.rounds, args.max_tokens)
+    for (kind, texts), size in itertools.product(prompts().items(), args.batches):
+        name = kind if args.batches == [1] else f"{kind}, batch {size}"
+        found = measure(engines, kind, batches_of(texts, size), args.rounds, args.max_tokens)
+        report["kinds"][name] = found
     write(report, args.out)
     print(json.dumps(report["kinds"]) if args.out is None else f"written to {Path(args.out)}")
 

@@ -8,28 +8,22 @@ once and in its place, whatever became of the sequence in between.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 
 from infer.config.settings import EngineConfig
+from infer.engine import machine
 from infer.engine.build import build_engine, resolve_for
-from infer.engine.draft_head import DraftHead
-from infer.engine.engine import Engine
 from infer.engine.speculation_build import load_draft
 from infer.errors import ConfigError
-from infer.kernels.attention.reference import attend_naive
 from infer.kernels.cpu.library import library
-from infer.layers.attention import LayerInputs
-from infer.layers.whole_sequence import WholeSequence
 from infer.loader.eagle import head_bytes, load_eagle
 from infer.loader.find.source import resolve_model
-from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.load import RankGroup, load_model
 from infer.models.eagle3 import Eagle3
 from infer.sampling.params import SamplingParams
@@ -46,67 +40,26 @@ from tests.integration.test_speculation import (
     checkpoint,
     directory,
     engine_of,
+    on_both,
     requests_of,
     serve,
     target,
     totals,
 )
+from tests.support.eagle import Drafted, share_of_whole_text, watch, write_head
 from tests.support.failing_allocator import FailingAllocator, FailingEngine
 
 __all__ = ["directory"]  # a fixture for all tests here
 
-HEADS, KV_HEADS, HEAD = 6, 3, 16  # other than those of any model here
 DRAFT_IDS = tuple(range(20, VOCAB_SIZE, 3))
 BIASED = {DRAFT_IDS[place]: 100.0 for place in (3, 17, 40)}  # the model and the head choose among these
 
 
 @functools.cache
-def make_head(family: str, **fields: Any) -> Path:
+def make_head(family: str) -> Path:
     """The directory of a random head for a model."""
-    model, path = target(family).config, ROOT[-1] / f"head of {family} {fields}"
-    size, middle = model.hidden_size, 24
-    shapes = {
-        "fc.weight": (size, 3 * size),
-        "midlayer.input_layernorm.weight": (size,),
-        "midlayer.hidden_norm.weight": (size,),
-        "midlayer.self_attn.q_proj.weight": (HEADS * HEAD, 2 * size),
-        "midlayer.self_attn.k_proj.weight": (KV_HEADS * HEAD, 2 * size),
-        "midlayer.self_attn.v_proj.weight": (KV_HEADS * HEAD, 2 * size),
-        "midlayer.self_attn.o_proj.weight": (size, HEADS * HEAD),
-        "midlayer.post_attention_layernorm.weight": (size,),
-        "midlayer.mlp.gate_proj.weight": (middle, size),
-        "midlayer.mlp.up_proj.weight": (middle, size),
-        "midlayer.mlp.down_proj.weight": (size, middle),
-        "norm.weight": (size,),
-        "lm_head.weight": (len(DRAFT_IDS), size),
-        "embed_tokens.weight": (VOCAB_SIZE, size),
-    }
-    generator = torch.Generator().manual_seed(5)
-    tensors = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[name] = 1 + 0.3 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
-    tensors["d2t"] = torch.tensor(DRAFT_IDS) - torch.arange(len(DRAFT_IDS))
-    last = model.num_layers - 1
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": size,
-        "target_hidden_size": size,
-        "intermediate_size": middle,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD,
-        "vocab_size": VOCAB_SIZE,
-        "draft_vocab_size": len(DRAFT_IDS),
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64,
-        "eagle_aux_hidden_state_layer_ids": [0, last // 2, last],
-    }
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config | fields))
-    write_safetensors(path / "model.safetensors", tensors)
+    path = ROOT[-1] / f"head of {family}"
+    write_head(path, target(family).config, DRAFT_IDS)
     return path
 
 
@@ -116,64 +69,14 @@ def head_knobs(family: str, count: int, **knobs: Any) -> dict[str, Any]:
     return own | {"adaptive_speculation": False, "num_speculative_tokens": count} | knobs
 
 
-class Drafted(NamedTuple):
-    """Drafts, and the text that was known when they were made."""
-
-    tokens: list[int]
-    drafts: list[int]
-
-
-def watch(engine: Engine) -> list[Drafted]:
-    """What the head of an engine drafts from now on."""
-    drafter: Any = engine.speculation and engine.speculation._drafter
-    assert isinstance(drafter, DraftHead)
-    found, collect = list[Drafted](), drafter.collect
-
-    def collect_and_note() -> list[list[int]]:
-        sequences = drafter._sequences
-        drafts = collect()
-        pairs = zip(sequences, drafts, strict=True)
-        found.extend(Drafted(list(seq.tokens), list(made)) for seq, made in pairs)
-        return drafts
-
-    drafter.collect = collect_and_note  # type: ignore[method-assign]
-    return found
-
-
 @functools.cache
 def loaded_head(family: str) -> Eagle3:
     return load_eagle(make_head(family), target(family), num_drafts=8)
 
 
-def likeliest(family: str, tokens: list[int], count: int) -> Iterator[int]:
-    """The likeliest drafts behind a text, from states of all of it at once."""
-    loaded, head, cpu = target(family), loaded_head(family), torch.device("cpu")
-    with torch.inference_mode():
-        whole = WholeSequence(attend_naive, cpu)
-        whole.advance(len(tokens) - 1)
-        whole.layer_inputs = LayerInputs(head.config.captured_layers)
-        loaded.model(torch.tensor(tokens[:-1]), whole)
-        states, step = head.combine(whole.layer_inputs.states()), WholeSequence(attend_naive, cpu)
-        step.advance(len(tokens) - 1)
-        given = tokens[1:]
-        for _ in range(count):
-            guess = head(torch.tensor(given), states, step)
-            logits = head.logits(guess.hidden_SD[-1])
-            best, second = logits.topk(2).values.tolist()
-            draft = int(head.token_ids_W[logits.argmax()])
-            yield draft if best - second > 1e-3 else -1  # too close to tell
-            states, given = guess.states_SD[-1:], [draft]
-            step.advance(1)
-
-
 def share_right(family: str, found: list[Drafted]) -> float:
     """The share of windows whose drafts are those of the whole text."""
-    num_right = 0
-    for tokens, drafts in found:
-        expected = list(likeliest(family, tokens, len(drafts)))
-        end = expected.index(-1) if -1 in expected else len(expected)
-        num_right += drafts[:end] == expected[:end]
-    return num_right / len(found)
+    return share_of_whole_text(target(family), loaded_head(family), found)
 
 
 GREEDY: list[dict[str, Any]] = [
@@ -193,14 +96,27 @@ COMPUTED: dict[str, dict[str, Any]] = {  # in many ways, none of which finds a p
 }
 
 
-@pytest.mark.parametrize("way", COMPUTED)
+ON_GPU: dict[str, dict[str, Any]] = {  # the same code on the kernels' references (execution/gpu/device.py)
+    "at once": {},
+    "launched": {"use_cuda_graphs": False},
+    "no overlap": {"use_overlap": False},
+    **{name: knobs | {"use_prefix_caching": False} for name, knobs in PRESSURE.items()},
+}
+WAYS = [(False, *way) for way in COMPUTED.items()] + [(True, *way) for way in ON_GPU.items()]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "way", "knobs"), WAYS, ids=[f"{'gpu' if on_gpu else 'cpu'}-{way}" for on_gpu, way, _ in WAYS]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_drafts_are_those_of_the_whole_text(family: str, way: str) -> None:
-    knobs = {"use_prefix_caching": False} | COMPUTED[way]
+def test_drafts_are_those_of_the_whole_text(
+    family: str, on_gpu: bool, way: str, knobs: dict[str, Any]
+) -> None:
+    knobs = {"use_prefix_caching": False} | knobs
     if family == "gemma3" and "num_blocks" in knobs:
         knobs |= {"num_blocks": 60}  # it has several tables
     requests = requests_of(GREEDY + GREEDY[:2], seed=3)
-    engine = engine_of(family, **head_knobs(family, 4, **knobs))
+    engine = engine_of(family, on_gpu=on_gpu, **head_knobs(family, 4, **knobs))
     found = watch(engine)
     assert_same(serve(engine, requests, every=1), serve(engine_of(family), requests))
     assert len(found) > 20
@@ -209,10 +125,11 @@ def test_drafts_are_those_of_the_whole_text(family: str, way: str) -> None:
         assert engine.scheduler.num_preemptions > 0
 
 
-def test_after_a_prefix_hit_one_entry_is_of_another_text() -> None:
+@on_both
+def test_after_a_prefix_hit_one_entry_is_of_another_text(on_gpu: bool) -> None:
     """Of a text that goes on otherwise; one that is the same throughout finds its own."""
     prompt, params = tuple(range(30, 51)), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine = engine_of("llama", **head_knobs("llama", 3))
+    engine = engine_of("llama", on_gpu=on_gpu, **head_knobs("llama", 3))
     serve(engine, [Request(request_id="first", prompt=prompt, params=params)])
     found = watch(engine)
     serve(engine, [Request(request_id="again", prompt=prompt, params=params)])
@@ -223,13 +140,17 @@ def test_after_a_prefix_hit_one_entry_is_of_another_text() -> None:
     assert len(found) > 12
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_text_is_the_same(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "on_gpu"),
+    [*((family, False) for family in ALL_FAMILIES), ("qwen3", True), ("mistral", True), ("mixtral", True)],
+)
+def test_the_text_is_the_same(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, with drafts that are often right and that are wrong."""
     biased = [kind | {"logit_bias": BIASED} for kind in MIX[1:5]]
     requests = requests_of(MIX + biased + DEPENDENT[:4])
     expected = serve(engine_of(family), requests)
-    engine = engine_of(family, **head_knobs(family, 1 + ALL_FAMILIES.index(family) % 7))
+    count = 1 + ALL_FAMILIES.index(family) % 7
+    engine = engine_of(family, on_gpu=on_gpu, **head_knobs(family, count))
     assert_same(serve(engine, requests), expected)
     assert_same(serve(engine, requests, every=3), expected)  # prompts that are cached, and come one by one
     num_drafts, num_accepted = totals(engine)
@@ -246,8 +167,9 @@ def test_a_head_draws_with_the_noise_of_the_sequence() -> None:
     assert num_accepted > 0.45 * num_drafts > 40
 
 
+@on_both
 @pytest.mark.parametrize("is_adaptive", [True, False])
-def test_constrained_sequences(is_adaptive: bool) -> None:
+def test_constrained_sequences(is_adaptive: bool, on_gpu: bool) -> None:
     pytest.importorskip("llguidance")
     kinds: list[dict[str, Any]] = [
         {"structured": {"regex": "[a-c]{3,30}"}, "logprobs": 0, "max_tokens": 20},
@@ -256,7 +178,8 @@ def test_constrained_sequences(is_adaptive: bool) -> None:
         {},
     ]
     requests = requests_of(kinds)
-    engine = engine_of("qwen3", **head_knobs("qwen3", 4, adaptive_speculation=is_adaptive))
+    knobs = head_knobs("qwen3", 4, adaptive_speculation=is_adaptive)
+    engine = engine_of("qwen3", on_gpu=on_gpu, **knobs)
     assert_same(serve(engine, requests), serve(engine_of("qwen3"), requests))
     assert totals(engine)[0] > 0
 
@@ -270,16 +193,19 @@ def test_deterministic_logprobs_are_the_same_bits() -> None:
     assert totals(engine)[0] > 0
 
 
-def test_steps_that_find_no_memory_are_followed_in_halves() -> None:
+@on_both
+def test_steps_that_find_no_memory_are_followed_in_halves(on_gpu: bool) -> None:
+    """On a GPU, where a row that was sampled has gone on, a head may miss a step and guess worse."""
     requests = requests_of([kind for kind in GREEDY if "n" not in kind], seed=7)
     expected = serve(engine_of("llama"), requests)
-    engine = engine_of("llama", **head_knobs("llama", 3, use_prefix_caching=False))
-    allocator = FailingAllocator(lambda number: number % 151 == 90)
+    engine = engine_of("llama", on_gpu=on_gpu, **head_knobs("llama", 3, use_prefix_caching=False))
+    every = 997 if on_gpu else 151  # the references of kernels allocate more
+    allocator = FailingAllocator(lambda number: number % every == 90)
     FailingEngine(engine, allocator)
     found = watch(engine)
     assert_same(serve(engine, requests), expected)
     assert allocator.num_failed > 0
-    assert share_right("llama", found) == 1.0
+    assert share_right("llama", found) >= (0.5 if on_gpu else 1.0)
 
 
 def test_a_head_whose_drafts_are_wrong_is_switched_off() -> None:
@@ -292,9 +218,11 @@ def test_a_head_whose_drafts_are_wrong_is_switched_off() -> None:
     assert 0 < totals(adaptive)[0] < totals(always)[0] / 3
 
 
-def test_steps_of_a_head_are_measured() -> None:
+@on_both
+def test_steps_of_a_head_are_measured(on_gpu: bool) -> None:
     settings = EngineConfig.from_knobs(num_blocks=32, block_size=4, **head_knobs("llama", 3))
-    engine = build_engine(settings, target("llama"))
+    with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
+        engine = build_engine(settings, target("llama"))
     assert engine.speculation is not None
     assert 0 < engine.speculation.costs.draft_s < 10
     assert totals(engine) == (0, 0)

@@ -45,6 +45,7 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
+    head_of,
     load_draft,
     make_draft_device,
     make_speculation,
@@ -108,7 +109,10 @@ def build_engine(
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         layout = kv_layout(loaded.config, config)
-        beside = NO_DRAFT if draft is None else draft_bytes(config, draft.config, draft.dtype, layout)
+        beside = NO_DRAFT
+        if draft is not None:
+            width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
+            beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
         size = fit_to_device(config, loaded, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
@@ -137,8 +141,7 @@ def build_engine(
         if ranks is not None:
             ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        head = draft_device if isinstance(draft_device, TorchHead) else None
-        device = make_device(config, loaded, store, shape, graph_bytes, head)
+        device = make_device(config, loaded, store, shape, graph_bytes, head_of(draft_device))
         if ranks is not None:
             ranks.wait()
         warm_up: WarmUp | None = None
@@ -420,7 +423,7 @@ def make_device(
     store: KVStore,
     shape: StateShape,
     graph_bytes: int = 0,
-    head: TorchHead | None = None,
+    head: TorchDevice | GpuDevice | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
@@ -436,7 +439,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
-            head=head,
+            head=head if isinstance(head, TorchHead) else None,
         )
     return GpuDevice(
         loaded.model,
@@ -452,6 +455,7 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
+        head=head if isinstance(head, GpuDevice) else None,
     )
 
 

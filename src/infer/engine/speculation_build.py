@@ -45,6 +45,7 @@ from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
 from infer.models.config import ModelConfig
 from infer.models.eagle3 import Eagle3, EagleConfig
+from infer.models.model import Network
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.careful import CarefulProposer
@@ -105,8 +106,6 @@ def read_draft(
     model: ModelConfig,
     name: str,
     find: Callable[[str], ModelHeaders] | None = None,
-    *,
-    on_gpu: bool = False,
 ) -> ModelHeaders | HeadHeaders | None:
     """Return what the files say of the model or head that drafts, if there is one; a wrong one is refused.
 
@@ -117,11 +116,6 @@ def read_draft(
     if find is None or _is_head(settings, Path(settings.draft_model).expanduser()):
         source = _find_draft(settings.draft_model)
         if _is_head(settings, source.path):
-            if on_gpu:
-                raise ConfigError(
-                    f"draft_model={settings.draft_model}: EAGLE-3 heads are served on CPUs so far; use a "
-                    "whole model with the same vocabulary, or speculative_method=ngram or suffix"
-                )
             return _read_head(settings, source, model)
         headers = read_headers(source)
     else:
@@ -176,7 +170,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
     """Load the model or head that drafts, if there is one, beside the model it drafts for."""
     settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
     find = _find_shape if is_made_up else None
-    headers = read_draft(settings, loaded.config, loaded.name, find, on_gpu=config.uses_gpu_device)
+    headers = read_draft(settings, loaded.config, loaded.name, find)
     if headers is None:
         return None
     if isinstance(headers, HeadHeaders):
@@ -203,23 +197,28 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
 
 
 def draft_bytes(
-    config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, layout: KVLayout
+    config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, layout: KVLayout, states_width: int = 0
 ) -> DraftBytes:
-    """Return what the model that drafts takes: a token of each of the model's tables, and its steps."""
+    """Return what the model that drafts takes: a token of each of the model's tables, and its steps.
+
+    `states_width`: of the states that a head reads of each token of the model's steps, which it follows.
+    """
     scheduler = config.scheduler
+    num_tokens = scheduler.max_num_batched_tokens if states_width else DRAFT_TOKENS
     each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize)
     step = step_bytes(
         replace(
             scheduler,
             max_batch_size=min(DRAFT_ROWS, scheduler.max_batch_size),
-            max_num_batched_tokens=DRAFT_TOKENS,
+            max_num_batched_tokens=num_tokens,
         ),
         model,
         max_seq_len=config.max_seq_len,
         bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
-    return DraftBytes(each * len(layout.windows), step.total)
+    states = 2 * num_tokens * states_width * dtype.itemsize  # as the model leaves them, and side by side
+    return DraftBytes(each * len(layout.windows), step.total + states)
 
 
 def make_speculation(
@@ -244,14 +243,15 @@ def make_speculation(
     max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
     prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
+    is_head = head_of(draft_device) is not None
     if draft_device is not None:
         if isinstance(draft_device, GpuDevice):
-            prepare = WarmUp(draft_device).prepare
+            prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
             draft_device.wait_for_compilers()
         target = device if isinstance(device, GpuDevice) else None
         drafter = (
             DraftHead(draft_device, scheduler.state, target=target)
-            if isinstance(draft_device, TorchHead)
+            if is_head
             else DraftModel(
                 draft_device, scheduler.state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target
             )
@@ -270,7 +270,7 @@ def make_speculation(
             gap_s=HOST_GAP_S if overlaps else 0.0,
             row_gap_s=ROW_GAP_S if overlaps else 0.0,
             drafter=draft_device,
-            draft_start=int(isinstance(draft_device, TorchHead)),
+            draft_start=int(is_head),
         )
         logger.info(
             "steps measured tokens_ms=%s draft_ms=%.2f",
@@ -341,6 +341,11 @@ def make_draft_device(
         num_host_blocks=config.settings.cache.swap_blocks * len(layout.windows) * is_head,
     )
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
+    network: Network
+    if isinstance(draft, LoadedHead):
+        network = HeadModel(draft.head, shape.num_rows, config.settings.speculation.max_drafts)
+    else:
+        network = draft.model
     if not config.uses_gpu_device:
         choices: dict[str, Any] = {
             "max_batch_size": max_rows,
@@ -348,21 +353,25 @@ def make_draft_device(
             "decode_attention_backend": config.backends.decode_attention,
             "record_cpu_step": config.record_cpu_step,
         }
-        if isinstance(draft, LoadedHead):
-            num_drafts = config.settings.speculation.max_drafts
-            return TorchHead(HeadModel(draft.head, shape.num_rows, num_drafts), store, shape, **choices)
-        return TorchDevice(draft.model, store, shape, **choices)
-    assert not isinstance(draft, LoadedHead), "read_draft has refused it"
+        if isinstance(network, HeadModel):
+            return TorchHead(network, store, shape, **choices)
+        return TorchDevice(network, store, shape, **choices)
+    attention = config.backends.attention
     return GpuDevice(
-        draft.model,
+        network,
         store,
         shape,
         max_batch_size=max_rows,
-        max_tokens=DRAFT_TOKENS,
+        max_tokens=0 if is_head else DRAFT_TOKENS,  # a head computes no prompts
         max_seq_len=config.max_seq_len,
         use_cuda_graphs=config.use_cuda_graphs,
-        attention_backend=config.backends.attention,
+        attention_backend="triton" if is_head and attention != "invariant" else attention,
         decode_attention_backend=config.backends.decode_attention,
         steps_ahead=MAX_DRAFTS,
-        window_tokens=WINDOW_TOKENS,
+        window_tokens=0 if is_head else WINDOW_TOKENS,
     )
+
+
+def head_of(device: TorchDevice | GpuDevice | None) -> TorchDevice | GpuDevice | None:
+    """Return the device half of what drafts, if that is a head; None: a model drafts, or none."""
+    return device if device is not None and isinstance(device.model, HeadModel) else None

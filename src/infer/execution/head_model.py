@@ -14,8 +14,9 @@ token of a step's last position is the one that the step draws:
     the model verifies       t10 d11 d12                                       and leaves g10 g11 g12
 
 The head follows every step of the model as soon as it is sampled, prompts and windows alike, so its keys and
-values are always as far as the model's. They lie in a store of their own with the same block numbers, and
-what moves a block of the model moves the head's: prefix hits, swaps, forks and preemption need nothing else.
+values are always as far as the model's. On a GPU it does so in the graph that samples (gpu/device.py). Its
+keys and values lie in a store of their own with the same block numbers, and what moves a block of the model
+moves the head's: prefix hits, swaps, forks and preemption need nothing else.
 What is behind a refused draft was given a wrong token; the next step overwrites it, as it does the model's.
 
 One entry may be of another text: that of the last position of a prefix that was found in the cache. It was
@@ -31,9 +32,11 @@ F width of the model's states, V vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
+from infer.execution.order import DECODE, StepOrder
 from infer.layers.attention import StepContext
 from infer.models.config import ModelConfig
 from infer.models.eagle3 import Eagle3
@@ -42,7 +45,7 @@ from infer.models.eagle3 import Eagle3
 class HeadModel(nn.Module):
     """A head as a device half runs it: tokens in, hidden states out, logits of the model's vocabulary.
 
-    A step says of which row of state each of its tokens is (`step.rows`); padding is of row -1.
+    A turn says of which row of state each of its tokens is (`step.rows`); padding is of row -1.
     """
 
     ring_RPD: torch.Tensor
@@ -66,14 +69,18 @@ class HeadModel(nn.Module):
         return hidden_SD
 
     def follow(
-        self, next_tokens_T: torch.Tensor, states_TF: torch.Tensor, step: StepContext, places_S: torch.Tensor
+        self,
+        next_tokens_T: torch.Tensor,
+        states_TF: torch.Tensor,
+        step: StepContext,
+        places_S: torch.Tensor | slice,
+        rows_S: torch.Tensor,
     ) -> None:
-        """See what a step of the model has computed; it has drawn at `places_S`."""
-        assert step.rows is not None
+        """See what a step of the model has computed; it has drawn at `places_S` for these rows of state."""
         g_TD = self.head.combine(states_TF)
-        rows, positions = step.rows[places_S].long(), step.positions[places_S]
-        self.ring_RPD[rows, positions % self.ring_RPD.shape[1]] = g_TD[places_S]
-        self.head.remember(next_tokens_T, g_TD, step)
+        self.ring_RPD[rows_S.long(), step.positions[places_S] % self.ring_RPD.shape[1]] = g_TD[places_S]
+        # what is no token has no embedding
+        self.head.remember(next_tokens_T.clamp(0, self.config.vocab_size - 1), g_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V]: what the head cannot guess has no chance."""
@@ -82,3 +89,44 @@ class HeadModel(nn.Module):
             return logits_SW
         logits_SV = logits_SW.new_full((len(logits_SW), self.config.vocab_size), -torch.inf)
         return logits_SV.index_copy_(1, self.head.token_ids_W, logits_SW)
+
+
+def drawn_places(order: StepOrder) -> np.ndarray:
+    """Where a step draws ids among the order's tokens."""
+    sampled = order.num_sampled.astype(np.int64)
+    ends = order.counts.cumsum(dtype=np.int64)
+    places: np.ndarray = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)
+    return places
+
+
+def following_tokens(order: StepOrder, numbers: np.ndarray | None = None) -> np.ndarray:
+    """The token after each of an order's tokens; -1 - s: the id with the number s of those that are drawn.
+
+    Every place of a window is followed by the id that is drawn there: it is the draft, or it refuses it.
+    `numbers` are those of the drawn ids, place by place; None: they are counted through.
+    """
+    ends = order.counts.cumsum(dtype=np.int64)
+    tokens = np.zeros(int(ends[-1]) + 1, dtype=np.int64)
+    tokens[:-1][(order.kinds != DECODE).repeat(order.counts)] = order.tokens
+    following = tokens[1:]
+    following[ends - 1] = order.next_tokens if len(order.next_tokens) else 0
+    places = drawn_places(order)
+    following[places] = -1 - (np.arange(len(places)) if numbers is None else numbers)
+    return following
+
+
+def with_drawn(following_T: torch.Tensor, ids_S: torch.Tensor) -> torch.Tensor:
+    """The tokens of `following_tokens`, when the ids are there."""
+    if not len(ids_S):
+        return following_T
+    return torch.where(following_T < 0, ids_S[(-1 - following_T).clamp(min=0)], following_T)
+
+
+def kept_ids(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
+    """The id at each place where a step draws, given those that it has kept; 0: behind a refused draft.
+
+    A row goes on from the first of several ids that are drawn at one place.
+    """
+    rows = zip(order.num_sampled.tolist(), ids, strict=True)
+    found = [(*kept[:count], *[0] * (count - len(kept))) for count, kept in rows]
+    return np.array([token_id for row in found for token_id in row], dtype=np.int64)

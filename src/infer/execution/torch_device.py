@@ -31,7 +31,7 @@ from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.device import StateShape, StepResult, SyncDevice
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
-from infer.execution.head_model import HeadModel
+from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
 from infer.execution.order import DECODE, READS_PROMPTS, REPEATS, StepMasks, StepOrder, to_bytes
@@ -225,40 +225,16 @@ class TorchHead(TorchDevice):
 
     def follow(self, order: StepOrder, states_TF: torch.Tensor, ids: list[tuple[int, ...]]) -> None:
         """See what a step of the model has computed, and the ids that it has kept."""
-        counts, sampled = order.counts.astype(np.int64), order.num_sampled.astype(np.int64)
-        ends = counts.cumsum()
-        places = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)
-        step = self._step(order, self._backend)
-        device = self.store.device
-        tokens_T = torch.from_numpy(following_tokens(order, ids)).to(device)
-        self._head_model.follow(tokens_T, states_TF, step, torch.from_numpy(places).to(device))
+        rows = order.rows.repeat(order.num_sampled)
+        numbers = following_tokens(order), kept_ids(order, ids), drawn_places(order), rows
+        following_T, ids_S, places_S, rows_S = (torch.from_numpy(x).to(self.store.device) for x in numbers)
+        step = self._context(order, self._backend)
+        self._head_model.follow(with_drawn(following_T, ids_S), states_TF, step, places_S, rows_S)
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
         """A turn: each row is computed one position before its token."""
         assert (order.kinds == DECODE).all(), "a head computes nothing but turns; it follows the rest"
-        step = self._step(order._replace(starts=order.starts - 1), self._decode_backend)
+        step = self._context(order._replace(starts=order.starts - 1), self._decode_backend)
+        step.rows = torch.from_numpy(order.rows).to(self.store.device)
         tokens_T = torch.from_numpy(self._rows.last_token[order.rows]).to(self.store.device)
         return self.model(tokens_T, step), list(range(order.num_rows)), LayerInputs(())
-
-    def _step(self, order: StepOrder, backend: str) -> StepContext:
-        step = self._context(order, backend)
-        step.rows = torch.from_numpy(order.rows.repeat(order.counts)).to(self.store.device)
-        return step
-
-
-def following_tokens(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
-    """The token after each of a step's, given the ids that it has kept.
-
-    Behind the last kept id of a window there are tokens of drafts that were refused, or none.
-    """
-    ends = order.counts.cumsum()
-    tokens = np.zeros(int(order.counts.sum()) + 1, dtype=np.int64)
-    tokens[:-1][(order.kinds != DECODE).repeat(order.counts)] = order.tokens
-    following = tokens[1:].copy()
-    following[ends - 1] = order.next_tokens if len(order.next_tokens) else 0
-    for end, num_sampled, kept in zip(ends.tolist(), order.num_sampled.tolist(), ids, strict=True):
-        if num_sampled > 1:
-            following[end - num_sampled + len(kept) - 1] = kept[-1]
-        elif kept:  # the row goes on from the first of several that are drawn
-            following[end - 1] = kept[0]
-    return np.maximum(following, 0)  # what is no token has no embedding

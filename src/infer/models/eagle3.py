@@ -64,6 +64,11 @@ class EagleConfig:
     has_embedding: bool  # of its own
     has_head: bool
 
+    @property
+    def states_width(self) -> int:
+        """The width of the states of all captured layers, side by side."""
+        return len(self.captured_layers) * self.target_hidden_size
+
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers whose input published heads read: low, middle, high."""

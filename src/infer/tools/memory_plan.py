@@ -212,13 +212,13 @@ def plan_draft(
 ) -> DraftMemory:
     """Return what the model or head that drafts would take; `find` as in `read_draft`."""
     config = resolved.settings
-    name, on_gpu = choice.headers.source.name, resolved.uses_gpu_device
-    headers = read_draft(config.speculation, choice.config, name, find, on_gpu=on_gpu)
+    headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
     if headers is None:
         return DraftMemory()
     layout = kv_layout(choice.config, resolved)
     if isinstance(headers, HeadHeaders):
-        beside = draft_bytes(resolved, headers.config, choice.dtype, layout)
+        width = headers.eagle.states_width
+        beside = draft_bytes(resolved, headers.config, choice.dtype, layout, width)
         weights = head_bytes(headers.eagle, choice.dtype, packs=choice.weights in PACKED)
         return DraftMemory(headers.source.name, weights, beside)
     load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1)

@@ -7,6 +7,7 @@
              and a copy of the sampled ids to pinned memory, followed by an event;
              an order that awaits masks is sampled when these are there                       (masks.py)
              a step for which there is no memory is run in halves                             (halves.py)
+             a head that drafts sees what was computed and drawn, in the same graph     (head_model.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
@@ -24,6 +25,7 @@ Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,9 +44,10 @@ from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import Asked, Drawn, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
-from infer.execution.gpu.step import DeviceStep, choose_backend, compile_backend
+from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
+from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge, PromptTable, drafts_of
 from infer.execution.layout import needed_tokens
 from infer.execution.order import (
@@ -65,9 +68,20 @@ from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
-from infer.models.model import Model
+from infer.layers.attention import LayerInputs
+from infer.models.model import Network
+
+logger = logging.getLogger(__name__)
 
 Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part of a step, after its forward
+
+
+class Followed(NamedTuple):
+    """What a head is told of a step that was sampled."""
+
+    next_tokens_T: torch.Tensor  # the token after each
+    places_C: torch.Tensor | slice  # of the tokens at which ids were drawn
+    rows_C: torch.Tensor  # of state, to which those belong; -1: padding
 
 
 class DecodedRows(NamedTuple):
@@ -86,7 +100,7 @@ class GpuDevice:
 
     def __init__(
         self,
-        model: Model,
+        model: Network,
         store: KVStore,
         shape: StateShape,
         *,
@@ -100,16 +114,29 @@ class GpuDevice:
         graph_bytes: int = 0,
         busy_tokens: int = 0,
         window_tokens: int = 0,
+        head: GpuDevice | None = None,
     ) -> None:
-        """`window_tokens`: the most tokens of rows that verify drafts in a captured step."""
+        """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
+
+        `head` follows its steps, to draft; a head's own steps are turns of rows that decode.
+        """
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
         self.window_tokens = window_tokens
-        self.rows = DeviceRows(
-            shape.num_rows, max_blocks, config.vocab_size, device, shape.num_tables, window_tokens
+        self.head = head
+        self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
+        self._layer_inputs = LayerInputs(())  # of a step that its head has not seen
+        self.rows: DeviceRows = DeviceRows(
+            shape.num_rows,
+            max_blocks,
+            config.vocab_size,
+            device,
+            shape.num_tables,
+            window_tokens,
+            None if head is None else head.rows.tables_KRB,
         )
         self._sampler = HostSampler(model, self.rows.book, send)
         max_rows = max(max_batch_size, window_tokens)
@@ -208,6 +235,8 @@ class GpuDevice:
         try:
             if len(order.transfers):
                 self.store.transfer(order.moves())
+                if self.head is not None:
+                    self.head.store.transfer(order.moves())
             try:
                 sample = self._start(order, late)
             except torch.OutOfMemoryError as error:  # it is run in halves when all is there that these need
@@ -355,6 +384,11 @@ class GpuDevice:
             order.stops[sampling],
             size.num_rows + self.profile.max_chunks,
         )
+        if self.head is not None:
+            ids = np.empty(order.num_rows, dtype=np.int64)
+            ids[sampling] = where
+            following = following_tokens(order, ids[order.num_sampled > 0])
+            inputs.send_following(following[prompts.is_given], prompts.first, size.num_tokens)
         if not is_gpu(self.device):
             self._host_chunks = tuple(prompts.chunks)
         self.graphs.forward(size)
@@ -407,7 +441,7 @@ class GpuDevice:
         return sample
 
     @torch.inference_mode()
-    def compute_logits(self, model: Model, size: StepSize) -> torch.Tensor:
+    def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
         """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self.inputs, size.num_rows
         if size.has_windows:
@@ -428,25 +462,55 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
-        if size.has_windows:  # how those with drafts go on is the host's to say
-            rows_S, advanced_S = inputs.window(num_rows)[2:4].int()
-            self.sample_rows(logits_SV, rows_S, inputs.table_XT[1, :num_rows] + 1, advanced_S)
+        if size.num_tokens:
+            num_samples = num_rows + self.profile.max_chunks
+            places_C, rows_C, positions_C = inputs.samples_3C[:, :num_samples].unbind()
+            ids_C = self.sample_rows(logits_SV, rows_C, positions_C)
+            given_P = inputs.following_T[num_rows : num_rows + size.num_tokens]
+            self._follow(
+                lambda: Followed(torch.cat([ids_C[:num_rows], with_drawn(given_P, ids_C)]), places_C, rows_C)
+            )
             return
-        if not size.num_tokens:  # the sampled token's place is the one after its input's
-            rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
-        else:
-            _, rows_S, positions_S = inputs.samples_3C[:, : num_rows + self.profile.max_chunks].unbind()
-        self.sample_rows(logits_SV, rows_S, positions_S)
+        rows_S, positions_S = inputs.rows_S[:num_rows], inputs.table_XT[1, :num_rows]
+        if size.has_windows:  # how those with drafts go on is the host's to say
+            sampled_S, advanced_S = inputs.window(num_rows)[2:4].int()
+            ids_S = self.sample_rows(logits_SV, sampled_S, positions_S + 1, advanced_S)
+        else:  # the sampled token's place is the one after its input's
+            ids_S = self.sample_rows(logits_SV, rows_S, positions_S + 1 + self._behind)
+        self._follow(lambda: Followed(ids_S, slice(None), rows_S))
+
+    def _follow(self, followed: Callable[[], Followed]) -> None:
+        """Let the head see the step that was sampled last; without memory, it guesses worse from here on."""
+        inputs, self._layer_inputs = self._layer_inputs, LayerInputs(())
+        if self.head is None:
+            return
+        network, table_XT = self.head.model, self.inputs.table_XT
+        assert isinstance(network, HeadModel)
+        try:
+            next_tokens_T, places_C, rows_C = followed()
+            num_tokens = len(next_tokens_T)
+            step = FollowedStep(self.head.store, table_XT[1, :num_tokens], table_XT[2:, :num_tokens])
+            network.follow(next_tokens_T, inputs.states(num_tokens), step, places_C, rows_C)
+        except torch.OutOfMemoryError:  # the rows have gone on, so that the step cannot be run again
+            if is_gpu(self.device) and torch.cuda.is_current_stream_capturing():
+                raise
+            logger.debug("a step was not seen by the head that drafts: it found no memory")
+
+    def follow_padding(self, num_tokens: int) -> None:
+        """Let the head see a step of padding, whose forward was launched last."""
+        zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        self._follow(lambda: Followed(zeros_T, zeros_T[:1], zeros_T[:1] - 1))
 
     def gather(self, rows_S: torch.Tensor) -> None:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
         state, decode = self.rows, self.inputs.decode(len(rows_S))
         if len(rows_S):
+            position_R = state.position_R - 1 if self._behind else state.position_R
             for tables_RB, out in zip(state.tables_KRB, decode, strict=True):
                 gather_step(
                     rows_S,
                     state.last_token_R,
-                    state.position_R,
+                    position_R,
                     tables_RB,
                     block_size=self._block_size,
                     out=out,
@@ -471,7 +535,7 @@ class GpuDevice:
 
     def forward(
         self,
-        model: Model,
+        model: Network,
         num_tokens: int,
         rows_S: torch.Tensor,
         tiles: PrefillChunks | None,
@@ -498,6 +562,13 @@ class GpuDevice:
             has_shared_rows=has_windows,
         )
         step.logit_indices = places_C
+        step.rows = rows_S
+        if self.head is not None:
+            assert isinstance(self.head.model, HeadModel)
+            layers = self.head.model.captured_layers
+            if model is not self.model:  # it has few layers, and computes padding
+                layers = (0,) * len(layers)
+            self._layer_inputs = step.layer_inputs = LayerInputs(layers)
         hidden_CD: torch.Tensor = model(table_XT[0, :num_tokens], step)
         return hidden_CD
 
@@ -514,13 +585,13 @@ class GpuDevice:
             pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if order.flags & ON_HOST:
-            return lambda masks: self._sample_on_host(order, last_rows, hidden_CD, pooled, masks)
+            return lambda masks: self._sample_on_host(order, prompts, last_rows, hidden_CD, pooled, masks)
         asked = [
             each._replace(table=self._readback.fetch(each.table))
             for each in self._sampler.prompt_tables(order, last_rows, hidden_CD)
         ]
         if not order.num_sampled.any():
-            return lambda masks: self._sample_none(order, asked, pooled)
+            return lambda masks: self._sample_none(order, prompts, asked, pooled)
         sampled = order.num_sampled.astype(np.int64)
         ends = sampled.cumsum()
         assert ends[-1] <= self._scratch.max_rows, f"{ends[-1]} positions are sampled at once"
@@ -536,16 +607,29 @@ class GpuDevice:
         @torch.inference_mode()
         def sample(masks: StepMasks) -> Pending[StepResult]:
             ids_S = self.sample_rows(logits_SV, rows_S, positions_S, advanced_S.int())
+            self._follow(partial(self._followed, order, prompts, ids_S))
             of_outputs = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
             return pending.scatter(windows, asked, pooled)
 
         return sample
 
+    def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
+        """What a head is told of a ragged step, given all ids that were drawn, row by row."""
+        places, drawn = prompts.places, drawn_places(order)
+        following = np.zeros(prompts.end, dtype=np.int64)  # of padding, too
+        following[places] = following_tokens(order)
+        packed = np.concatenate([following, places[drawn], order.rows.repeat(order.num_sampled)])
+        sent = send(torch.from_numpy(packed), self.device)
+        places_C, rows_C = sent[len(following) :].view(2, -1)
+        return Followed(with_drawn(sent[: len(following)], ids_S), places_C, rows_C)
+
+    @torch.inference_mode()
     def _sample_none(
-        self, order: StepOrder, asked: list[PromptTable], pooled: Pooled | None
+        self, order: StepOrder, prompts: Prompts, asked: list[PromptTable], pooled: Pooled | None
     ) -> Pending[StepResult]:
         """The end of a ragged step without an id to sample: there may be something to wait for."""
+        self._follow(partial(self._followed, order, prompts, self._scratch.ids_S[:0]))
         if not (asked or pooled):  # the middle of a prompt
             return ReadyResult(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
         pending = self._readback.take(order.step, self._scratch.ids_S[:0], order.num_rows)
@@ -555,12 +639,18 @@ class GpuDevice:
     def _sample_on_host(
         self,
         order: StepOrder,
+        prompts: Prompts,
         last_rows: list[int],
         hidden_CD: torch.Tensor,
         pooled: Pooled | None,
         masks: StepMasks,
     ) -> Pending[StepResult]:
         result = self._sampler.sample(order, last_rows, hidden_CD, masks)
+        self._follow(
+            lambda: self._followed(
+                order, prompts, send(torch.from_numpy(kept_ids(order, result.ids)), self.device)
+            )
+        )
         if pooled is not None:
             arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter(list, pooled=pooled)
             result = result._replace(pooled=arrival.wait().pooled)

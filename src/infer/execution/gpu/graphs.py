@@ -82,7 +82,10 @@ def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> 
     """The most tokens of prompts for which a graph of this model is worth it.
 
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
+    A head that drafts computes no prompts.
     """
+    if not max_tokens:
+        return 0
     weights = config.all_layer_weights / config.num_layers
     limit = min(profile.launched_layer / weights, max_tokens / 2)
     fitting = (tokens for tokens in profile.prompt_tokens if tokens <= limit)

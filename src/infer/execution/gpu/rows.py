@@ -38,10 +38,16 @@ class DeviceRows:
         device: torch.device,
         num_tables: int = 1,
         num_lanes: int = 0,
+        tables_KRB: torch.Tensor | None = None,
     ) -> None:
-        """`num_lanes`: rows of sampling state behind those of sequences (lanes.py)."""
+        """`num_lanes`: rows of sampling state behind those of sequences (lanes.py).
+
+        `tables_KRB` are those of a head that drafts: it has the same.
+        """
         self.device = device
-        self.tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
+        if tables_KRB is None:
+            tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
+        self.tables_KRB = tables_KRB
         self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows counted through, as an order says them
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)

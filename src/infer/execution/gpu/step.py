@@ -162,6 +162,23 @@ class DeviceStep(StepContext):
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
 
 
+class FollowedStep(StepContext):
+    """A step of a model as its head follows it: keys and values are cached, and nobody attends to them."""
+
+    def __init__(self, store: KVStore, positions_T: torch.Tensor, slots_KT: torch.Tensor) -> None:
+        self._store, self.positions, self._slots_KT = store, positions_T, slots_KT
+
+    def slots(self, layer: int) -> CacheSlots:
+        """The cache of one layer, and the slots of the step's tokens in it."""
+        return self._store.slots(layer, self._slots_KT)
+
+    def attend(
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what nobody reads, in the shape that attention has."""
+        return q_TNH
+
+
 def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int) -> str:
     """The backend of rows that decode, of those asked for prompts and for them; an error if it cannot be.
 

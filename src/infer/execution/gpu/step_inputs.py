@@ -1,6 +1,7 @@
 """What a step on a GPU reads, at addresses that never change.
 
     tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
+    following                                                tokens after these, for a head  (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
     tiles                       the work of prefill attention; no tokens: padding
     samples                     place among the tokens, row of state, position of the id to come
@@ -40,12 +41,20 @@ class Prompts:
         self.last_places = np.empty(order.num_rows, dtype=np.int64)  # place of each row's last token
         self.last_places[self.decoding] = np.arange(len(self.decoding))
         self.last_places[self.numbers] = first + ends - 1
+        self.is_given = (~is_decode).repeat(order.counts)  # each token of the order that is of such a row
         columns = first + ends - counts, counts, order.rows[self.numbers], starts
         self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
         self.table_XP = np.empty((2 + len(order.slots), self.num_tokens), dtype=np.int64)
         self.table_XP[0] = order.tokens
         self.table_XP[1] = np.arange(self.num_tokens) + (starts + counts - ends).repeat(counts)
         self.table_XP[2:] = order.slots
+
+    @property
+    def places(self) -> np.ndarray:
+        """The place of each token of the order."""
+        places: np.ndarray = self.is_given.cumsum() + self.first - 1
+        places[~self.is_given] = np.arange(len(self.decoding))
+        return places
 
 
 class DeviceInputs:
@@ -66,6 +75,7 @@ class DeviceInputs:
         self._max_chunks = max_chunks  # rows that do not decode, in a step that is captured
         num_tokens = max_rows + max(max_tokens, max_graph_tokens)
         self.table_XT = torch.zeros((2 + num_tables, num_tokens), dtype=torch.int64, device=device)
+        self.following_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.lens_S = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.tiles_W4 = torch.zeros((self.num_tiles(max_graph_tokens), 4), dtype=torch.int32, device=device)
@@ -88,6 +98,7 @@ class DeviceInputs:
         """Make everything padding."""
         self.table_XT[:2] = 0
         self.table_XT[2:] = -1
+        self.following_T.zero_()
         self.rows_S.fill_(-1)
         self.tiles_W4.zero_()
         self.samples_3C[0] = 0
@@ -133,6 +144,12 @@ class DeviceInputs:
             prompts.chunks, tokens_per_tile=self.tile_len, max_tiles=self.num_tiles(size)
         )
         send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
+
+    def send_following(self, following: np.ndarray, first: int, size: int) -> None:
+        """Send the tokens that follow given ones, padded to `size`; the first stands at the place `first`."""
+        padded = np.zeros(size, dtype=np.int64)
+        padded[: len(following)] = following
+        send_into(self.following_T[first : first + size], torch.from_numpy(padded))
 
     def send_samples(
         self, where: np.ndarray, places: np.ndarray, rows: np.ndarray, positions: np.ndarray, size: int

@@ -44,11 +44,12 @@ class WarmUp:
     @cached_property
     def _ends(self) -> Model:
         """A view of the model with the first and the last layer of each kind."""
-        kinds = _kinds(self.device.model)
+        model = _whole(self.device)
+        kinds = _kinds(model)
         ends = {
             place for kind in kinds for place in (kinds.index(kind), len(kinds) - 1 - kinds[::-1].index(kind))
         }
-        return self.device.model.with_layers(sorted(ends))
+        return model.with_layers(sorted(ends))
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -111,7 +112,7 @@ class WarmUp:
             self._synchronize()
             start = time.perf_counter()
             if size is None:
-                self._run_ragged(device.model, num_tokens, num_rows)
+                self._run_ragged(_whole(device), num_tokens, num_rows)
             else:
                 graphs.forward(size)
                 graphs.sample(size)
@@ -143,9 +144,10 @@ class WarmUp:
         """Compile what steps of all sizes need, unless Triton's cache has it; no kernel runs."""
         if self._pads:
             device = self.device
-            kinds = sorted({str(kind) for kind in _kinds(device.model)})
+            kinds = sorted({str(kind) for kind in _kinds(_whole(device))})
             facts = device.model.config, kinds, device.backend, device.work.backend, device.graphs.sizes
-            compile_once(self._compile_ahead, *facts, device.store.keys[0])
+            head = None if device.head is None else device.head.model.config
+            compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
 
     def _compile_ahead(self) -> bool:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
@@ -197,6 +199,7 @@ class WarmUp:
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=device.device)
         tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
         device.forward(model, num_rows + num_tokens, rows_S, tiles, batches)
+        device.follow_padding(num_rows + num_tokens)
 
     @torch.inference_mode()
     def compute_padding(self) -> None:
@@ -220,6 +223,11 @@ class WarmUp:
             logits_SV = device.model.logits(hidden_SD[:count])
             device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
             logprob_table(logits_SV, places_S[:count], 0)
+
+
+def _whole(device: GpuDevice) -> Model:
+    assert isinstance(device.model, Model), "a head has nothing but its turns to prepare"
+    return device.model
 
 
 def _kinds(model: Model) -> list[tuple[object, ...]]:
