@@ -27,8 +27,8 @@ KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256
 @pytest.fixture(autouse=True, scope="session")
 def _answers_described_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        described = functools.cache(fastapi.routing.create_model_field)
-        patch.setattr(fastapi.routing, "create_model_field", described)
+        routing: Any = fastapi.routing
+        patch.setattr(routing, "create_model_field", functools.cache(routing.create_model_field))
         yield
 
 
