@@ -9,6 +9,9 @@ day; `pytest --hypothesis-profile=default` draws fresh ones. PyTorch's random nu
 test, and oneDNN, which a product can switch off on some processors, is on: which tests ran before in the
 same process changes nothing.
 
+Bytecode is kept, even where the environment says otherwise: without it, each worker rewrites every test file
+anew, and each process that a test starts compiles the package.
+
 `checkpoint` is the one tiny model of all tests that need any: a Llama with random weights, to be read only.
 
 Every test finds the log as `import infer` leaves it, whatever command lines were run before. It is put right
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +30,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)  # timings are for benchmarks
 hypothesis.settings.load_profile("fixed")

@@ -19,7 +19,7 @@ import pytest
 
 KERNELS = Path(__file__).parent
 FILES = sorted(file.name for file in KERNELS.glob("*interpreted*.py"))
-NUM_PROCESSES = 4
+NUM_PROCESSES = 2
 
 
 needs_triton = pytest.mark.skipif(

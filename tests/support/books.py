@@ -28,10 +28,10 @@ def check_books(books: object) -> None:
     raise TypeError(f"{books!r} keeps no books")
 
 
-def _require(subject: str, claims: Mapping[str, bool]) -> None:
+def _require(subject: str, claims: Mapping[str, bool], of: object = "") -> None:
     for claim, is_true in claims.items():
         if not is_true:
-            raise EngineError(f"{subject} are wrong: not so that {claim}")
+            raise EngineError(f"{subject}{of} are wrong: not so that {claim}")
 
 
 @check_books.register
@@ -60,25 +60,29 @@ def _(tree: PrefixTree) -> None:
     reached = {ROOT: tree._root}
     by_block: dict[int, PrefixNode] = {}
     stack = [tree._root]
+    num_bytes, is_in_groups = tree.block_size * ID_BYTES, len(tree._nothing) > 1
     while stack:
         node = stack.pop()
+        number, depth = node.number, node.depth + 1
         for label, child in node.children.items():
-            ids = label if isinstance(label, bytes) else label[1]
-            if child.label != label or child.parent != node.number or child.depth != node.depth + 1:
-                raise EngineError(f"{child.blocks} are linked wrongly in the prefix tree")
-            if len(ids) != tree.block_size * ID_BYTES or isinstance(label, bytes) == (child.depth == 1):
-                raise EngineError(f"cached {child.blocks} have a label of {len(ids)} bytes: {label!r}")
-            if child.blocks == tree._nothing and not child.children:
+            ids, blocks = label if isinstance(label, bytes) else label[1], child.blocks
+            if child.label != label or child.parent != number or child.depth != depth:
+                raise EngineError(f"{blocks} are linked wrongly in the prefix tree")
+            if len(ids) != num_bytes or (ids is label) == (depth == 1):
+                raise EngineError(f"cached {blocks} have a wrong label: {label!r}")
+            if child.children:
+                stack.append(child)
+            elif blocks == tree._nothing:
                 raise EngineError(f"nothing is left of node {child.number} of the prefix tree")
-            for group in tree._groups:
-                if len({block < 0 for block in child.blocks[group]}) > 1:
-                    raise EngineError(f"of a group only a part is cached: {child.blocks}")
+            if is_in_groups and any(len({block < 0 for block in blocks[part]}) > 1 for part in tree._groups):
+                raise EngineError(f"of a group only a part is cached: {blocks}")
             reached[child.number] = child
-            by_block |= {block: child for block in child.blocks if block >= 0}
-            stack.append(child)
+            for block in blocks:
+                if block >= 0:
+                    by_block[block] = child
     if reached != tree._nodes or by_block != tree._by_block:
         raise EngineError("the prefix tree's nodes are not those that its root leads to")
-    if frozenset(by_block) != tree._allocator.blocks_of(PREFIX_TREE):
+    if by_block.keys() != tree._allocator.blocks_of(PREFIX_TREE):
         raise EngineError("the prefix tree's nodes are not the blocks it holds")
 
 
@@ -132,21 +136,22 @@ def check_state(state: BatchState, pool: PagedKVCachePool) -> None:
         blocks_of_tables = pool.block_tables(seq.seq_id)
         num_slots = min(map(len, blocks_of_tables)) * state.block_size
         num_reserved = int(state.num_reserved[place])
-        written = [
-            (int(state.tables[number, seq.row, index]), block)
-            for number, blocks in enumerate(blocks_of_tables)
-            for index, block in enumerate(blocks[: blocks_for(num_reserved, state.block_size)])
-            if block >= 0
-        ]
+        num_blocks = blocks_for(num_reserved, state.block_size)
         claims = {
             "its column is its own": seq.place == place and bool(state.seq_id[place] == seq.seq_id),
             "its computed tokens have a place": seq.num_computed <= num_slots,
             "its tables have what is reserved": num_reserved <= num_slots,
-            "its row holds its tables": all(here == there for here, there in written),
+            "its row holds its tables": all(
+                here == there or there < 0
+                for number, blocks in enumerate(blocks_of_tables)
+                for here, there in zip(
+                    state.tables[number, seq.row, :num_blocks].tolist(), blocks[:num_blocks], strict=False
+                )
+            ),
             "nothing else holds a block that it may write": num_reserved <= seq.num_computed
             or not _is_shared(pool, seq.seq_id, seq.num_computed, num_reserved),
         }
-        _require(f"the counts of {seq}", claims)
+        _require("the counts of ", claims, seq)
 
 
 def _is_shared(pool: PagedKVCachePool, seq_id: int, start: int, stop: int) -> bool:

@@ -1,11 +1,17 @@
-"""One tiny model for all tests of the routes: served in process, with an offline `LLM` as its oracle."""
+"""One tiny model for all tests of the routes: served in process, with an offline `LLM` as its oracle.
+
+FastAPI describes the answers of every route anew for each application that is built, which takes longer than
+a request: here it finds the descriptions of the same route's answers that another application has made.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import fastapi.routing
 import pytest
 
 from infer.client.client import InProcessClient
@@ -16,6 +22,14 @@ from infer.frontend.prompts import open_model
 from tests.support.wire import Wire, make_state
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _answers_described_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        routing: Any = fastapi.routing
+        patch.setattr(routing, "create_model_field", functools.cache(routing.create_model_field))
+        yield
 
 
 @pytest.fixture(scope="session")
