@@ -236,23 +236,27 @@ class Reasoning:
     end_id: int  # the token that ends it
     max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it
     forced: tuple[int, ...] = ()  # ids that end it early, with `end_id` among them; none: `end_id` alone
+    later: tuple[int, ...] = ()  # ids that come after its end, before a constraint begins
 
     def __post_init__(self) -> None:
-        if isinstance(self.forced, str) or not isinstance(self.forced, Sequence):
-            raise RequestError("reasoning.forced must be a list of token ids", param="reasoning")
-        object.__setattr__(self, "forced", tuple(self.forced) or (self.end_id,))
+        for name in ("forced", "later"):
+            ids = getattr(self, name)
+            if isinstance(ids, str) or not isinstance(ids, Sequence):
+                raise RequestError(f"reasoning.{name} must be a list of token ids", param="reasoning")
+            object.__setattr__(self, name, tuple(ids))
+        object.__setattr__(self, "forced", self.forced or (self.end_id,))
         limit = self.max_tokens
-        for number in (self.end_id, *self.forced, *(() if limit is None else (limit,))):
+        for number in (self.end_id, *self.forced, *self.later, *(() if limit is None else (limit,))):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise RequestError.about(
                     "reasoning",
                     "has an end_id, ids that are forced and maybe max_tokens, all of them integers "
                     f"from 0 on, got {number!r:.80}",
                 )
-        if self.end_id not in self.forced or len(self.forced) > MAX_FORCED:
+        if self.end_id not in self.forced or max(len(self.forced), len(self.later)) > MAX_FORCED:
             raise RequestError(
                 f"reasoning.forced must have end_id {self.end_id} among its ids, of which there are at most "
-                f"{MAX_FORCED}",
+                f"{MAX_FORCED}, as of reasoning.later",
                 param="reasoning",
             )
 

@@ -253,7 +253,10 @@ class Guide:
     def _reason(self, token_id: int) -> None:
         assert self.reasoning is not None
         if token_id == self.reasoning.end_id:
-            self._begin()
+            if self.reasoning.later:
+                self._due, self._is_early_end = self.reasoning.later, True
+            else:
+                self._begin()
             return
         self._num_reasoned += 1
         self._check_budget()
@@ -262,7 +265,7 @@ class Guide:
         assert self.reasoning is not None
         limit = self.reasoning.max_tokens
         if limit is not None and self._num_reasoned >= limit:
-            self._due, self._is_early_end = self.reasoning.forced, True
+            self._due, self._is_early_end = self.reasoning.forced + self.reasoning.later, True
 
     def _begin(self) -> None:
         """Let the constraint hold from here on, or watch for what starts it."""

@@ -69,6 +69,7 @@ class AnswerFormat:
     max_calls: int | None = None  # the answer ends behind so many
     think: Think | None = None  # None: the model does not reason, or was told not to
     in_reasoning: bool = False  # the prompt ends inside of it
+    in_text: bool = False  # the prompt ends inside of the answer's text, which goes on
     shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: shown to the parser
 
     @property
@@ -89,7 +90,8 @@ class AnswerFormat:
         structured = constraint(self, tokenizer, params.structured)
         reasoning = None
         if self.think is not None and (structured is not None or max_reasoning is not None):
-            reasoning = _find_end(self.think, tokenizer, max_reasoning)
+            has_text = structured is not None and structured is params.structured  # and no calls
+            reasoning = _find_end(self.think, tokenizer, max_reasoning, self.think.next if has_text else "")
         if structured is params.structured and reasoning is None:
             return params
         return replace(params, structured=structured, reasoning=reasoning)
@@ -100,10 +102,10 @@ class AnswerFormat:
         For an engine that watches for the end: an answer that never began to reason would have none.
         """
         assert self.think is not None
-        begin_id = tokenizer.token_id(self.think.begin)
-        if self.in_reasoning or begin_id is None:
+        if self.in_reasoning:
             return [], self
-        ids = [begin_id, *tokenizer.encode(self.think.blank, add_special=False)]
+        ids = tokenizer.encode(self.think.begin, add_special=False, parse_special=True)
+        ids += tokenizer.encode(self.think.blank, add_special=False)
         return ids, replace(self, in_reasoning=True)
 
     def finish_reason(self, reason: str | None, calls: Sequence[ToolCall]) -> str | None:
@@ -117,12 +119,15 @@ class AnswerFormat:
         return reason
 
 
-def _find_end(think: Think, tokenizer: Tokenizer, max_tokens: int | None) -> Reasoning | None:
-    """The end of reasoning, and what brings it about after `max_tokens`."""
+def _find_end(
+    think: Think, tokenizer: Tokenizer, max_tokens: int | None, after: str = ""
+) -> Reasoning | None:
+    """The end of reasoning, what brings it about after `max_tokens`, and what comes `after` it."""
     end_id = tokenizer.token_id(think.end)
     if end_id is not None:
+        later = tuple(tokenizer.encode(after, add_special=False, parse_special=True))
         forced = (*tokenizer.encode(think.blank, add_special=False), end_id)
-        return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced)
+        return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced, later=later)
     if max_tokens is None:
         return None  # an engine cannot see the end: a constraint holds from the start
     raise RequestError.about(
@@ -140,19 +145,25 @@ def find_format(
     choice: str = "auto",
     allowed: tuple[str, ...] | None = None,
     is_parallel: bool = True,
+    is_continued: bool = False,
 ) -> AnswerFormat | None:
-    """The format of the answer to a prompt; None if it is text and nothing else."""
+    """The format of the answer to a prompt; None if it is text and nothing else.
+
+    An answer that continues the last message (`is_continued`) does not begin with reasoning.
+    """
     in_reasoning = False
+    think = None if is_continued else think
     if think is not None:
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
         in_reasoning = tail.endswith(think.begin)
         if tail.endswith(think.end):  # an empty thought: the model was told not to
             think = None
     if not tools:
-        dialect = None
+        choice = "auto"
+        dialect = dialect if dialect is not None and dialect.is_whole else None
     if dialect is None and think is None:
         return None
-    markers = (*(dialect.markers if dialect else ()), *((think.begin, think.end) if think else ()))
+    markers = (*(dialect.markers if dialect else ()), *(think.markers if think else ()))
     ids = {tokenizer.token_id(marker) for marker in markers}
     is_single = not is_parallel or choice not in ("auto", "required")
     return AnswerFormat(
@@ -163,6 +174,7 @@ def find_format(
         max_calls=1 if dialect is not None and is_single else None,
         think=think,
         in_reasoning=in_reasoning,
+        in_text=is_continued,
         shown_ids=frozenset(token_id for token_id in ids if token_id in tokenizer.special_ids),
     )
 

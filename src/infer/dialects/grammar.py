@@ -48,7 +48,7 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
     is_free = (
         form.choice == "auto" and form.allowed is None and not any(tool.is_strict for tool in form.tools)
     )
-    if dialect is None or (text is None and is_free):
+    if dialect is None or not form.tools or (text is None and is_free):
         return text
     asked = {i: replace(tool, parameters=_bare(tool.parameters)) for i, tool in form.callable_tools.items()}
     if (size := sum(len(_compact(tool.parameters)) for tool in asked.values())) > MAX_GRAMMAR_BYTES:
@@ -59,12 +59,16 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
         )
     tools = [_followed(tool, f"tools[{i}].function.parameters") for i, tool in asked.items()]
     lines = _Lines(dialect, tokenizer, is_triggered=form.choice == "auto" and text is None)
+    if dialect.form == "harmony" and form.think is not None:
+        lines.lead = f"{lines.marker('<|start|>')} {_quote('assistant')}"
+    elif form.think is not None:
+        lines.lead = _LEAD
     names = " | ".join([lines.tool(tool) for tool in tools])
     if form.choice == "auto" and text is None:
         grammar = lines.behind_trigger(names)
         return Structured(kind="grammar", text=grammar, triggers=(_trigger(dialect),), param="tools")
     other = lines.other(text) if text is not None and form.choice == "auto" else ""
-    grammar = lines.answer(names, is_single=form.max_calls == 1, has_lead=form.think is not None, other=other)
+    grammar = lines.answer(names, is_single=form.max_calls == 1 or dialect.is_whole, other=other)
     return Structured(kind="grammar", text=grammar, param="tools")
 
 
@@ -135,6 +139,8 @@ def _trigger(dialect: Dialect) -> str:
     """The text behind which a call is certain, and its name is not written yet."""
     if dialect.form == "xml":
         return "<function="
+    if dialect.form == "harmony":
+        return " to=functions."
     if dialect.form == "json" and not dialect.writes_marker:
         return '{"name": "'
     if not dialect.begins:
@@ -165,6 +171,7 @@ class _Lines:
         self._names: dict[str, str] = {}  # of rules, by their bodies
         self._symbols: dict[tuple[str, str], str] = {}  # rules of schemas, by tool and schema
         self._size = 0
+        self.lead = ""  # what stands in front of everything
         gap = (
             tokenizer.gap_after_special
             if self._is_special(dialect.begins[0] if dialect.begins else "")
@@ -175,7 +182,7 @@ class _Lines:
     def _is_special(self, marker: str) -> bool:
         return self._tokenizer.token_id(marker) in self._tokenizer.special_ids
 
-    def _marker(self, text: str) -> str:
+    def marker(self, text: str) -> str:
         token_id = self._tokenizer.token_id(text) if text else None
         return f"<[{token_id}]>" if token_id is not None else self._text(text)
 
@@ -212,32 +219,41 @@ class _Lines:
         schema = json.loads(text.text) if text.kind == "json_schema" else {"type": "object"}
         whole = dict(schema) if isinstance(schema, Mapping) else {}
         whole["x-guidance"] = {"whitespace_pattern": text.whitespace or WHITESPACE, "lenient": False}
-        return self._rule("%json " + json.dumps(whole, ensure_ascii=False))
+        head = self.header("final", " ", "<|constrain|>", "json") if self._dialect.form == "harmony" else ""
+        return self._rule(f"{head} %json {json.dumps(whole, ensure_ascii=False)}".strip())
 
-    def answer(self, tool: str, *, is_single: bool, has_lead: bool, other: str = "") -> str:
+    def header(self, *parts: str) -> str:
+        """The header of a message of Harmony."""
+        markers = [
+            self.marker(part) if part.startswith("<|") else _quote(part)
+            for part in ("<|channel|>", *parts, "<|message|>")
+        ]
+        return " ".join(markers)
+
+    def answer(self, tool: str, *, is_single: bool, other: str = "") -> str:
         """The grammar of an answer that is calls and nothing else, or something else and no calls."""
         dialect = self._dialect
         call = self._rule(tool)
-        begin = self._marker(dialect.begins[0]) if dialect.writes_marker else ""
+        begin = self.marker(dialect.begins[0]) if dialect.writes_marker else ""
         opening, closing = f"{begin} {self._text(self._opening)}", self._text(dialect.closing)
-        end, between = self._marker(dialect.end), self._text(dialect.between)
+        end, between = self.marker(dialect.end), self._text(dialect.between)
         if dialect.is_repeated:
             call = self._rule(f"{opening} {call} {closing} {end}")
             opening = closing = end = ""
         more = "" if is_single else f"({between} {call})*"
         calls = self._rule(f"{opening} {call} {more} {closing} {end}")
-        return self._finish(f"{_LEAD if has_lead else ''} ({calls}{' | ' + other if other else ''})")
+        return self._finish(f"{self.lead} ({calls}{' | ' + other if other else ''})")
 
     def behind_trigger(self, tool: str) -> str:
         """The grammar of what follows a trigger, to the end of the call."""
         dialect = self._dialect
         call = self._rule(tool)
-        if dialect.form == "xml" or not dialect.writes_marker:
+        if dialect.form in ("xml", "harmony") or not dialect.writes_marker:
             return self._finish(call)
         more = "" if dialect.is_repeated else f"({self._text(dialect.between)} {call})*"
         opening, closing = (self._text(text.strip()) for text in (dialect.opening, dialect.closing))
         blanks = _LEAD if dialect.end else "/ ?/"
-        end = f"{_LEAD} {self._marker(dialect.end)}" if dialect.end else ""
+        end = f"{_LEAD} {self.marker(dialect.end)}" if dialect.end else ""
         if dialect.form == "named":
             blanks = ""
         return self._finish(f"{blanks} {opening} {call} {more} {closing} {end}")
@@ -246,7 +262,13 @@ class _Lines:
 
     def tool(self, tool: Tool) -> str:
         """The rule of one tool's call."""
-        write = {"json": self._json, "named": self._named, "xml": self._xml, "pythonic": self._pythonic}
+        write = {
+            "json": self._json,
+            "named": self._named,
+            "xml": self._xml,
+            "pythonic": self._pythonic,
+            "harmony": self._harmony,
+        }
         return self._rule(write[self._dialect.form](tool))
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:
@@ -281,7 +303,16 @@ class _Lines:
         return f'{_quote(head)} {self._schema(tool.parameters, tool)} "}}"'
 
     def _named(self, tool: Tool) -> str:
-        return f"{_quote(tool.name)} {self._marker('[ARGS]')} {self._schema(tool.parameters, tool)}"
+        return f"{_quote(tool.name)} {self.marker('[ARGS]')} {self._schema(tool.parameters, tool)}"
+
+    def _harmony(self, tool: Tool) -> str:
+        arguments = self._schema(tool.parameters, tool)
+        if not self._is_triggered:
+            recipient = f"commentary to=functions.{tool.name} "
+            return f"{self.header(recipient, '<|constrain|>', 'json')} {arguments}"
+        channel = f'({self.marker("<|channel|>")} ("commentary" | "analysis"))?'
+        kind = f'(" json" | " "? {self.marker("<|constrain|>")} "json")?'
+        return f"{_quote(tool.name)} {channel} {kind} {self.marker('<|message|>')} {arguments}"
 
     def _xml(self, tool: Tool) -> str:
         head = f"<function={tool.name}>\n"

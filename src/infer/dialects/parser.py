@@ -17,6 +17,13 @@ the call had a name, and all that is incomplete where calls are forced.
 
 Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
 comes), a Python call when it is complete.
+
+Harmony is different in kind: the whole answer is messages, and the header of each says what its text is.
+
+    <|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>
+
+Models write broken headers now and then. The words that are known are taken from them, other words are text,
+and text without a header is the answer; markers are never shown.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.table import HARMONY_MARKERS
 from infer.dialects.values import is_text, python_call, read_value, whole_characters
 
 if TYPE_CHECKING:
@@ -41,6 +49,8 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter is free in JSON
 JSON, PYTHON = ("{[", "}]", '"'), ("([{", ")]}", "\"'")  # brackets that open, that close, and quotes
+HEADER = re.compile(r" ?[\w.:/=-]{0,160}( [\w.:/=-]{0,160}){0,2} ?", re.ASCII)  # words between markers
+HEADER_WORD = re.compile(r" ?(to=(?P<recipient>\S*)|(?P<channel>analysis|commentary|final)|assistant)(?= |$)")
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -100,6 +110,8 @@ class AnswerParser:
         self._has_ended = False
         self._is_cut = False  # it did not end by itself
         self._firsts: frozenset[str] | None = None  # while text is read: what markers begin with
+        self._in_call = False  # text is the arguments of a call
+        self._is_header = False  # what is read now says what the next message is
         self.is_reasoning = form.in_reasoning
         self.is_done = False  # it has as many calls as it may have: the rest is not read
         self._run = self._answer()
@@ -120,6 +132,11 @@ class AnswerParser:
         self._is_cut = is_cut
         self._send("")
         return self._take()
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether what comes next is no part of the answer: reasoning, or a header. No stop string counts."""
+        return self.is_reasoning or self._is_header
 
     def _send(self, char: str | None) -> None:
         if self._is_running:
@@ -153,7 +170,8 @@ class AnswerParser:
         self._blank = text[len(said) :]
         if said:
             kind: type[AnswerEvent] = ReasoningDelta if self.is_reasoning else ContentDelta
-            self._emit(kind, 0, said if self._has_text or not self._is_edge else said.lstrip())
+            kind, index = (CallDelta, self._num_calls - 1) if self._in_call else (kind, 0)
+            self._emit(kind, index, said if self._has_text or not self._is_edge else said.lstrip())
             self._has_text, self._is_edge = True, False
 
     def _pass_markup(self) -> None:
@@ -263,6 +281,14 @@ class AnswerParser:
     # -- the answer ----------------------------------------------------------------------------------
 
     def _answer(self) -> Reader[None]:
+        if self._dialect is not None and self._dialect.form == "harmony":
+            yield from self._messages()
+        else:
+            yield from self._text_and_calls()
+        if self._has_ended and not self._is_edge and not self._form.is_forced:
+            self._emit(ContentDelta, 0, self._blank)
+
+    def _text_and_calls(self) -> Reader[None]:
         think, begins = self._form.think, self._dialect.begins if self._dialect is not None else ()
         if think is not None and not self.is_reasoning:
             self.is_reasoning = yield from self._begins_with(think.begin)
@@ -278,8 +304,6 @@ class AnswerParser:
             yield from self._calls("")
         while not self.is_done and (marker := (yield from self._prose(begins))):
             yield from self._calls(marker)
-        if self._has_ended and not self._is_edge and not self._form.is_forced:
-            self._emit(ContentDelta, 0, self._blank)
 
     def _calls(self, marker: str) -> Reader[None]:
         """The calls behind a marker, or where an answer begins; what is none becomes text."""
@@ -464,6 +488,80 @@ class AnswerParser:
         self._argue('"' if is_open else read_value("".join(kept), schema))
         self._raw.clear()
         return True
+
+    # -- Harmony -------------------------------------------------------------------------------------
+
+    def _messages(self) -> Reader[None]:
+        """Messages, one after another; what ends a call or the answer ends the reading."""
+        spoken: set[bool] = set()  # kinds of text that there were: reasoning or not
+        channel, recipient = ("analysis" if self.is_reasoning else "final"), ""
+        if not self.is_reasoning and not self._form.in_text:
+            channel, recipient = yield from self._header()
+        while True:
+            name = recipient.removeprefix("functions.")
+            self._in_call = bool(self._tools and NAME.fullmatch(name) and name not in ("assistant", "user"))
+            self.is_reasoning = channel == "analysis" and self._form.think is not None and not self._in_call
+            if self._in_call:
+                self._start(name)
+            is_first = self._in_call or self.is_reasoning not in spoken
+            self._blank, self._is_edge, self._has_text = "" if is_first else "\n\n", is_first, False
+            marker = "<|message|>"
+            while marker in ("<|message|>", "<|constrain|>"):  # in the middle of a message they mean nothing
+                marker = yield from self._prose(HARMONY_MARKERS)
+            if self._in_call:
+                if not self._has_text and not (self._has_ended and self._is_cut):
+                    self._argue("{}")
+                self._end_call()
+            elif self._has_text:
+                spoken.add(self.is_reasoning)
+            if marker or self._in_call or self.is_reasoning or not self._has_text:
+                self._blank, self._is_edge = "", True
+            self._in_call = False
+            self.is_done = self.is_done or marker in ("<|call|>", "<|return|>")
+            if not marker or self.is_done:
+                return
+            if marker != "<|end|>":
+                self._unread(marker)
+            self.is_reasoning = False
+            channel, recipient = yield from self._header()
+
+    def _header(self) -> Reader[tuple[str, str]]:
+        """The channel and the recipient of the next message; what is no header is left to be read."""
+        self._is_header = True
+        channel = recipient = text = ""
+        has_begun = False  # a marker has come
+        while True:
+            char = yield from self._char()
+            marker = ""
+            if char == "<":
+                self._unread(char)
+                for each in HARMONY_MARKERS:
+                    if (yield from self._begins_with(each)):
+                        marker = each
+                        break
+                else:
+                    yield from self._char()
+            if char and not marker and HEADER.fullmatch(text + char):
+                text += char
+                continue
+            if marker or has_begun or text.lstrip().startswith("to="):
+                while (found := HEADER_WORD.match(text)) is not None:
+                    channel, recipient = found["channel"] or channel, found["recipient"] or recipient
+                    text = text[found.end() :]
+            if recipient or (channel and marker in ("<|message|>", "<|constrain|>")):
+                text = ""  # the type of the content
+            if self._has_ended:
+                is_lost = (self._is_cut and has_begun) or self._form.is_forced
+                recipient, text = "", "" if is_lost else text
+            if text.strip() or marker not in ("<|start|>", "<|channel|>", "<|constrain|>"):
+                break
+            if marker == "<|start|>":
+                channel = recipient = ""
+            has_begun, text = True, ""
+        if text.strip() or marker != "<|message|>":
+            self._unread(text + (marker or char))
+        self._is_header = False
+        return channel, recipient
 
     # -- Python --------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@
     mistral_v11   [TOOL_CALLS]f[ARGS]{…}                                           Mistral Small 3.2 and later
     pythonic      [f(k=1), g()]                                                    Llama 3.2 1B and 3B
     gemma3        ```tool_code⏎[f(k=1), g()]⏎```                                   Gemma 3
+    harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
 A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
 write it. Which row a model speaks is read from its chat template: a template that shows tools to a model
@@ -16,6 +17,7 @@ also tells it, in these very characters, how to call one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +27,10 @@ from infer.tokenizer.chat_families import FAMILIES
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 
-Form = Literal["json", "named", "xml", "pythonic"]
+Form = Literal["json", "named", "xml", "pythonic", "harmony"]
+HARMONY_MARKERS = (
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +56,21 @@ class Dialect:
         return bool(self.begins) and not (self.is_bare and not self.end)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is the notation of whole answers, so that those without tools are read by it as well."""
+        return self.form == "harmony"
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Every marker that may be a special token of the vocabulary."""
+        if self.form == "harmony":
+            return HARMONY_MARKERS
         return (*self.begins, *filter(None, (self.end,)), *(("[ARGS]", "[CALL_ID]") * (self.form == "named")))
 
 
 _TAG = ("<tool_call>",)
 DIALECTS = (  # the first one that a template asks for wins
+    Dialect(name="harmony", form="harmony", shown_by=("<|channel|>analysis<|message|>",)),
     Dialect(
         name="qwen3_coder", form="xml", begins=(*_TAG, "<function="), end="</tool_call>", opening="\n",
         between="\n", closing="\n", is_repeated=True, shown_by=("<function=",),
@@ -98,6 +111,8 @@ ALIASES = {  # names that other servers have for the same
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
     "llama3_pythonic": "pythonic",
+    "openai": "harmony",
+    "gpt-oss": "harmony",
 }
 
 
@@ -108,24 +123,38 @@ class Think:
     begin: str
     end: str
     blank: str = "\n"  # behind the one and before the other
+    next: str = ""  # what comes behind the end, in front of an answer that is constrained
+    shown_by: str = ""  # a template that holds this text asks for it; else one that holds the end
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The special tokens in the tags."""
+        return tuple(re.findall(r"<\|?/?\w+\|?>|\[/?\w+\]", self.begin + self.end))
 
 
 THINK = Think("<think>", "</think>")
-THINKS: Mapping[str, Think] = {
+_THINKS: dict[str, Think] = {
     "think": THINK,
     "qwen3": THINK,
     "deepseek_r1": THINK,
     "mistral": Think("[THINK]", "[/THINK]", ""),
+    "harmony": Think(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        "",
+        "<|start|>assistant<|channel|>final<|message|>",
+        shown_by="<|channel|>analysis<|message|>",
+    ),  # fmt: skip
 }
+THINKS = _THINKS | {"openai_gptoss": _THINKS["harmony"], "gpt-oss": _THINKS["harmony"]}
 
 
 def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dialect | None:
     """The notation of a model's tool calls: the one named, or with `auto` what its template asks for."""
     if name == "auto":
-        if not template.reads_tools:
-            return None
         fits = (each for each in DIALECTS if any(text in template.source for text in each.shown_by))
-        return next(fits, None)
+        found = next(fits, None)
+        return found if found is None or template.reads_tools or found.is_whole else None
     if name == "mistral" and tokenizer.token_id("[ARGS]") is not None:
         return BY_NAME["mistral_v11"]
     return BY_NAME[ALIASES.get(name, name)]
@@ -141,8 +170,8 @@ def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think
     if any(template.name == family.template for family in FAMILIES):
         # ours serves models of the family that do not reason as well: the published one knows better
         source = tokenizer.published_chat_template or source
-    for think in (THINK, THINKS["mistral"]):
-        if think.end in source and tokenizer.token_id(think.end) is not None:
+    for think in _THINKS.values():
+        if (think.shown_by or think.end) in source and tokenizer.token_id(think.end) is not None:
             return think
     return None
 

@@ -84,7 +84,7 @@ def check_token_ids(request: Request, vocab_size: int) -> array[int]:
         "banned_ids", [token_id for word in request.params.banned_ids for token_id in word], vocab_size
     )
     if (reasoning := request.params.reasoning) is not None:
-        _check_range("reasoning", (reasoning.end_id, *reasoning.forced), vocab_size)
+        _check_range("reasoning", (reasoning.end_id, *reasoning.forced, *reasoning.later), vocab_size)
     return packed
 
 

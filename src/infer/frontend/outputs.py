@@ -167,9 +167,8 @@ class _SequenceText:
         self._form = form
         self._parser = AnswerParser(form) if form is not None else None
         shown = form.shown_ids if form is not None else frozenset()
-        # A stop string counts only once min_tokens are there; the search begins then.
-        stop = request.params.stop if request.params.min_tokens == 0 else ()
-        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids, shown=shown)
+        self._stop = self._next_stop(0)
+        self._detokenizer = Detokenizer(tokenizer, stop=self._stop, prompt_ids=prompt_ids, shown=shown)
         # Most outputs are a token and nothing else.
         self._is_plain = (
             not request.params.stop and form is None and request.params.num_sequences == request.params.n
@@ -187,6 +186,12 @@ class _SequenceText:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
+
+    def _next_stop(self, num_tokens: int) -> Sequence[str]:
+        """The stop strings that count from here on: once min_tokens are there, and not in reasoning."""
+        params = self._request.params
+        is_hidden = self._parser is not None and self._parser.is_hidden
+        return () if num_tokens < params.min_tokens or is_hidden else params.stop
 
     def take(self, output: StepOutput) -> TextDelta:
         if output.finish_reason is None and self._is_plain and not output.logprobs:
@@ -208,10 +213,14 @@ class _SequenceText:
                 was_reasoning = parser.is_reasoning
                 events += parser.push(piece)
                 num_reasoning += was_reasoning or parser.is_reasoning
+            if self._request.params.stop and self._stop != (stop := self._next_stop(len(self.token_ids))):
+                self._stop, held = stop, self._detokenizer.look_for(stop)
+                if parser is None:
+                    text += held
+                else:
+                    events += parser.push(held)
             if self._detokenizer.stopped is not None or (parser is not None and parser.is_done):
                 break
-            if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
-                self._detokenizer.look_for(self._request.params.stop)
         self.logprobs.extend(output.logprobs[:num_taken])
         self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
         if self._detokenizer.stopped is not None:

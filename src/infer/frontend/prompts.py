@@ -71,6 +71,7 @@ def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any]
     return chat, cast("RequestOptions", request)
 
 
+LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # efforts that templates have other words for
 CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
 
@@ -266,14 +267,21 @@ class PromptEncoder:
             )
         budget = self._read_budget(reasoning_effort, max_reasoning_tokens)
         options = dict(template_options or {})
-        if budget == 0 and self.reads_option("enable_thinking"):
-            options["enable_thinking"], budget = False, None
+        if reasoning_effort is not None and self.reads_option("reasoning_effort"):
+            options.setdefault("reasoning_effort", LEVELS.get(reasoning_effort, reasoning_effort))
+            budget = budget if reasoning_effort == "none" else max_reasoning_tokens
+        for name in filter(self.reads_option, ("enable_thinking", "thinking")):
+            if budget == 0:
+                options[name], budget = False, None
+            elif reasoning_effort is not None or max_reasoning_tokens is not None:
+                options.setdefault(name, True)  # some models reason only if they are asked to
         ids = self.encode_chat(messages, tools=tools, template_options=options, opening=opening, most=most)
         form = find_format(
             self.tokenizer,
             ids,
             dialect=self.dialect,
-            think=None if opening == "continued" else self.think,
+            think=self.think,
+            is_continued=opening == "continued",
             tools=known,
             choice=choice,
             allowed=allowed,

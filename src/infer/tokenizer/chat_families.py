@@ -5,6 +5,7 @@ because a chat format is made of special tokens, and a model that was trained on
 
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
     <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on; with [ARGS] v11
+    <|channel|>           gpt-oss
 
 The first row that fits wins. A model that fits none uses the template it was shipped with; a base model has
 none, and is told so. Some formats are plain text (Mistral 7B v0.1 and v0.2, Mixtral 8x7B, Llama 2), and
@@ -50,9 +51,11 @@ _LLAMA = frozenset({"llama"})
 _QWEN2 = frozenset({"qwen2", "qwen2_moe"})
 _QWEN3 = frozenset({"qwen3", "qwen3_moe"})
 _GEMMA3 = frozenset({"gemma3", "gemma3_text"})
+_GPT_OSS = frozenset({"gpt_oss", "gpt-oss"})
 _MISTRAL = frozenset({"mistral", "mixtral"})
 
 FAMILIES = (
+    ChatFamily("harmony", _GPT_OSS, tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
     ChatFamily("llama3", _LLAMA, tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     ChatFamily("smollm2", _LLAMA, tokens=("<|im_start|>", "<|im_end|>", "<gh_stars>")),
     ChatFamily("zephyr", _LLAMA, published="<|user|>"),

@@ -15,7 +15,7 @@ Clients write messages in the OpenAI format, templates were written for a slight
     content       null beside tool_calls                                   ->  ""
     tool_calls    arguments as a JSON string                               ->  arguments as an object
     role          developer                                                ->  system
-    reasoning     another name of reasoning_content                        ->  reasoning_content
+    reasoning     another name of reasoning_content                        ->  reasoning_content (or thinking)
 
 Keys that no template reads are dropped. What cannot be shown to a model (an image, an unknown role,
 arguments that are no JSON) is refused, and so is a conversation beyond the limits below: they bound the
@@ -61,7 +61,13 @@ MAX_RENDERED_CHARS = 4 * MAX_CHARS
 # A prompt ends with the beginning of an answer, inside the last message, or behind it.
 Opening = Literal["answer", "continued", "none"]
 OPEN_END = "\ue0f1"  # a character without a meaning, behind the text that an answer continues
-KWARGS: dict[str, type] = {"enable_thinking": bool, "date_string": str, "tools_in_user_message": bool}
+KWARGS: dict[str, type] = {
+    "enable_thinking": bool,
+    "thinking": bool,  # another name of it
+    "reasoning_effort": str,
+    "date_string": str,
+    "tools_in_user_message": bool,
+}
 
 
 class ChatTemplate:
@@ -137,6 +143,8 @@ class ChatTemplate:
         """Return the text, with a guard inside every special-token spelling that came from outside."""
         self.check_options(kwargs)
         given: dict[str, Any] = {"messages": clean_messages(messages), **kwargs}
+        if "message.thinking" in self.source:
+            _rename_reasoning(given["messages"])
         cleaned_tools = clean_tools(tools)
         if cleaned_tools and not self.reads_tools:
             raise TemplateError(f"the {self.name} chat format cannot show tools to the model", param="tools")
@@ -311,6 +319,15 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if (reasoning := clean.pop("reasoning", None)) is not None:
         clean.setdefault("reasoning_content", reasoning)
     return clean
+
+
+def _rename_reasoning(messages: list[dict[str, Any]]) -> None:
+    """Name reasoning as gpt-oss's published template does: `thinking`, and no text next to both it and calls."""
+    for message in messages:
+        if thought := message.get("reasoning_content"):
+            text = message["content"] if message.get("tool_calls") else ""
+            message["thinking"] = f"{thought}\n\n{text}" if text else thought
+            message["content"] = "" if text else message["content"]
 
 
 def _read_text(given: Any, name: str, where: str) -> str:

@@ -58,9 +58,15 @@ class Detokenizer:
         """The stop string that ended the text, once that is certain."""
         return self._search.hit if self._search else None
 
-    def look_for(self, stop: Sequence[str]) -> None:
-        """End the text at these strings from here on; what has been shown is no part of one."""
-        self._search = _StopSearch(stop)
+    def look_for(self, stop: Sequence[str]) -> str:
+        """End the text at these strings from here on; returns what was held back because of others.
+
+        What has been shown is no part of one.
+        """
+        held = self._search.finish() if self._search is not None else ""
+        if self.stopped is None:
+            self._search = _StopSearch(stop) if stop else None
+        return held
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that can be shown because of them. After a stop: nothing."""

@@ -87,6 +87,17 @@ def test_a_reasoning_that_is_used_up_is_ended(limit: int) -> None:
     assert guide.state == CONSTRAINED and not guide.forced()
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+def test_what_comes_after_reasoning_comes_before_the_constraint(limit: int | None) -> None:
+    later = tuple(ids_of("no"))
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, max_tokens=limit, later=later))
+    guide.consume(ids_of("ab"))
+    guide.consume([THINK_END])
+    assert guide.forced() == later and allowed(guide) == {later[0]}
+    guide.consume(later)
+    assert guide.state == CONSTRAINED and texts(allowed(guide)) >= {*"123"}
+
+
 def test_without_a_constraint_the_end_of_reasoning_is_the_end_of_guiding() -> None:
     guide = Guide(None, Reasoning(end_id=THINK_END, max_tokens=5))
     guide.consume([*ids_of("a"), THINK_END])
@@ -361,6 +372,9 @@ WINDOWS = {
     "schema": Guide(compiled(PERSON)),
     "free text with calls": Guide(compiled(CALL)),
     "reasoning": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END)),
+    "reasoning with a header behind it": Guide(
+        compiled(NUMBER), Reasoning(end_id=THINK_END, later=tuple(ids_of("no")))
+    ),
     "reasoning that ends early": Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, max_tokens=2)),
     "keys that must come": Guide(compiled(Structured.choice(["abcab", "abcno"]))),
 }

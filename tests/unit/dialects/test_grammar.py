@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from infer.constraints.description import Structured
 from infer.dialects.answer import AnswerFormat, Tool
 from infer.dialects.events import CallDelta, CallStart, ContentDelta
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
-from infer.dialects.table import BY_NAME, THINK, Dialect
+from infer.dialects.table import BY_NAME, HARMONY_MARKERS, THINK, THINKS, Dialect
 from infer.errors import RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
@@ -60,7 +61,10 @@ PICK = Tool(
     },
 )
 TOOLS = (WEATHER, NOW, PICK)
-MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+MARKERS = (
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
+    *HARMONY_MARKERS,
+)  # fmt: skip
 
 
 @functools.cache
@@ -199,6 +203,25 @@ def test_a_call_may_follow_reasoning_after_blanks() -> None:
         '\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', parse_special=True
     )
     assert matcher.validate_tokens(ids) == len(ids)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_harmony_answer_is_a_call_or_the_final_message_behind_its_analysis(is_special: bool) -> None:
+    form = AnswerFormat(dialect=BY_NAME["harmony"], tools=(NOW,), think=THINKS["harmony"], in_reasoning=True)
+    tokenizer, ll = vocabulary(is_special=is_special)
+    schema = Structured(kind="json_schema", text='{"type": "integer"}', param="response_format")
+    structured = constraint(form, tokenizer, schema)
+    assert structured is not None
+    begin = "<|start|>assistant<|channel|>"
+    for rest in (
+        "commentary to=functions.now <|constrain|>json<|message|>{}",
+        "final <|constrain|>json<|message|>17",
+    ):
+        matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+        ids = tokenizer.encode(begin + rest, parse_special=True, add_special=False)
+        assert matcher.validate_tokens(ids) == len(ids), rest
+        calls, content = read(form, "hm<|end|>" + begin + rest)
+        assert (calls, content) in (([("now", {})], ""), ([], "17"))
 
 
 def test_strict_is_refused_where_it_cannot_be_enforced() -> None:

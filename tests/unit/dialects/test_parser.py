@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -22,7 +23,7 @@ from infer.dialects.events import (
     read_arguments,
 )
 from infer.dialects.parser import AnswerParser
-from infer.dialects.table import BY_NAME, THINK
+from infer.dialects.table import BY_NAME, HARMONY_MARKERS, THINKS
 
 TOOLS = (
     Tool(
@@ -59,7 +60,7 @@ def read(
     form = AnswerFormat(
         dialect=BY_NAME[dialect] if dialect else None,
         tools=TOOLS if dialect else (),
-        think=THINK if thinks else None,
+        think=THINKS["harmony" if dialect == "harmony" else "think"] if thinks else None,
         in_reasoning=in_reasoning,
         max_calls=max_calls,
         choice=choice,
@@ -107,6 +108,21 @@ def xml(name: str, **parameters: str) -> str:
 
 def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+START = "<|start|>assistant"
+
+
+def final(text: str, end: str = "<|return|>") -> str:
+    return f"<|channel|>final<|message|>{text}{end}"
+
+
+def analysis(text: str) -> str:
+    return f"<|channel|>analysis<|message|>{text}<|end|>"
+
+
+def harmony(name: str, arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
 
 
 # ruff: noqa: E501
@@ -236,6 +252,38 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ("pythonic", "[print(1)]", "[print(1)]", []),
     ("pythonic", "[now(1)]", "[now(1)]", []),
     ("pythonic", "[now(x=1", "[now(x=1", []),
+    ("harmony", final("So."), "So.", []),
+    ("harmony", f"{analysis('hm')}{START}{final('2 < 3 ✓', '')}", "2 < 3 ✓", []),
+    ("harmony", harmony("get_weather", CITY), "", [("get_weather", CITY)]),
+    ("harmony", f"{analysis('hm')}{START}{harmony('get_weather', NESTED)}", "", [("get_weather", NESTED)]),
+    ("harmony", f" to=functions.now<|channel|>commentary json<|message|>{CITY}<|call|>", "", [("now", CITY)]),
+    ("harmony", f"{analysis('hm')}{START} to=functions.now<|channel|>analysis <|constrain|>json<|message|>{CITY}", "",
+        [("now", CITY)]),
+    ("harmony", f"<|channel|>commentary to=functions.now<|message|>{CITY}<|end|>{START}{harmony('now', '{}')}", "",
+        [("now", CITY), ("now", "{}")]),
+    ("harmony", f"<|channel|>commentary<|message|>I look. <|end|>{START}{harmony('now', '{}')}", "I look.",
+        [("now", "{}")]),
+    ("harmony", harmony("now", ""), "", [("now", "{}")]),
+    ("harmony", f"{final('A', '<|end|>')}{START}{final('B')}", "A\n\nB", []),
+    ("harmony", final('{"a": 1}').replace("final", "final <|constrain|>json"), '{"a": 1}', []),
+    # malformed: no marker is shown, and no text is lost
+    ("harmony", "So.", "So.", []),
+    ("harmony", "final thoughts, in short", "final thoughts, in short", []),
+    ("harmony", "final<|message|>So.", "So.", []),
+    ("harmony", "<|message|>So.<|return|>", "So.", []),
+    ("harmony", "<|channel|>final So it is, or not<|return|>", "So it is, or not", []),
+    ("harmony", "<|channel|>final So<|return|>", "So", []),
+    ("harmony", f"<|channel|>commentary to=functions.now {CITY}<|call|>", "", [("now", CITY)]),
+    ("harmony", f"<|channel|>commentary to=now json {CITY}<|call|>", "", [("now", CITY)]),
+    ("harmony", "<|channel|>commentary to=functions.now<|call|>", "", [("now", "{}")]),
+    ("harmony", f"<|channel|>analysis<|message|>hm{final('So.')}", "So.", []),
+    ("harmony", f"<|channel|>analysis<|channel|>analysis<|message|>hm<|end|>{final('So.')}", "So.", []),
+    ("harmony", f"{analysis('hm')}So.", "So.", []),
+    ("harmony", f"{analysis('hm')}{START}<|channel|><|message|>So<|message|>.", "So.", []),
+    ("harmony", "<|channel|>" + "x" * 999, "x" * 999, []),
+    ("harmony", f"<|start|>{START}{final('So. ')} and more", "So.", []),
+    ("harmony", "<|channel|>final<|message|>a <|end| b", "a <|end| b", []),
+    ("harmony", "<|channel|>final<|message|>So.\n", "So.\n", []),
 ]  # fmt: skip
 
 
@@ -245,14 +293,16 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ids=[f"{row[0]} {i}" for i, row in enumerate(RECORDED)],
 )
 def test_a_recorded_answer(dialect: str, text: str, content: str, calls: Calls) -> None:
-    whole = read(dialect, [text])
-    assert parts(whole) == ("", content, calls)
+    read_all = functools.partial(read, thinks=dialect == "harmony")
+    whole = read_all(dialect, [text])
+    assert parts(whole)[1:] == (content, calls)
+    assert ("hm" in text) == (parts(whole)[0] == "hm")
     cuts = random.Random(text)
-    assert joined(read(dialect, list(text))) == joined(whole)
+    assert joined(read_all(dialect, list(text))) == joined(whole)
     for _ in range(10):
         places = [0, *sorted(cuts.choices(range(len(text) + 1), k=4)), len(text)]
         pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-        assert joined(read(dialect, pieces)) == joined(whole)
+        assert joined(read_all(dialect, pieces)) == joined(whole)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +341,14 @@ FORCED = [  # calls as a constraint has them written, and how many of the two ha
     ("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}"),
     ("gemma3", '```tool_code\n[get_weather(city="Zürich", days=2), now()]\n```'),
     ("pythonic", '[get_weather(city="Zürich", days=2), now()]'),
+    ("harmony", harmony("get_weather", CITY).replace("<|call|>", "<|end|>") + START + harmony("now", "{}")),
 ]
 
 
 @pytest.mark.parametrize(("dialect", "text"), FORCED, ids=[row[0] for row in FORCED])
 def test_forced_calls_that_are_cut_anywhere_are_no_text(dialect: str, text: str) -> None:
     assert parts(read(dialect, [text], choice="required")) == ("", "", [("get_weather", CITY), ("now", "{}")])
+    end = f"<|end|>{START}" if dialect == "harmony" else "</think>\n"
     for length in range(len(text)):
         cut = text[:length]
         reasoning, content, calls = parts(read(dialect, [cut], choice="required", is_cut=True))
@@ -305,9 +357,7 @@ def test_forced_calls_that_are_cut_anywhere_are_no_text(dialect: str, text: str)
         assert joined(read(dialect, list(cut), choice="required")) == joined(
             read(dialect, [cut], choice="required")
         )
-        thought = parts(
-            read(dialect, [f"hm </thi</think>\n{cut}"], thinks=True, in_reasoning=True, choice="now")
-        )
+        thought = parts(read(dialect, [f"hm </thi{end}{cut}"], thinks=True, in_reasoning=True, choice="now"))
         assert thought[:2] == ("hm </thi", "")
 
 
@@ -368,7 +418,7 @@ def test_a_parameter_whose_name_never_ends_is_text() -> None:
 SCRAPS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": ', CITY, "{", "}", "[", "]",
     "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "now", "now(", "a=1", ")",
-    "```tool_code", "```", "<|python_tag|>", "; ", ", ", '"', "\\", "\n", " ", "é", "😀", "<", "x",
+    "```tool_code", "```", "<|python_tag|>", *HARMONY_MARKERS, "assistant", "final", " to=functions.now", "; ", ", ", '"', "\\", "\n", " ", "é", "😀", "<", "x",
 ]  # fmt: skip
 
 
@@ -389,7 +439,9 @@ def test_any_scraps_cut_anywhere(
     pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
     assert joined(read(dialect, pieces, **flags)) == joined(whole)
     reasoning, content, calls = parts(whole)
-    if not calls and not thinks:
+    if dialect == "harmony":
+        assert not any(marker in content + reasoning for marker in HARMONY_MARKERS)
+    elif not calls and not thinks:
         assert content == text  # what is no call is text, to the last blank
 
 

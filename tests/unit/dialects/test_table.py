@@ -24,6 +24,7 @@ SPOKEN = {
     "smollm2": "smollm2",
     "chatml": "hermes",
     "gemma3": "gemma3",
+    "harmony": "harmony",
     "mistral": "mistral",
     "mistral_v1": None,
     "mistral_v7": "mistral",

@@ -235,6 +235,12 @@ def test_reasoning_can_be_left_out(oracle: LLM) -> None:
     assert (streamed["reasoning"], streamed["content"]) == (None, "Two.")
 
 
+def test_a_stop_string_is_not_looked_for_in_reasoning(oracle: LLM) -> None:
+    talk = Talk(oracle, "<think>Hm, two.</think>One, two, three.", thinks=True)
+    for found in (talk.choice(stop=["two"])["message"], joined(talk.frames(stop=["two"]))):
+        assert (found["reasoning"], found["content"]) == ("Hm, two.", "One, ")
+
+
 def test_tokens_of_reasoning_are_counted(oracle: LLM) -> None:
     talk = Talk(oracle, "<think>Hm</think>Two.", "<think>", thinks=True, reason="length")
     usage = talk.wire.ok(PATH, BODY | {"n": 2})["usage"]

@@ -72,7 +72,7 @@ class Job:
     @property
     def has_tools(self) -> bool:
         """Whether an answer may hold tool calls."""
-        return self.form is not None and self.form.dialect is not None
+        return self.form is not None and bool(self.form.tools)
 
 
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
