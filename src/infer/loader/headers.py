@@ -11,7 +11,7 @@ Everything that a start decides about weights is decided from these (weight_plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from infer.loader.formats.kv_scales import read_kv_scales
 from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
-from infer.models.registry import Family, find_family
+from infer.models.registry import Family, find_family, is_headless
 from infer.models.weight_map import Target, WeightMap, find_target
 
 
@@ -76,6 +76,11 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
     family = find_family(raw)
     config = family.read_config(raw)
+    bare = "embed_tokens.weight" in tensors  # a network saved without the head's module around it
+    if bare:
+        tensors = {_with_prefix(name): tensor for name, tensor in tensors.items()}
+    if is_headless(raw) or (bare and "lm_head.weight" not in tensors and not config.tie_embeddings):
+        config = replace(config, tie_embeddings=True, has_head=False)
     settings = {} if source.is_gguf else read_settings(raw, source.path)
     kv_scales = read_kv_scales(tensors, settings, family.weight_map, config.num_layers, config.num_kv_heads)
     if not source.is_gguf:
@@ -97,17 +102,24 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     )
 
 
+def _with_prefix(name: str) -> str:
+    return name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+
+
 def headers_of_config(path: Path, name: str) -> ModelHeaders:
     """The headers of a config.json alone: a shape, and what it says about the weights to come."""
     raw = read_json(path, MAX_CONFIG_BYTES)
     family = find_family(raw)
     settings = read_settings(raw, path.parent)
     check_method(settings)
+    config = family.read_config(raw)
+    if is_headless(raw):
+        config = replace(config, tie_embeddings=True, has_head=False)
     named = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
     return ModelHeaders(
         source=ModelSource(path=path, name=name, is_gguf=False),
         family=family,
-        config=family.read_config(raw),
+        config=config,
         tensors={},
         stored=None if settings else DTYPES.get(named),
         defaults=GenerationDefaults(),

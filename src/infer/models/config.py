@@ -68,6 +68,8 @@ class ModelConfig:
 
     experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE
 
+    has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
+
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 

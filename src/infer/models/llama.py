@@ -142,5 +142,6 @@ WEIGHT_MAP: WeightMap = {
     "model.norm":                                 Target("norm"),
     "model.rotary_emb":                           IGNORED,
     "lm_head":                                    Target("head"),
+    "score":                                      IGNORED,  # a classifier's head: loader/score_head.py
 }
 # fmt: on

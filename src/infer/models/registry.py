@@ -6,6 +6,7 @@ which checkpoint tensor goes where. Adding a model is one file and one row (docs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,14 +52,20 @@ FAMILIES: tuple[Family, ...] = (
 # fmt: on
 
 
+HEADLESS = ("ForSequenceClassification", "Model")  # ends of architectures without a head for tokens
+
+
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`."""
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`.
+
+    An embedding model (`Qwen3Model`) and a classifier (`Qwen3ForSequenceClassification`) are of the family
+    whose network they have.
+    """
+    architectures = read_architectures(raw)
     model_type = raw.get("model_type")
+    names = {*architectures, *(re.sub(f"({'|'.join(HEADLESS)})$", "ForCausalLM", x) for x in architectures)}
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
+        if not names.isdisjoint(family.architectures):
             return family
         if not architectures and model_type in family.model_types:
             return family
@@ -68,6 +75,19 @@ def find_family(raw: Mapping[str, Any]) -> Family:
         f"this checkpoint is {given or 'of no named architecture'}, which is not supported; "
         f"supported: {supported}; docs/adding-a-model.md tells how to add one"
     )
+
+
+def read_architectures(raw: Mapping[str, Any]) -> list[str]:
+    """The names in a config's `architectures`."""
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    return [str(name) for name in architectures]
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """True for an embedding model or a classifier: it has no head that makes tokens."""
+    return any(name.endswith(HEADLESS) for name in read_architectures(raw))
 
 
 def get_family(name: str) -> Family:
