@@ -538,7 +538,7 @@ def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEnco
     from infer.client.load import load_weights
     from infer.loader.load import read_headers
 
-    headers = read_headers(find_source(config.load, show_progress=show_progress))
+    headers = read_headers(find_source(config.load, show_progress=show_progress), config.load.model_impl)
     encoder = make_encoder(config.load, headers)
     return encoder, load_weights(config, headers, show_progress=show_progress)
 

@@ -41,7 +41,7 @@ def read_scorer(
         return Scorer(row=tuple(_read_row(head, 0).tolist()), is_judged=is_judged)
     if is_judged or "LogitScore" in pooling.mode or "rerank" in source.name.lower():
         yes, no = _answer_ids(source, token_id)
-        headers = read_headers(source)
+        headers = read_headers(source, "infer")
         module = "embedding" if headers.config.tie_embeddings else "head"
         found = [each.tensor for each in headers.sources if (each.module, each.leaf) == (module, "weight")]
         if not headers.config.has_head or not found:

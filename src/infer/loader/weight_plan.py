@@ -242,6 +242,8 @@ def plan_weights(
     With a `world_size` above 1 it is the plan of one `rank`, with its slices.
     """
     assert 0 <= rank < world_size, (rank, world_size)
+    if headers.family.load is not None:
+        quantization = _check_foreign(headers, quantization, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
     skeleton = _network(headers, rule.dtype, META)  # the whole one, which the rank has a part of
     by_module: dict[str, list[WeightSource]] = {}
@@ -275,6 +277,18 @@ def plan_weights(
     )  # fmt: skip
     plan.give_projections(skeleton, META)
     return plan
+
+
+def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int) -> str:
+    """Refuse what needs layers of ours; returns the form that weights of transformers are kept in."""
+    asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
+    asked |= {"tensor_parallel_size": str(world_size)} if world_size > 1 else {}
+    for name, value in asked.items():
+        raise ConfigError(
+            f"{name}={value} needs a model whose code is here, and {headers.source.name} runs with that of "
+            "transformers; leave it out"
+        )
+    return DENSE
 
 
 def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:

@@ -40,7 +40,7 @@ class ExpertConfig:
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3, gpt2
+    family: str  # the registry's name, or the model_type of one that transformers' code computes
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -68,6 +68,7 @@ class ModelConfig:
 
     experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE
 
+    impl: str = "infer"  # whose code computes it: ours, or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
 
     bos_id: int | None = None

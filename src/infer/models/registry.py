@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from infer.errors import CheckpointError, ConfigError
 from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from infer.models.config import ModelConfig
@@ -28,6 +30,7 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[ModelConfig], Model]
     weight_map: WeightMap
+    load: Callable[[ModelConfig, torch.dtype, torch.device], Model] | None = None  # None: by the weight map
 
 
 # fmt: off

@@ -276,7 +276,7 @@ def quantize_checkpoint(
         raise ConfigError("a GGUF file is quantized already; give the safetensors checkpoint it was made of")
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ConfigError(f"{out_dir} is not empty; delete it or choose another directory")
-    headers = read_headers(source)
+    headers = read_headers(source, "infer")
     if headers.quantization or published_as(headers.tensors):
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
     out_dir.mkdir(parents=True, exist_ok=True)
