@@ -69,6 +69,7 @@ class FamilyTokens:
 _MISTRAL = FamilyTokens(
     ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
 )
+_QWEN2 = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>"))
 _QWEN3 = FamilyTokens(
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     eos=("<|im_end|>", "<|endoftext|>"),
@@ -83,9 +84,8 @@ TOKENS = {
     ),
     "mistral": _MISTRAL,
     "mixtral": _MISTRAL,
-    "qwen2": FamilyTokens(
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>")
-    ),
+    "qwen2": _QWEN2,
+    "qwen2_moe": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
     "gemma3": FamilyTokens(
@@ -199,6 +199,16 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "num_local_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.num_choices,
             "sliding_window": None,
+        },
+        "qwen2_moe": {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": sizes.hidden_size // 2,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+            "shared_expert_intermediate_size": sizes.hidden_size,
         },
         "qwen3_moe": {
             "architectures": ["Qwen3MoeForCausalLM"],

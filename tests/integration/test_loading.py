@@ -52,6 +52,7 @@ def test_a_gguf_file_loads_bit_for_bit(tmp_path: Path, family: str) -> None:
     changes: dict[str, dict[str, Any]] = {
         "gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "layer_types": None},
         "qwen3_moe": {"mlp_only_layers": []},  # the format knows no plain layers
+        "qwen2_moe": {"mlp_only_layers": []},
     }
     reference = reference_model(family, **changes.get(family, {}))
     loaded = load(write_gguf(tmp_path / "model.gguf", reference))

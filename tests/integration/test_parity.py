@@ -74,6 +74,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "qwen2_moe: a shared expert, one plain layer": ("qwen2_moe", {}),
+    "qwen2_moe: normalised weights, window in even layers": (
+        "qwen2_moe",
+        {
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
     "gemma3: local and global layers": ("gemma3", {}),
     "gemma3: untied head": ("gemma3", {"tie_word_embeddings": False}),
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),

@@ -34,6 +34,14 @@ _TINY: dict[str, dict[str, Any]] = {
     "qwen2": _COMMON,
     "qwen3": _COMMON | {"head_dim": 16},
     "mixtral": _COMMON | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": _COMMON
+    | {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 56,
+        "shared_expert_intermediate_size": 72,
+        "mlp_only_layers": [1],
+    },
     "qwen3_moe": _COMMON
     | {
         "head_dim": 16,
@@ -53,7 +61,7 @@ _TINY: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
-MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
+MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
 FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES)
 
 
@@ -68,6 +76,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }

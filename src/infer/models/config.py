@@ -33,6 +33,7 @@ class ExpertConfig:
     num_choices: int  # experts that a token is sent to
     size: int  # the intermediate size of one expert
     normalized: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # of the expert that every token goes through, times a gate of its own; 0: none
     dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP of `intermediate_size` instead
 
 
@@ -40,7 +41,7 @@ class ExpertConfig:
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3, gpt2
+    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -66,7 +67,7 @@ class ModelConfig:
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
 
-    experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE
+    experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -84,7 +85,9 @@ class ModelConfig:
     def mlp_size(self, layer: int) -> int:
         """The intermediate numbers of one token in one layer: of all experts it is sent to."""
         experts = self.experts_of(layer)
-        return self.intermediate_size if experts is None else experts.num_choices * experts.size
+        if experts is None:
+            return self.intermediate_size
+        return experts.num_choices * experts.size + experts.shared_size
 
     def layer_weights(self, layer: int) -> int:
         """The weights that one token is multiplied with in one layer; of experts, of those it is sent to.

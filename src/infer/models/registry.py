@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -39,6 +39,8 @@ FAMILIES: tuple[Family, ...] = (
            mixtral.read_config, mixtral.Mixtral, mixtral.WEIGHT_MAP),
     Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",),
            qwen2.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",),
+           qwen2_moe.read_config, mixtral.Mixtral, qwen2_moe.WEIGHT_MAP),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",),
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
     Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),

@@ -19,7 +19,7 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.gguf import GGMLType, GGUFFile
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt2")
+ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
 
 # What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
@@ -126,6 +126,15 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
     }
     if keys.architecture == "llama":
         return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if keys.architecture == "qwen2moe":
+        return shared | {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+            "norm_topk_prob": False,  # no key says so: no published one does
+            "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        }
     if keys.architecture != "qwen3moe":
         raise ConfigError(f"{keys.file.path} is a {keys.architecture} with experts, which is not supported")
     return shared | {
