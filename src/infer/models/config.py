@@ -64,6 +64,9 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
+    attention_softcap: float | None = None  # Gemma 2: c, of scores: s becomes c tanh(s / c)
+    attention_sinks: bool = False  # gpt-oss: each query head has a score that belongs to no position
+    logit_softcap: float | None = None  # Gemma 2: the same of logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
 
@@ -102,6 +105,11 @@ class ModelConfig:
     def all_layer_weights(self) -> int:
         """The weights of all layers that one token is multiplied with; of experts, of those it is sent to."""
         return sum(map(self.layer_weights, range(self.num_layers)))
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """True if scores are neither capped nor joined by sinks: some kernels know nothing else."""
+        return self.attention_softcap is None and not self.attention_sinks
 
     @property
     def scale(self) -> float:

@@ -94,7 +94,8 @@ class Model(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        return as_tensor(self.head(hidden_SD))
+        logits_SV, cap = as_tensor(self.head(hidden_SD)), self.config.logit_softcap
+        return logits_SV if cap is None else (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:

@@ -41,7 +41,12 @@ class SelfAttention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer = AttentionLayer(layer, config.scale, config.window(layer))
+        self.sinks = (
+            nn.Parameter(torch.empty(config.num_heads), requires_grad=False)
+            if config.attention_sinks
+            else None
+        )
+        self._layer = AttentionLayer(layer, config.scale, config.window(layer), config.attention_softcap)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps, self.norm_offset = config.norm_eps, norm_offset
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -55,6 +60,11 @@ class SelfAttention(nn.Module):
         self.k_norm = self._head_norm(config) if config.qk_norm else None
         self.rotary = rotary
         self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """What attention needs to know of this layer."""
+        return self._layer if self.sinks is None else self._layer._replace(sinks_N=self.sinks.data)
 
     def _head_norm(self, config: ModelConfig) -> RMSNorm:
         return RMSNorm(config.head_dim, eps=self.eps, offset=self.norm_offset)

@@ -40,7 +40,7 @@ _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqqqqqqqq")
-_ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
+_ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqqdq")
 _KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 _LIKELY = struct.Struct("qqqqqqqqqqqq")
 
@@ -265,6 +265,8 @@ def attend(
     window: int | None,
     parts: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every item over the paged cache; csrc/attention.c says what an item is.
 
@@ -277,7 +279,7 @@ def attend(
     args = _fill(
         _ATTEND, T, q_TNH, q_TNH.stride(0), out_TNH, keys_PGH, values_PGH, table_RB, table_RB.stride(0),
         items_I6, N, G, H, block_size, window, scale, parts, _KV_KINDS[keys_PGH.dtype],
-        *(scales or (None, None)),
+        *(scales or (None, None)), softcap, sinks_N,
     )  # fmt: skip
     run_or_record(
         library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I6.shape[0]
