@@ -165,7 +165,11 @@ def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     kind = str(keys.get("rope.scaling.type") or "none")
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    if keys.number("rope.scaling.attn_factor", default=1.0) != 1.0:
+        raise ConfigError(f"{keys.where} has an attention factor of its own, which is not supported")
+    original = keys.size("rope.scaling.original_context_length", default=keys.size("context_length"))
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    return scaling | {"original_max_position_embeddings": original}
 
 
 def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
