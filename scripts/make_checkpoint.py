@@ -75,6 +75,12 @@ _QWEN3 = FamilyTokens(
     eos=("<|im_end|>", "<|endoftext|>"),
     plain=("<think>", "</think>"),
 )
+_GEMMA = FamilyTokens(
+    ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+    eos=("<end_of_turn>", "<eos>"),
+    bos="<bos>",
+    adds_bos=True,
+)
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -88,12 +94,8 @@ TOKENS = {
     "qwen2_moe": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "gemma3": FamilyTokens(
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
-        eos=("<end_of_turn>", "<eos>"),
-        bos="<bos>",
-        adds_bos=True,
-    ),
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -220,6 +222,17 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "norm_topk_prob": True,
             "num_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.num_choices,
+        },
+        "gemma2": {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "head_dim": head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 4,
+            "sliding_window": sizes.window,
+            "attn_logit_softcapping": 2.5,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": True,
         },
         "gemma3": {
             "architectures": ["Gemma3ForCausalLM"],

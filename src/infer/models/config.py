@@ -12,17 +12,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context the model was trained on.
+    """How rotary frequencies are stretched beyond the context the model was trained on (layers/rotary.py).
 
-    `linear` divides every frequency by `factor`; `llama3` divides only the slow ones, leaves the fast
-    ones alone and blends in between (Llama 3.1 and later).
+    `dynamic` and `longrope` depend on the length that is served: the tables are made for one length, because
+    keys in the cache keep the rotation that they were written with.
     """
 
-    kind: str  # "linear" or "llama3"
+    kind: str  # "linear", "dynamic", "llama3", "yarn" or "longrope"
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_context_len: int = 0
+    original_context_len: int = 0  # tokens that the model was trained on; not used by linear
+    low_freq_factor: float = 1.0  # llama3: turns within that context up to which a pair is slowed down fully
+    high_freq_factor: float = 1.0  # llama3: turns from which a pair keeps its frequency
+    beta_fast: float = 32.0  # yarn: turns from which a pair keeps its frequency
+    beta_slow: float = 1.0  # yarn: turns up to which a pair is slowed down fully
+    truncate: bool = True  # yarn: the two bounds are rounded outwards to whole pairs
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of each pair's frequency, up to that context
+    long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
+    attention_factor: float = 1.0  # yarn, longrope: the length of turned pairs is multiplied by it
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the tables depend on the longest sequence that is served."""
+        return self.kind in ("dynamic", "longrope")
+
+    def stretched(self, context_len: int) -> int:
+        """The context of a model whose config says `context_len`: some configs name the unstretched one."""
+        if self.kind == "dynamic":
+            return int(context_len * max(self.factor, 1.0))
+        return (
+            max(context_len, int(self.original_context_len * self.factor))
+            if self.kind == "yarn"
+            else context_len
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +77,7 @@ class ModelConfig:
 
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # channels of a head that turn, the first ones; None: all
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
     mlp_bias: bool = False

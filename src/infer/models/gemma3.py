@@ -35,7 +35,7 @@ from infer.layers.rotary import Rotary
 from infer.models import llama, qwen3
 from infer.models.config import ModelConfig, RopeScaling
 from infer.models.model import Model, make_rotary
-from infer.models.raw_config import RawConfig, read_rope_scaling, read_window
+from infer.models.raw_config import RawConfig, read_rope_scaling, read_rotary_dim, read_window
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
@@ -65,12 +65,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     shared = llama.read_shared_config(
         keys, family="gemma3", window=read_window(text), slides=lambda layer: (layer + 1) % pattern != 0
     )
-    global_theta, local_theta, rope_scaling = _read_rope(keys, shared.context_len)
+    context_len = keys.size("max_position_embeddings")
+    global_theta, local_theta, rope_scaling = _read_rope(keys, context_len, shared.head_dim)
     has_bias = keys.flag("attention_bias", default=False)
     eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
     bos_ids = top.token_ids("bos_token_id", shared.vocab_size)
     return replace(
         shared,
+        context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
         tie_embeddings=top.flag("tie_word_embeddings", default=True),
         rope_theta=global_theta,
         rope_scaling=rope_scaling,
@@ -84,26 +86,29 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScaling | None]:
+def _read_rope(raw: RawConfig, context_len: int, head_dim: int) -> tuple[float, float, RopeScaling | None]:
     """Base of the global layers, base of the local ones, and the scaling, which only global layers have."""
     global_theta = raw.number("rope_theta", default=1_000_000.0)
     local_theta = raw.number("rope_local_base_freq", default=10_000.0)
     if raw.get("rope_parameters") is None:
-        return global_theta, local_theta, read_rope_scaling(raw.section("rope_scaling"), context_len)
+        scaling = read_rope_scaling(raw.section("rope_scaling"), context_len, head_dim, top=raw)
+        return global_theta, local_theta, scaling
     both = raw.section("rope_parameters")
     if "full_attention" not in both.raw and "sliding_attention" not in both.raw:
         raise CheckpointError(
             f"{both.where} must hold 'full_attention' and 'sliding_attention', got {sorted(both.raw)}"
         )
     of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
-    if read_rope_scaling(of_local, context_len) is not None:
+    for section in (of_global, of_local):
+        read_rotary_dim(section, head_dim)  # refuses heads that turn in part
+    if read_rope_scaling(of_local, context_len, head_dim) is not None:
         raise ConfigError(
             f"rope scaling in {of_local.where} is not supported: only global layers may have it"
         )
     return (
         of_global.number("rope_theta", default=global_theta),
         of_local.number("rope_theta", default=local_theta),
-        read_rope_scaling(of_global, context_len),
+        read_rope_scaling(of_global, context_len, head_dim),
     )
 
 
@@ -141,13 +146,14 @@ class Gemma3(Model):
         return self.global_rotary if self.config.window(layer) is None else self.local_rotary
 
 
-# Qwen 3's names, and a norm behind each half, whose names make Llama's second norm another one.
-_TEXT: WeightMap = {
-    **{key.removeprefix("model."): target for key, target in qwen3.WEIGHT_MAP.items() if key != "lm_head"},
-    "layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
-    "layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
-    "layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
+# A norm behind each half, whose names make Llama's second norm another one; else Qwen 3's names.
+SANDWICH_NORMS: WeightMap = {
+    "model.layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
+    "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
+    "model.layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
 }
+_ALL: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
+_TEXT: WeightMap = {key.removeprefix("model."): target for key, target in _ALL.items() if key != "lm_head"}
 
 # The text-only checkpoints' prefix, then the two that multimodal ones have had.
 _PREFIXES = ("model", "language_model.model", "model.language_model")

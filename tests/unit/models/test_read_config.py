@@ -279,10 +279,42 @@ def test_both_spellings_of_rope_are_read_alike() -> None:
     assert read(gemma) == read(GEMMA_3_1B)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", 3])
+@pytest.mark.parametrize("kind", ["proportional", "mrope", 3])
 def test_other_rope_types_are_refused_with_the_supported_ones(kind: object) -> None:
-    with pytest.raises(ConfigError, match="default, linear, llama3"):
+    with pytest.raises(ConfigError, match="default, linear, dynamic, llama3, yarn, longrope"):
         read(LLAMA_3_2_1B, rope_scaling={"rope_type": kind, "factor": 2.0})
+
+
+def test_the_context_of_a_stretched_model_is_the_stretched_one() -> None:
+    """Published Qwen configs name the trained context and stretch it with yarn."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+    assert read(LLAMA_3_2_1B, max_position_embeddings=32768, rope_scaling=yarn).context_len == 131072
+    assert read(LLAMA_3_2_1B, max_position_embeddings=131072, rope_scaling=yarn).context_len == 131072
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    assert read(LLAMA_3_2_1B, max_position_embeddings=4096, rope_scaling=dynamic).context_len == 8192
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 31, "long_factor": [1.0] * 32},
+            "list of 32 numbers",
+        ),
+        ({"rope_type": "longrope", "short_factor": [0.0] * 32, "long_factor": [1.0] * 32}, "positive number"),
+        ({"rope_type": "dynamic", "factor": 1e9}, "at most 4096"),
+        ({"rope_type": "yarn", "factor": "4"}, "positive number"),
+    ],
+)
+def test_damaged_rope_sections_are_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(LLAMA_3_2_1B, rope_scaling=section)
+
+
+def test_a_head_that_turns_in_part_is_refused_where_the_family_has_none() -> None:
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        read(LLAMA_3_2_1B, partial_rotary_factor=0.5)
 
 
 def test_a_head_size_is_given_or_derived() -> None:
