@@ -19,6 +19,7 @@ from infer.quant.residual import ResidualStream
 from tests.support.checkpoints import (
     FAMILIES,
     MOE_FAMILIES,
+    TINY,
     VOCAB_SIZE,
     build_like,
     copy_weights,
@@ -320,7 +321,7 @@ def rope_cases() -> dict[str, dict[str, Any]]:
 
 def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[Model, Any]:
     """A pair of models whose layers turn as `section` says, ours made to serve `context_len` tokens."""
-    section, num_pairs = dict(section), 8 if family in ("qwen3", "qwen3_moe", "gemma3") else 6
+    section, num_pairs = dict(section), 8 if "head_dim" in TINY[family] else 6
     if "short_factor" in section:
         section["short_factor"] = [1.0 + 0.1 * pair for pair in range(num_pairs)]
         section["long_factor"] = [1.0 + 3.0 * pair for pair in range(num_pairs)]

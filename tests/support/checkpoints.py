@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_TINY: dict[str, dict[str, Any]] = {
+TINY: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "mistral": _COMMON | {"sliding_window": 5},
     "qwen2": _COMMON,
@@ -71,7 +71,7 @@ _TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
-FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES)
+FAMILIES = tuple(family for family in TINY if family not in MOE_FAMILIES)
 
 
 def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -94,7 +94,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
     special_ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-        config = config_class(**(_TINY[family] | special_ids | changes))
+        config = config_class(**(TINY[family] | special_ids | changes))
         config._attn_implementation = "eager"
         model = model_class(config)
     randomize(model, seed)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -168,7 +168,7 @@ class PagedStep(StepContext):
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
         number, scale, window, softcap, sinks_N = layer
-        how = {"softcap": softcap, "sinks_N": sinks_N}
+        how: dict[str, Any] = {"softcap": softcap, "sinks_N": sinks_N}
         cache, table = self._store.slots(number, self.slots_KT), self._store.tables[number]
         keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
         write_slots_reference(k_TGH, v_TGH, cache)

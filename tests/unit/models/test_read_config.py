@@ -426,3 +426,44 @@ def test_a_damaged_config_is_read_or_refused_but_never_crashes(published: dict[s
     except InferError:
         return
     assert isinstance(config, ModelConfig)
+
+
+GEMMA_2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+
+
+def test_gemma_2_has_caps_and_windows_in_even_layers() -> None:
+    config = read(GEMMA_2_2B)
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    assert config.layer_windows == (4096, None) * 13
+    assert (config.scale, config.activation, config.tie_embeddings) == (1 / 16, "gelu_tanh", True)
+    assert not config.has_plain_scores and not config.qk_norm
+    assert read(GEMMA_2_2B, query_pre_attn_scalar=144).scale == 1 / 12
+    absent = read(without(GEMMA_2_2B, "attn_logit_softcapping", "final_logit_softcapping"))
+    assert (absent.attention_softcap, absent.logit_softcap) == (50.0, 30.0)
+    uncapped = read(GEMMA_2_2B, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert uncapped.has_plain_scores and uncapped.logit_softcap is None
+    with pytest.raises(CheckpointError, match="attn_logit_softcapping"):
+        read(GEMMA_2_2B, attn_logit_softcapping=-1.0)
+    with pytest.raises(ConfigError, match="use_bidirectional_attention"):
+        read(GEMMA_2_2B, use_bidirectional_attention=True)

@@ -174,7 +174,7 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
     if asked not in ("auto", "cuda"):
         return asked
     if asked == "cuda":
-        _check_plain_scores("decode_attention_backend=cuda", config)
+        _check_plain_scores("attention_backend=cuda", config)
     elif not config.has_plain_scores:
         return "triton"
     if asked == "auto" and not is_gpu(store.device):

@@ -86,8 +86,9 @@ def attend_decode_reference(
             continue
         first = 0 if kv.window is None else max(length - kv.window, 0)
         own, (keys_LGH, values_LGH) = q_SNH[index : index + 1], kv.read(row, first, length)
-        how = {"softcap": kv.softcap, "sinks_N": kv.sinks_N}
-        out_SNH[index] = attend_naive(own, keys_LGH, values_LGH, scale=kv.scale, window=None, **how)[0]
+        out_SNH[index] = attend_naive(
+            own, keys_LGH, values_LGH, scale=kv.scale, window=None, softcap=kv.softcap, sinks_N=kv.sinks_N
+        )[0]
     return out_SNH
 
 

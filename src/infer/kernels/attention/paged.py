@@ -59,8 +59,11 @@ def attend_paged_reference(
     for row, q_NH in enumerate(q_SNH):
         slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
         keys_LGH, values_LGH = read_both(keys_PGH, values_PGH, scales, slots_L, q_SNH.dtype)
-        how = {"softcap": softcap, "sinks_N": sinks_N}
-        rows.append(attend_naive(q_NH[None], keys_LGH, values_LGH, scale=scale, window=None, **how))
+        rows.append(
+            attend_naive(
+                q_NH[None], keys_LGH, values_LGH, scale=scale, window=None, softcap=softcap, sinks_N=sinks_N
+            )
+        )
     return torch.cat(rows)
 
 
