@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ _QWEN3 = FamilyTokens(
     eos=("<|im_end|>", "<|endoftext|>"),
     plain=("<think>", "</think>"),
 )
+_OLMO = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|endoftext|>", "<|im_end|>"))
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -94,6 +95,8 @@ TOKENS = {
         bos="<bos>",
         adds_bos=True,
     ),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -223,10 +226,27 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
+        "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        "olmo3": {
+            "architectures": ["Olmo3ForCausalLM"],
+            "model_type": "olmo3",
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            },
+            "sliding_window": sizes.window,
+        },
     }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]
+
+
+def _types(num_layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """The `layer_types` of a config."""
+    return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
 
 
 def random_tensors(
