@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ _GEMMA = FamilyTokens(
     bos="<bos>",
     adds_bos=True,
 )
+_OLMO = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|endoftext|>", "<|im_end|>"))
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -96,6 +97,9 @@ TOKENS = {
     "qwen3_moe": _QWEN3,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "olmoe": _OLMO,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -246,10 +250,35 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
+        "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        "olmoe": {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "clip_qkv": 4.0,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+        },
+        "olmo3": {
+            "architectures": ["Olmo3ForCausalLM"],
+            "model_type": "olmo3",
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            },
+            "sliding_window": sizes.window,
+        },
     }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]
+
+
+def _types(num_layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """The `layer_types` of a config."""
+    return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
 
 
 def random_tensors(

@@ -19,6 +19,8 @@ from infer.quant.residual import ResidualStream
 from tests.support.checkpoints import (
     FAMILIES,
     MOE_FAMILIES,
+    MORE_FAMILIES,
+    MORE_MOE_FAMILIES,
     TINY,
     VOCAB_SIZE,
     build_like,
@@ -29,7 +31,7 @@ from tests.support.checkpoints import (
 from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 FLOAT32_BOUND = 1e-5
-ROTARY_FAMILIES = tuple(family for family in FAMILIES + MOE_FAMILIES if family != "gpt2")
+ROTARY_FAMILIES = tuple(family for family in FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES if family != "gpt2")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -105,6 +107,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "olmoe: norms of projections, clipped": ("olmoe", {}),
+    "olmoe: no clip, normalised weights, biases": (
+        "olmoe",
+        {"clip_qkv": None, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
     "gemma2: soft caps, window in even layers": ("gemma2", {}),
     "gemma2: no caps, one kv head, untied head": (
         "gemma2",
@@ -119,6 +126,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3: untied head": ("gemma3", {"tie_word_embeddings": False}),
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),
     "gemma3: one kv head": ("gemma3", {"num_key_value_heads": 1}),
+    "olmo2: norms of whole projections": ("olmo2", {}),
+    "olmo2: biases, one kv head per query head": (
+        "olmo2",
+        {"attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "olmo3: yarn in the layers without a window": ("olmo3", {}),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",
@@ -127,7 +140,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2: unscaled scores": ("gpt2", {"scale_attn_weights": False}),
 }
 all_cases = pytest.mark.parametrize("case", CASES)
-all_families = pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
+all_families = pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES)
 
 
 def random_tokens(length: int, seed: int = 1) -> list[int]:
@@ -159,7 +172,7 @@ def test_logits_match_transformers(case: str) -> None:
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     """The truth is the reference in float32 on the same bfloat16 weights."""
     tokens = random_tokens(23)
@@ -173,7 +186,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     assert error(ours, truth) < 0.2
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", MOE_FAMILIES + MORE_MOE_FAMILIES)
 def test_bfloat16_of_experts_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     """Of the typical token: rounding sends one here and there to another expert, in the reference as well."""
     tokens = random_tokens(23)
@@ -326,7 +339,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
         section["short_factor"] = [1.0 + 0.1 * pair for pair in range(num_pairs)]
         section["long_factor"] = [1.0 + 3.0 * pair for pair in range(num_pairs)]
     rope: dict[str, Any] = {"rope_theta": 10_000.0} | section
-    if family == "gemma3":
+    if family in ("gemma3", "olmo3"):
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}
     length = 32 if section["rope_type"] == "dynamic" else 128
     changes: dict[str, Any] = (
@@ -346,7 +359,8 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
         (family, kind)
         for family in ROTARY_FAMILIES
         for kind, section in rope_cases().items()
-        if family != "gemma3" or "truncate" not in section  # whose reference looks for it in another place
+        if family not in ("gemma3", "olmo3")
+        or "truncate" not in section  # whose reference looks for it in another place
     ],
 )
 def test_scaled_positions_match_transformers_on_both_sides_of_the_trained_length(

@@ -33,6 +33,8 @@ from infer.loader.headers import WeightSource
 from infer.models.config import ModelConfig
 from infer.quant.projection import WeightSpec
 
+PROJECTION_NORMS = ("attention.q_norm", "attention.k_norm")
+_NEEDS_ALL_HEADS = "queries and keys are normalised over all heads, and no rank has all of them"
 _SIZES = ("intermediate_size", "the size of experts", "the size of the shared expert")
 
 
@@ -97,6 +99,8 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
     num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
+    if kind in PROJECTION_NORMS and config.projection_norm:
+        raise ConfigError(_NEEDS_ALL_HEADS)
     rows: Ranges = (range(num_rows),)
     columns: Ranges = (range(size[0]),) if size else ()
     if kind in BY_VOCABULARY:
@@ -124,6 +128,8 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.world_size == 1:
         return config
+    if config.projection_norm:
+        raise ConfigError(_NEEDS_ALL_HEADS)
     experts, size = config.experts, config.intermediate_size
     if experts is not None:
         share = len(_share("the size of experts", experts.size, config, rank))

@@ -83,6 +83,8 @@ class ModelConfig:
     mlp_bias: bool = False
     gated_mlp: bool = True  # GPT-2: up and down alone
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
+    projection_norm: bool = False  # OLMo: normalise all queries of a token at once, and all keys
+    clip_qkv: float | None = None  # OLMoE: queries, keys and values are cut off at this size
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
@@ -90,7 +92,8 @@ class ModelConfig:
     attention_sinks: bool = False  # gpt-oss: each query head has a score that belongs to no position
     logit_softcap: float | None = None  # Gemma 2: the same of logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
-    local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
+    local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
+    still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
     experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
 

@@ -34,7 +34,7 @@ from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
-from infer.models.model import Model, make_rotary
+from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import (
     MAX_LAYERS,
     RawConfig,
@@ -124,10 +124,9 @@ class Llama(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
         self.layers = nn.ModuleList(
-            Block(config, layer, self.rotary, self.make_mlp(config, layer))
-            for layer in range(config.num_layers)
+            Block(config, layer, rotary, self.make_mlp(config, layer))
+            for layer, rotary in enumerate(layer_rotaries(config))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 

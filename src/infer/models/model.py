@@ -105,6 +105,18 @@ class Model(nn.Module):
         return logits_SV if cap is None else (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
 
 
+def layer_rotaries(config: ModelConfig) -> list[Rotary]:
+    """The rotary tables of each layer; layers that turn alike share theirs."""
+    plain = local = make_rotary(config, config.rope_theta, config.rope_scaling)
+    if config.local_rope_theta is not None:
+        local = make_rotary(config, config.local_rope_theta, None)
+    found = [plain if config.window(layer) is None else local for layer in range(config.num_layers)]
+    if config.still_layers:
+        still = Rotary(torch.empty(0), config.context_len, num_pairs=config.head_dim // 2)
+        found = [still if layer in config.still_layers else each for layer, each in enumerate(found)]
+    return found
+
+
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
     """The rotary tables of one base, stretched as the config says, for texts up to `config.context_len`."""
     size, scale = config.rotary_dim or config.head_dim, 1.0

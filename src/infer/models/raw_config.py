@@ -41,6 +41,11 @@ class RawConfig:
         self.raw = raw
         self.where = where
 
+    def with_defaults(self, **defaults: Any) -> RawConfig:
+        """The same keys, with a value for those that are absent or null."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return RawConfig(defaults | given, self.where)
+
     def get(self, *names: str) -> Any:
         """The first of these keys that is present and not null, or None."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
@@ -158,6 +163,36 @@ def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float,
     if theta <= 1:
         raise CheckpointError(f"rope_theta in {raw.where} must exceed 1, got {theta!r}")
     return theta, read_rope_scaling(section, context_len, rotary_dim, top=raw)
+
+
+def read_two_ropes(
+    raw: RawConfig, context_len: int, head_dim: int, *, theta: float, local_theta: float
+) -> tuple[float, float, RopeScaling | None]:
+    """Base of the layers that see everything, base of those with a window, and the scaling of the first.
+
+    Newer configs have a section for each kind of layer; in older ones the scaling is never that of windows.
+    """
+    theta = raw.number("rope_theta", default=theta)
+    if raw.get("rope_parameters") is None:
+        scaling = read_rope_scaling(raw.section("rope_scaling"), context_len, head_dim, top=raw)
+        return theta, local_theta, scaling
+    both = raw.section("rope_parameters")
+    if "full_attention" not in both.raw and "sliding_attention" not in both.raw:
+        raise CheckpointError(
+            f"{both.where} must hold 'full_attention' and 'sliding_attention', got {sorted(both.raw)}"
+        )
+    of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
+    for section in (of_global, of_local):
+        read_rotary_dim(section, head_dim)  # refuses heads that turn in part
+    if read_rope_scaling(of_local, context_len, head_dim) is not None:
+        raise ConfigError(
+            f"rope scaling in {of_local.where} is not supported: only global layers may have it"
+        )
+    return (
+        of_global.number("rope_theta", default=theta),
+        of_local.number("rope_theta", default=local_theta),
+        read_rope_scaling(of_global, context_len, head_dim),
+    )
 
 
 def rope_section(raw: RawConfig) -> RawConfig:

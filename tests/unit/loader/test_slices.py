@@ -32,12 +32,12 @@ from infer.models.registry import FAMILIES
 from infer.models.weight_map import Target
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
-from tests.support.checkpoints import reference_model
+from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
 from tests.unit.loader.test_stored_formats import K, Leaves, N, awq, compressed, numbers, opened
 from tests.unit.loader.tiny_files import write_gguf
 
 CPU = torch.device("cpu")
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in FAMILIES if family.name not in UNCUT_FAMILIES]
 WORLDS = (2, 4)  # kv heads are split, and repeated: tiny models have two
 SMALL = Sizes(hidden_size=128, vocab_size=300, num_layers=1, num_experts=3)
 BLOCKS = Sizes(hidden_size=512, vocab_size=300, num_layers=1, num_experts=2)  # heads of 128 rows
