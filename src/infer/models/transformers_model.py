@@ -66,6 +66,8 @@ class Layer(NamedTuple):
     head_dim: int
     scale: float
     window: int | None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 class Seen(NamedTuple):
@@ -268,8 +270,8 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or forward.num_calls != len(layers):
         raise ConfigError(f"{len(found)} of its {len(layers)} layers ask for attention, each once")
-    if len({layer[:3] for layer in found}) > 1:
-        raise ConfigError("its layers have heads of different numbers or sizes")
+    if len({(layer[:3], layer.softcap, layer.has_sinks) for layer in found}) > 1:
+        raise ConfigError("its layers have heads of different numbers or sizes, or other soft caps or sinks")
     context_len = getattr(hf_config, "max_position_embeddings", None)
     if type(context_len) is not int or context_len < 1:
         raise ConfigError(f"max_position_embeddings is {context_len!r}, and must be a number of tokens")
@@ -291,6 +293,8 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         activation="",  # and so is its MLP
         tie_embeddings=False,
         query_scale=first.scale,
+        attention_softcap=first.softcap,
+        attention_sinks=first.has_sinks,
         layer_windows=tuple(layer.window for layer in found),
         bos_id=raw["bos_token_id"] if type(raw.get("bos_token_id")) is int else None,
         eos_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int),
@@ -353,7 +357,8 @@ def _register(transformers: Any) -> None:
 
 def _attend(
     module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, *,
-    scaling: float | None = None, **others: object,
+    scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attend as the step does: q [1, N, T, H], k and v [1, G, T, H], the result [1, T, N, H]."""
     forward: ForwardPass = module.infer_forward
@@ -365,13 +370,15 @@ def _attend(
     q_TNH, k_TGH, v_TGH = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
     if (cache := forward.step.slots(module.layer_idx)) is not None:
         write_slots(k_TGH, v_TGH, cache)
-    asked = AttentionLayer(module.layer_idx, scale, layer.window)
+    sinks_N = None if s_aux is None else s_aux.detach().float()
+    asked = AttentionLayer(module.layer_idx, scale, layer.window, softcap, sinks_N)
     return forward.step.attend(asked, q_TNH, k_TGH, v_TGH)[None], None
 
 
 def _record(
     module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, *,
-    scaling: float | None = None, **others: object,
+    scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Write down what a layer asks for."""
     forward: ForwardPass = module.infer_forward
@@ -385,7 +392,11 @@ def _record(
     if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ConfigError(f"{type(module).__name__} has keys and values of different sizes")
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    forward.layers[number] = Layer(q.shape[1], k.shape[1], q.shape[3], scale, mask.window)
+    if s_aux is not None and s_aux.shape != q.shape[1:2]:
+        raise ConfigError(f"{type(module).__name__} has sinks of the shape {list(s_aux.shape)}")
+    forward.layers[number] = Layer(
+        q.shape[1], k.shape[1], q.shape[3], scale, mask.window, softcap or None, s_aux is not None
+    )
     return torch.empty_like(q).transpose(1, 2), None
 
 
