@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,19 @@ class FamilyTokens:
 _MISTRAL = FamilyTokens(
     ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
 )
+_QWEN2 = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>"))
 _QWEN3 = FamilyTokens(
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     eos=("<|im_end|>", "<|endoftext|>"),
     plain=("<think>", "</think>"),
 )
+_GEMMA = FamilyTokens(
+    ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+    eos=("<end_of_turn>", "<eos>"),
+    bos="<bos>",
+    adds_bos=True,
+)
+_OLMO = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|endoftext|>", "<|im_end|>"))
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -83,17 +91,15 @@ TOKENS = {
     ),
     "mistral": _MISTRAL,
     "mixtral": _MISTRAL,
-    "qwen2": FamilyTokens(
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>")
-    ),
+    "qwen2": _QWEN2,
+    "qwen2_moe": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "gemma3": FamilyTokens(
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
-        eos=("<end_of_turn>", "<eos>"),
-        bos="<bos>",
-        adds_bos=True,
-    ),
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "olmoe": _OLMO,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -200,6 +206,16 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "num_experts_per_tok": sizes.num_choices,
             "sliding_window": None,
         },
+        "qwen2_moe": {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": sizes.hidden_size // 2,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+            "shared_expert_intermediate_size": sizes.hidden_size,
+        },
         "qwen3_moe": {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -210,6 +226,17 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "norm_topk_prob": True,
             "num_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.num_choices,
+        },
+        "gemma2": {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "head_dim": head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 4,
+            "sliding_window": sizes.window,
+            "attn_logit_softcapping": 2.5,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": True,
         },
         "gemma3": {
             "architectures": ["Gemma3ForCausalLM"],
@@ -223,10 +250,35 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
+        "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        "olmoe": {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "clip_qkv": 4.0,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+        },
+        "olmo3": {
+            "architectures": ["Olmo3ForCausalLM"],
+            "model_type": "olmo3",
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            },
+            "sliding_window": sizes.window,
+        },
     }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]
+
+
+def _types(num_layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """The `layer_types` of a config."""
+    return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
 
 
 def random_tensors(

@@ -28,12 +28,20 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_TINY: dict[str, dict[str, Any]] = {
+TINY: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "mistral": _COMMON | {"sliding_window": 5},
     "qwen2": _COMMON,
     "qwen3": _COMMON | {"head_dim": 16},
     "mixtral": _COMMON | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": _COMMON
+    | {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 56,
+        "shared_expert_intermediate_size": 72,
+        "mlp_only_layers": [1],
+    },
     "qwen3_moe": _COMMON
     | {
         "head_dim": 16,
@@ -43,6 +51,15 @@ _TINY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "gemma2": _COMMON
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 3,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.5,
+        "final_logit_softcapping": 1.5,
+    },
     "gemma3": _COMMON
     | {
         "num_hidden_layers": 4,
@@ -51,10 +68,29 @@ _TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
+    "olmo2": _COMMON,
+    "olmo3": _COMMON
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+        },
+    },
+    "olmoe": _COMMON | {"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 1.2},
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
-MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
-FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES)
+MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
+MORE_FAMILIES = ("olmo2", "olmo3")  # run by test_parity and test_more_families: other tests see no difference
+MORE_MOE_FAMILIES = ("olmoe",)  # likewise
+UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe")  # ranks cannot share them
+FAMILIES = tuple(family for family in TINY if family not in MOE_FAMILIES + MORE_FAMILIES + MORE_MOE_FAMILIES)
 
 
 def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -68,14 +104,19 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+        "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]
     special_ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-        config = config_class(**(_TINY[family] | special_ids | changes))
+        config = config_class(**(TINY[family] | special_ids | changes))
         config._attn_implementation = "eager"
         model = model_class(config)
     randomize(model, seed)

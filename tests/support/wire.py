@@ -23,7 +23,7 @@ from infer.errors import EngineError
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.errors import install_error_handlers
-from infer.server.routes import chat, completions, embeddings, messages, models, responses, tokens
+from infer.server.routes import chat, completions, embeddings, messages, models, responses, scoring, tokens
 from infer.server.state import RequestRecord, ServedModel, ServerState, recording
 
 
@@ -40,7 +40,7 @@ class Wire:
         self.state = state
         self.app = FastAPI()
         self.app.state.server = state
-        for module in (completions, chat, messages, responses, models, tokens, embeddings):
+        for module in (completions, chat, messages, responses, models, tokens, embeddings, scoring):
             self.app.include_router(module.router)
         install_error_handlers(self.app)
 

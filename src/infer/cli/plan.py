@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         elsewhere = "plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
         raise ConfigError(f"{error}, or {elsewhere}") from None
-    headers = find_headers(load.model, revision=load.revision, show_progress=True)
+    headers = find_headers(load.model, revision=load.revision, show_progress=True, model_impl=load.model_impl)
     plan: MemoryPlan | NoRoom
     try:
         plan = plan_memory(config, headers, machine)

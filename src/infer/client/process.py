@@ -219,7 +219,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
     with phases("find"):
         source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
-        headers = read_headers(source)
+        headers = read_headers(source, config.load.model_impl)
     token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids, headers)
     with phases("load weights"):
         given = config, token_bytes

@@ -55,6 +55,7 @@ class ModelFacts:
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
     kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
+    model_impl: str = "infer"  # whose code computes it
 
     def is_small(self, profile: DeviceProfile) -> bool:
         """Whether a decode step is so short on a GPU that everything around it counts."""
@@ -124,6 +125,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     if model.has_kv_scales and machine.has_fp8:
         config = _with_fp8_cache(config)
     check_machine(config, machine)
+    _check_impl(config, model)
     _check_products(config, machine, model)
     _check_deterministic(config, machine, model)
     _check_cache_dtype(config, machine)
@@ -132,7 +134,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
         steps_ahead = machine.profile.steps.steps_ahead if model.is_small(machine.profile) else 1
-    captures = _captures(config, machine) and run.use_cuda_graphs is not False
+    is_ours = model.model_impl == "infer"  # only then can steps be captured or recorded
+    captures = is_ours and _captures(config, machine) and run.use_cuda_graphs is not False
     defaults = step_defaults(machine, model)
     if not captures:
         defaults = defaults._replace(packed_tokens=None)
@@ -150,7 +153,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         uses_gpu_device=on_gpu,
         use_cuda_graphs=captures,
         steps_ahead=steps_ahead,
-        record_cpu_step=run.record_cpu_step is not False,
+        record_cpu_step=is_ours and run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
         overruled=_overruled(config, scheduler, model),
@@ -299,6 +302,26 @@ def _asked(config: EngineConfig) -> Chosen:
 
 def _or(names: list[str] | tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
+    """Refuse by name what needs layers of ours, where the code of transformers computes the model."""
+    if model.model_impl == "infer":
+        return
+    run, is_eagle = config.run, config.speculation.is_on and config.speculation.method == "eagle3"
+    asked = {
+        "use_cuda_graphs=on": run.use_cuda_graphs,
+        "record_cpu_step=on": run.record_cpu_step,
+        "deterministic=on": run.deterministic,
+        f"mlp_backend={run.mlp_backend}": run.mlp_backend != AUTO,
+        "speculative_method=eagle3": is_eagle,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{name} needs a model whose code is here, and this one runs with that of "
+                f"{model.model_impl}; leave it out"
+            )
 
 
 def _check_products(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:

@@ -92,6 +92,12 @@ class LoadConfig:
         "the file, on a CPU int4 where it has 4 bits and int8 elsewhere, but fp32 for files in float32",
         formerly=("cpu_weights",),
     )
+    model_impl: str = knob(
+        "auto",
+        "whose code computes the model: infer, transformers (docs/features/any-model.md); auto: ours, and "
+        "that of transformers for a family without a file here, if the package is installed",
+        choices=("auto", "infer", "transformers"),
+    )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
         None,
@@ -108,6 +114,7 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
+        check_choice(self, "model_impl")
         if isinstance(self.quantization, str):
             object.__setattr__(self, "quantization", self.quantization.lower())
         check_positive(self, "max_seq_len", "num_threads", "tensor_parallel_size")

@@ -197,6 +197,7 @@ def build_engine(
         family=loaded.config.family,
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
+        has_head=loaded.config.has_head,
         form=EngineForm(
             dtype=config.dtype,
             weights=config.weights,

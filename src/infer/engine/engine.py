@@ -105,6 +105,7 @@ class Engine:
         family: str = "",
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
+        has_head: bool = True,
         form: EngineForm | None = None,
         observer: EngineObserver | None = None,
         steps_ahead: int = 0,
@@ -122,7 +123,7 @@ class Engine:
         self.family = family  # of the model's network
         self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
-        self._eos_ids = eos_ids
+        self._eos_ids, self._has_head = eos_ids, has_head
         self._observer, self._is_observed = observer or EngineObserver(), observer is not None
         self._clock = clock
         self._requests = RequestTable(scheduler, clock)
@@ -159,6 +160,11 @@ class Engine:
             )
         if request.pooling is not None and not self._device.can_embed:
             raise RequestError("this engine has no model to embed with: it makes tokens up")
+        if request.pooling is None and not self._has_head:
+            raise RequestError(
+                "this model has no head that makes tokens: it is made for /v1/embeddings, /v1/rerank and "
+                "/v1/score"
+            )
         try:
             group, tokens = admit(
                 request,

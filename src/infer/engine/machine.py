@@ -50,4 +50,5 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         published_as=loaded.published_as,
         kept_as=loaded.kept_as,
         has_kv_scales=loaded.kv_scales is not None,
+        model_impl=loaded.config.impl,
     )

@@ -40,6 +40,7 @@ from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutpu
 from infer.frontend.prompts import (
     ChatOptions,
     Conversation,
+    EmbeddingJob,
     Message,
     Prompt,
     RequestOptions,
@@ -50,6 +51,7 @@ from infer.frontend.prompts import (
     read_prompt,
     split_options,
 )
+from infer.frontend.scoring import ScoredDocument, open_scores, rank
 from infer.log import progress
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
@@ -279,21 +281,65 @@ class LLM(TextModel):
         *,
         pooling: str | None = None,
         normalize: bool | None = None,
+        dimensions: int | None = None,
         show_progress: bool = False,
     ) -> list[list[float]]:
         """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
 
         `pooling` ("last", "mean") and `normalize` (to the length 1) are what the model's authors say, unless
-        given.
+        given. `dimensions` keeps the first numbers of each vector.
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
-        job = open_embeddings(self.encoder, given, pooling=pooling, normalize=normalize)
+        job = open_embeddings(
+            self.encoder, given, pooling=pooling, normalize=normalize, dimensions=dimensions
+        )
+        return [job.finish(state) for state in self._hidden_states(job, show_progress=show_progress)]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool = True,
+        show_progress: bool = False,
+    ) -> list[float]:
+        """How well each document answers the query, as `/v1/score` of a server gives it (scoring.py).
+
+        Several queries go with as many documents, pair by pair. `instruction` tells a reranker what a query
+        is for; without `use_activation` a score is the logit of it.
+        """
+        queries, texts = ([each] if isinstance(each, str) else each for each in (query, documents))
+        job = open_scores(
+            self.encoder, queries, texts, instruction=instruction, use_activation=use_activation
+        )
+        states = self._hidden_states(job.job, show_progress=show_progress)
+        return job.scores([job.finish(state) for state in states])
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        show_progress: bool = False,
+    ) -> list[ScoredDocument]:
+        """The documents by how well they answer the query, the best first; with `top_n`, that many."""
+        return rank(
+            documents,
+            self.score(query, documents, instruction=instruction, show_progress=show_progress),
+            top_n,
+        )
+
+    def _hidden_states(self, job: EmbeddingJob, *, show_progress: bool) -> list[list[float]]:
+        """The pooled hidden state of each input of a job."""
         requests = job.requests(self.encoder.next_id)
         opens = [partial(OutputBuilder, request, self.tokenizer, None, is_chat=True) for request in requests]
         streams: list[_Stream] = []
         with self._in_turn():
             self._run(streams, opens, "embedding", show_progress=show_progress)
-        return [job.finish(stream.embedding()) for stream in streams]
+        return [stream.embedding() for stream in streams]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]

@@ -20,6 +20,7 @@ import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -29,6 +30,7 @@ from infer.dialects.table import check_parsers, find_dialect, find_think
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
 from infer.frontend.functions import Tools, as_choice, as_schemas
 from infer.loader.find.source import ModelSource, resolve_model
+from infer.loader.pooling import Scorer
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams, check_int
 from infer.scheduling.request import Request
@@ -96,6 +98,7 @@ class PromptEncoder:
         self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
         self.pooling = headers.pooling  # how they make embeddings
+        self._source = headers.source
         self.tokenizer = tokenizer
         self._template = _find_template(config, family, tokenizer)
         check_parsers(config.tool_call_parser, config.reasoning_parser)
@@ -108,6 +111,15 @@ class PromptEncoder:
             config.chat_template is not None or self.tokenizer.published_chat_template is not None
         )
         self._numbers = itertools.count()
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """How the model scores texts, read from its files when a score is first asked for."""
+        from infer.loader.score_head import read_scorer
+
+        return read_scorer(
+            self._source, self.pooling, self.tokenizer.published_chat_template, self.tokenizer.token_id
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -459,9 +471,18 @@ class EmbeddingJob:
     prompts: tuple[tuple[int, ...], ...]
     pooling: str
     normalize: bool
+    dimensions: int | None = None  # the first numbers of a vector that are kept; None: all
 
     def finish(self, hidden: list[float]) -> list[float]:
         """The vector of one input, from its hidden state."""
+        if self.dimensions is not None:
+            if not 1 <= self.dimensions <= len(hidden):
+                raise RequestError.about(
+                    "dimensions",
+                    f"is {self.dimensions}, but this model's embeddings have {len(hidden)} numbers; ask for "
+                    "1 to all of them, or leave it out",
+                )
+            hidden = hidden[: self.dimensions]
         return to_unit(hidden) if self.normalize else hidden
 
     def requests(
@@ -486,25 +507,32 @@ def open_embeddings(
     *,
     pooling: str | None = None,
     normalize: bool | None = None,
+    dimensions: int | None = None,
     add_special: bool = True,
     most: int | None = None,
     keeps_end: bool = True,
 ) -> EmbeddingJob:
     """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
     prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most, keeps_end=keeps_end)
-    for i, ids in enumerate(prompts):
-        if not ids:
-            raise RequestError(f"input {i} has no tokens; give at least one", param="input")
-        if len(ids) > encoder.context_len:
-            limit = spell_context(encoder.context_len)
-            whose = spell_limit(encoder.context_len, encoder.model_len)
-            said = f"input {i} has {len(ids)} tokens, but {limit}; shorten it{whose}"
-            raise ContextOverflow.in_words(said, param="input")
+    check_inputs(encoder, prompts, "input")
     return EmbeddingJob(
         prompts=tuple(tuple(ids) for ids in prompts),
         pooling=encoder.pooling.mode if pooling is None else pooling,
         normalize=encoder.pooling.normalize if normalize is None else normalize,
+        dimensions=dimensions,
     )
+
+
+def check_inputs(encoder: PromptEncoder, prompts: Sequence[list[int]], param: str) -> None:
+    """Refuse inputs without tokens, and those longer than the context."""
+    for i, ids in enumerate(prompts):
+        if not ids:
+            raise RequestError(f"{param} {i} has no tokens; give at least one", param=param)
+        if len(ids) > encoder.context_len:
+            limit = spell_context(encoder.context_len)
+            whose = spell_limit(encoder.context_len, encoder.model_len)
+            said = f"{param} {i} has {len(ids)} tokens, but {limit}; shorten it{whose}"
+            raise ContextOverflow.in_words(said, param=param)
 
 
 def to_unit(vector: list[float]) -> list[float]:
@@ -518,7 +546,7 @@ def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEnco
     from infer.client.load import load_weights
     from infer.loader.load import read_headers
 
-    headers = read_headers(find_source(config.load, show_progress=show_progress))
+    headers = read_headers(find_source(config.load, show_progress=show_progress), config.load.model_impl)
     encoder = make_encoder(config.load, headers)
     return encoder, load_weights(config, headers, show_progress=show_progress)
 

@@ -37,6 +37,8 @@ class AttentionLayer(NamedTuple):
     number: int  # whose keys and values it reads
     scale: float  # scores are multiplied by it
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: it stays
+    sinks_N: torch.Tensor | None = None  # a score of each query head that belongs to no position (gpt-oss)
 
 
 class LayerInputs:

@@ -11,13 +11,13 @@ Everything that a start decides about weights is decided from these (weight_plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, ConfigError
 from infer.loader.dtype import DTYPES
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor, open_checkpoint
@@ -35,7 +35,8 @@ from infer.loader.formats.kv_scales import read_kv_scales
 from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
-from infer.models.registry import Family, find_family
+from infer.models.registry import Family, find_family, is_headless, read_architectures
+from infer.models.transformers_model import IMPL, open_foreign
 from infer.models.weight_map import Target, WeightMap, find_target
 
 
@@ -67,15 +68,42 @@ class ModelHeaders(TextHeaders):
     eos_ids: tuple[int, ...] = ()  # every token that ends an answer, whichever file names it
 
 
-def read_headers(source: ModelSource) -> ModelHeaders:
-    """Read the config and the headers of the weights."""
+def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family:
+    """The family of a checkpoint: one of ours, or what runs it with transformers' code, as `model_impl` says.
+
+    `path` is that of its config, or of the directory that has it.
+    """
+    why = "model_impl=transformers"
+    if model_impl != IMPL:
+        try:
+            return find_family(raw)
+        except ConfigError as error:
+            if model_impl != "auto":
+                raise
+            why = str(error)
+    found = open_foreign(path, raw, why)
+    names = tuple(read_architectures(raw))
+    return Family(IMPL, names, (), lambda _: found.config, found.build, {}, found.load)
+
+
+def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
+    """Read the config and the headers of the weights; `model_impl` says whose code may compute the model."""
     file = read_gguf(source.path) if source.is_gguf else None
     if file is not None:
         raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
     else:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
-    family = find_family(raw)
+    family = choose_family(raw, source.path, "infer" if source.is_gguf else model_impl)
     config = family.read_config(raw)
+    bare = (
+        family.load is None and "embed_tokens.weight" in tensors
+    )  # a network saved without the head's module around it
+    if bare:
+        tensors = {_with_prefix(name): tensor for name, tensor in tensors.items()}
+    if (family.load is None and is_headless(raw)) or (
+        bare and "lm_head.weight" not in tensors and not config.tie_embeddings
+    ):
+        config = replace(config, tie_embeddings=True, has_head=False)
     settings = {} if source.is_gguf else read_settings(raw, source.path)
     kv_scales = read_kv_scales(tensors, settings, family.weight_map, config.num_layers, config.num_kv_heads)
     if not source.is_gguf:
@@ -97,17 +125,24 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     )
 
 
-def headers_of_config(path: Path, name: str) -> ModelHeaders:
+def _with_prefix(name: str) -> str:
+    return name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+
+
+def headers_of_config(path: Path, name: str, model_impl: str = "auto") -> ModelHeaders:
     """The headers of a config.json alone: a shape, and what it says about the weights to come."""
     raw = read_json(path, MAX_CONFIG_BYTES)
-    family = find_family(raw)
+    family = choose_family(raw, path, model_impl)
     settings = read_settings(raw, path.parent)
     check_method(settings)
+    config = family.read_config(raw)
+    if is_headless(raw):
+        config = replace(config, tie_embeddings=True, has_head=False)
     named = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
     return ModelHeaders(
         source=ModelSource(path=path, name=name, is_gguf=False),
         family=family,
-        config=family.read_config(raw),
+        config=config,
         tensors={},
         stored=None if settings else DTYPES.get(named),
         defaults=GenerationDefaults(),

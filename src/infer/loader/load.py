@@ -34,7 +34,7 @@ from infer.loader.headers import read_headers as read_headers
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import AS_STORED
 from infer.loader.slices import ALONE, Rank, own_kv_heads
-from infer.loader.weight_plan import WeightPlan, plan_weights
+from infer.loader.weight_plan import WeightPlan, plan_weights, refused_if_full
 from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -155,6 +155,28 @@ def load_model(
     published = published_as(headers.tensors)
     check(LoadChoice(plan=plan, weights=rule.label, published_as=published, max_seq_len=context_len))
 
+    if headers.family.load is not None:
+        with refused_if_full(source.name, rule.dtype, chosen_device):
+            model = headers.family.load(plan.config, rule.dtype, chosen_device)
+        return LoadedModel(
+            model=model,
+            config=plan.config,
+            name=source.name,
+            dtype=rule.dtype,
+            device=chosen_device,
+            max_seq_len=context_len,
+            eos_ids=headers.eos_ids,
+            source=source,
+            weights=rule.label,
+        )
+    scaling = headers.config.rope_scaling
+    if scaling is not None and scaling.depends_on_length and context_len > scaling.original_context_len:
+        log.info(
+            "%s: all texts have the positions of %d tokens; max_seq_len=%d keeps those of the training",
+            scaling.kind,
+            context_len,
+            scaling.original_context_len,
+        )
     model = plan.build(context_len)
     moves = plan_moves(model, headers, plan.slices)
     codes, left = CodeCache.open(plan, model, moves)

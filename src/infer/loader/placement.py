@@ -88,7 +88,12 @@ def _complaint(names: list[str], what: str) -> str:
 
 
 def plan_moves(model: Model, headers: ModelHeaders, slices: Mapping[str, Slice] | None = None) -> list[Move]:
-    """Match the tensors of a checkpoint with the places of its model, as `match_tensors` does."""
+    """Match the tensors of a checkpoint with the places of its model, as `match_tensors` does.
+
+    A model that transformers loads has no places of ours.
+    """
+    if headers.family.load is not None:
+        return []
     name, is_tied = headers.source.name, model.config.tie_embeddings
     return match_tensors(
         model, headers.sources, headers.family.weight_map, name=name, is_tied=is_tied, slices=slices or {}

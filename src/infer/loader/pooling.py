@@ -14,7 +14,7 @@ a model is refused when an embedding is asked for, for without that step it woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json, read_jso
 
 MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # their names and ours
 PREFIX = "pooling_mode_"
+JUDGE = "Judge whether the Document meets the requirements"  # how Qwen3-Reranker's prompt begins
 STEPS = ("Pooling", "Normalize")  # those that are made here, after the network
 
 
@@ -32,6 +33,15 @@ class Pooling:
 
     mode: str = "last"
     normalize: bool = True
+    is_published: bool = field(default=False, compare=False)  # its files say so: it is made for embeddings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """How a model scores a query and a document (score_head.py)."""
+
+    row: tuple[float, ...] = ()  # the score is its product with the hidden state; (): a cosine of vectors
+    is_judged: bool = False  # the two texts stand in the prompt that Qwen3-Reranker was trained with
 
 
 def read_pooling(directory: Path) -> Pooling:
@@ -47,7 +57,9 @@ def read_pooling(directory: Path) -> Pooling:
         config = directory / _folder(path, str(kinds["Pooling"].get("path"))) / "config.json"
         mode = _mode_of(read_json(config, MAX_CONFIG_BYTES)) if config.exists() else mode
     unknown = [kind for kind in kinds if kind not in STEPS]
-    return Pooling(mode="+".join([mode, *unknown]), normalize="Normalize" in kinds)
+    return Pooling(
+        mode="+".join([mode, *unknown]), normalize="Normalize" in kinds, is_published="Pooling" in kinds
+    )
 
 
 def _folder(modules: Path, name: str) -> str:

@@ -53,6 +53,10 @@ def load_random(
         )
     name = f"{config_dir.resolve().name} (random weights)"
     headers = headers_of_config(config_dir / "config.json", name)
+    if headers.family.load is not None:
+        raise ConfigError(
+            f"{name} runs with transformers' code, which has no random weights; use a checkpoint"
+        )
     chosen_device = choose_device(device)
     if quantization in ("auto", DENSE):  # as stored, which is dense
         quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"

@@ -38,6 +38,7 @@ from infer.errors import ConfigError
 from infer.kernels.linear.coded import FORMS, CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected, without_weights
+from infer.layers.moe import ALWAYS_DENSE
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, published_as, short_bytes
@@ -242,6 +243,8 @@ def plan_weights(
     With a `world_size` above 1 it is the plan of one `rank`, with its slices.
     """
     assert 0 <= rank < world_size, (rank, world_size)
+    if headers.family.load is not None:
+        quantization = _check_foreign(headers, quantization, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
     skeleton = _network(headers, rule.dtype, META)  # the whole one, which the rank has a part of
     by_module: dict[str, list[WeightSource]] = {}
@@ -275,6 +278,18 @@ def plan_weights(
     )  # fmt: skip
     plan.give_projections(skeleton, META)
     return plan
+
+
+def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int) -> str:
+    """Refuse what needs layers of ours; returns the form that weights of transformers are kept in."""
+    asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
+    asked |= {"tensor_parallel_size": str(world_size)} if world_size > 1 else {}
+    for name, value in asked.items():
+        raise ConfigError(
+            f"{name}={value} needs a model whose code is here, and {headers.source.name} runs with that of "
+            "transformers; leave it out"
+        )
+    return DENSE
 
 
 def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:
@@ -329,7 +344,7 @@ def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
     return {
         module: tensors
         for module, tensors in found.items()
-        if not module.endswith(".router") and any(len(tensor.shape) >= 2 for tensor in tensors)
+        if not module.endswith(ALWAYS_DENSE) and any(len(tensor.shape) >= 2 for tensor in tensors)
     }
 
 

@@ -6,12 +6,29 @@ which checkpoint tensor goes where. Adding a model is one file and one row (docs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from infer.models import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -27,6 +44,7 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[ModelConfig], Model]
     weight_map: WeightMap
+    load: Callable[[ModelConfig, torch.dtype, torch.device], Model] | None = None  # None: by the weight map
 
 
 # fmt: off
@@ -39,26 +57,42 @@ FAMILIES: tuple[Family, ...] = (
            mixtral.read_config, mixtral.Mixtral, mixtral.WEIGHT_MAP),
     Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",),
            qwen2.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",),
+           qwen2_moe.read_config, mixtral.Mixtral, qwen2_moe.WEIGHT_MAP),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",),
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
     Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),
            qwen3_moe.read_config, mixtral.Mixtral, qwen3_moe.WEIGHT_MAP),
+    Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",),
+           gemma2.read_config, gemma2.Gemma2, gemma2.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
            gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
+    Family("olmo2", ("Olmo2ForCausalLM",), ("olmo2",),
+           olmo2.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("olmo3", ("Olmo3ForCausalLM",), ("olmo3",),
+           olmo3.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("olmoe", ("OlmoeForCausalLM",), ("olmoe",),
+           olmoe.read_config, mixtral.Mixtral, olmoe.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )
 # fmt: on
 
 
+HEADLESS = ("ForSequenceClassification", "Model")  # ends of architectures without a head for tokens
+
+
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`."""
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`.
+
+    An embedding model (`Qwen3Model`) and a classifier (`Qwen3ForSequenceClassification`) are of the family
+    whose network they have.
+    """
+    architectures = read_architectures(raw)
     model_type = raw.get("model_type")
+    names = {*architectures, *(re.sub(f"({'|'.join(HEADLESS)})$", "ForCausalLM", x) for x in architectures)}
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
+        if not names.isdisjoint(family.architectures):
             return family
         if not architectures and model_type in family.model_types:
             return family
@@ -68,6 +102,19 @@ def find_family(raw: Mapping[str, Any]) -> Family:
         f"this checkpoint is {given or 'of no named architecture'}, which is not supported; "
         f"supported: {supported}; docs/adding-a-model.md tells how to add one"
     )
+
+
+def read_architectures(raw: Mapping[str, Any]) -> list[str]:
+    """The names in a config's `architectures`."""
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    return [str(name) for name in architectures]
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """True for an embedding model or a classifier: it has no head that makes tokens."""
+    return any(name.endswith(HEADLESS) for name in read_architectures(raw))
 
 
 def get_family(name: str) -> Family:

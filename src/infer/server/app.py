@@ -7,8 +7,8 @@
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
-    routes        completions, chat, messages, responses, models, tokens, embeddings; those of
-                  Ollama and llama.cpp; health, metrics, explain; admin; the page
+    routes        completions, chat, messages, responses, models, tokens, embeddings, scores; those
+                  of Ollama and llama.cpp; health, metrics, explain; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -48,6 +48,7 @@ from infer.server.routes import (
     pages,
     response_memory,
     responses,
+    scoring,
     tokens,
 )
 from infer.server.state import ServerState
@@ -125,6 +126,7 @@ def build_app(
         models,
         tokens,
         embeddings,
+        scoring,
         ollama,
         llama_cpp,
         health,

@@ -322,7 +322,7 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rename_reasoning(messages: list[dict[str, Any]]) -> None:
-    """Name reasoning as gpt-oss's published template does: `thinking`, and no text next to both it and calls."""
+    """Name reasoning as the published template of gpt-oss does: `thinking`, without text next to calls."""
     for message in messages:
         if thought := message.get("reasoning_content"):
             text = message["content"] if message.get("tool_calls") else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -24,6 +25,7 @@ from infer.kernels.runtime.dispatch import nvidia_capability
 from infer.kernels.runtime.profiles import device_profile, explained_profile
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
+from infer.models.transformers_model import INSTALL
 
 # What the kernels can use, in the spelling of /proc/cpuinfo, from old to new.
 _FEATURES = (
@@ -68,6 +70,7 @@ def examine_machine() -> MachineReport:
         ("profile", _profile(num_gpus)),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
+        ("transformers", _transformers()),
         ("PyTorch", f"{torch.__version__}, Python {platform.python_version()}"),
     ]
     return MachineReport(tuple(rows), tuple(_advice(flags, compiler, c is not None, num_threads, num_gpus)))
@@ -99,6 +102,14 @@ def _advice(
             "keeps its 4 bits; --quantization int4 rounds any other file to them, which costs accuracy"
         )
     return advice
+
+
+def _transformers() -> str:
+    """What runs families without a file here (models/transformers_model.py)."""
+    try:
+        return f"{version('transformers')}: runs decoders of other families (knob model_impl)"
+    except PackageNotFoundError:
+        return f"none, so only families with a file here are served ({INSTALL})"
 
 
 def _profile(num_gpus: int) -> str:

@@ -396,24 +396,25 @@ def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[
 # -- what is planned, and for what --------------------------------------------------------------------
 
 
-def find_headers(model: str | None, *, revision: str | None, show_progress: bool) -> ModelHeaders:
+def find_headers(
+    model: str | None, *, revision: str | None, show_progress: bool, model_impl: str = "auto"
+) -> ModelHeaders:
     """The headers of a model, or of a config.json alone: a shape may be planned before it is fetched.
 
     Of a hub repository only the config is fetched: it says as much as the headers would.
     """
     path = None if model is None else Path(model).expanduser()
     if path is not None and path.is_file() and path.suffix == ".json":
-        return headers_of_config(
-            path, path.resolve().parent.name if path.name == "config.json" else path.stem
-        )
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return headers_of_config(path, name, model_impl)
     if path is not None and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        return headers_of_config(path / "config.json", path.resolve().name)
+        return headers_of_config(path / "config.json", path.resolve().name, model_impl)
     if model is not None and path is not None and read_hub_id(model) == (model, None) and not path.exists():
         from infer.loader.find import hub
 
         file = hub.fetch_file(model, "config.json", revision=revision, show_progress=show_progress)
-        return headers_of_config(file, model)
-    return read_headers(resolve_model(model, revision=revision, show_progress=show_progress))
+        return headers_of_config(file, model, model_impl)
+    return read_headers(resolve_model(model, revision=revision, show_progress=show_progress), model_impl)
 
 
 def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:

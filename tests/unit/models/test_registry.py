@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models.registry import FAMILIES, find_family, get_family
+from infer.models.registry import FAMILIES, find_family, get_family, is_headless
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -27,9 +27,11 @@ def test_architectures_decide_before_the_model_type() -> None:
     assert find_family({"architectures": ["Qwen3ForCausalLM"], "model_type": "llama"}).name == "qwen3"
 
 
-def test_a_classifier_is_not_loaded_as_a_language_model() -> None:
-    with pytest.raises(ConfigError, match="LlamaForSequenceClassification"):
-        find_family({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"})
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaModel"])
+def test_a_classifier_and_an_embedding_model_have_the_network_of_their_family_and_no_head(name: str) -> None:
+    raw = {"architectures": [name], "model_type": "llama"}
+    assert find_family(raw).name == "llama"
+    assert is_headless(raw) and not is_headless({"architectures": ["LlamaForCausalLM"]})
 
 
 @pytest.mark.parametrize(

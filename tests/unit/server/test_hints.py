@@ -40,7 +40,6 @@ def site(oracle: LLM) -> Site:
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
         (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         (CHAT, {"logprobs": False, "top_logprobs": 0}, "top_logprobs"),
-        (EMBEDDINGS, {"dimensions": 1}, "dimensions"),
         (CHAT, {"cache_control": {"type": "ephemeral"}}, "cache_control"),
         (CHAT, {"messages": [{**TALK[0], "cache_control": {"type": "ephemeral"}}]}, "messages.cache_control"),
         (
@@ -60,7 +59,7 @@ def test_a_hint_is_ignored_and_named(site: Site, path: str, fields: dict[str, An
     assert response.headers["x-infer-ignored"] == ignored
 
 
-def test_other_dimensions_than_the_models_own_are_refused(site: Site) -> None:
+def test_more_dimensions_than_the_models_own_are_refused(site: Site) -> None:
     error = site.request("POST", EMBEDDINGS, json={"input": "x", "dimensions": 7})
     assert (error.status_code, error.json()["error"]["param"]) == (400, "dimensions")
 

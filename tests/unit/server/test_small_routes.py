@@ -167,7 +167,8 @@ def test_the_library_and_the_route_refuse_in_the_same_words(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"dimensions": 8}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 10**6}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"pooling": "max"}, "pooling"),
         ({"input": []}, "input"),

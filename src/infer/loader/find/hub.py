@@ -18,10 +18,10 @@ from infer.errors import ModelSourceError
 from infer.loader.find.default_model import is_offline
 
 # Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf), but
-# for 1_Pooling, which says how a model made for embeddings is used.
+# for 1_Pooling and 1_LogitScore, which say how a model made for embeddings or scores is used.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # consolidated.safetensors: the same weights again, in another layout
-UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!P]*/*", "consolidated*"]
+UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!PL]*/*", "consolidated*"]
 
 
 def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:

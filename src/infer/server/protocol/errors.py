@@ -139,6 +139,8 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/health",
         "/metrics",
         "/props",
+        "/rerank",
+        "/score",
         "/slots",
         "/tokenize",
         "/tokenizer_info",
@@ -149,8 +151,11 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/rerank",
         "/v1/responses",
         "/v1/responses/input_tokens",
+        "/v1/score",
+        "/v2/rerank",
         "/version",
     }
 )

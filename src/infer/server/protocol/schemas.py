@@ -543,7 +543,7 @@ class EmbeddingRequest(Body):
     model: Name | None = None
     input: PromptField
     encoding_format: str | None = None
-    dimensions: Int | None = None  # the model's own, or refused
+    dimensions: Int | None = None  # the first numbers of each vector; None: all
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
@@ -551,3 +551,49 @@ class EmbeddingRequest(Body):
     truncation_side: Literal["left", "right"] | None = None  # what is cut off: the beginning, or the end
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class ScoredText(Body):
+    """A document that stands in an object, as Jina's and Cohere's clients send it."""
+
+    where = "documents."
+
+    text: str
+
+
+Text = str | ScoredText
+MAX_DOCUMENTS = 2048
+Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+class ScoringBody(Body):
+    """What rerank and score share."""
+
+    neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
+    ignored = ABOUT_THE_CLIENT
+
+    model: Name | None = None
+    instruction: str | None = None  # what the query is for; rerankers with a prompt for it read it
+    use_activation: bool | None = None  # False: the logit of the score
+    truncate_prompt_tokens: Int | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class RerankRequest(ScoringBody):
+    """`POST /v1/rerank`, as Jina, Cohere and vLLM have it."""
+
+    query: Text
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as for vLLM
+    return_documents: bool | None = None
+
+
+class ScoreRequest(ScoringBody):
+    """`POST /v1/score`, as vLLM has it: two names for either side."""
+
+    text_1: Text | Documents | None = None
+    text_2: Text | Documents | None = None
+    queries: Text | Documents | None = None
+    documents: Text | Documents | None = None

@@ -29,6 +29,7 @@ from infer.server.protocol.schemas import (
     EmbeddingRequest,
     Prompts,
     SamplingBody,
+    ScoringBody,
     TokenizeRequest,
 )
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
@@ -277,7 +278,7 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 
 
 def most_tokens(
-    body: SamplingBody | EmbeddingRequest, encoder: PromptEncoder, num_output: int | None
+    body: SamplingBody | EmbeddingRequest | ScoringBody, encoder: PromptEncoder, num_output: int | None
 ) -> int | None:
     """How many tokens of a prompt are kept, its last ones; None: all.
 

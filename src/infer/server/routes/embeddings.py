@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import orjson
 from fastapi import Request as HttpRequest
@@ -21,15 +22,16 @@ from fastapi import Response
 
 from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
-from infer.frontend.prompts import open_embeddings
+from infer.frontend.prompts import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
-from infer.server.protocol.schemas import EmbeddingRequest
+from infer.server.protocol.schemas import EmbeddingRequest, ScoringBody
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import most_tokens, split_prompts
 from infer.server.routes.json_route import ignored_headers, make_router, server_state
 from infer.server.state import ServedModel, engine_id, mark, salt_of
 
 router = make_router()
+T = TypeVar("T")
 
 FORMATS = ("float", "base64")
 MAX_INPUTS = 2048  # of one body, as in OpenAI's API
@@ -69,56 +71,61 @@ async def make_vectors(
         inputs,
         pooling=body.pooling,
         normalize=body.normalize,
+        dimensions=body.dimensions,
         add_special=body.add_special_tokens is not False,
         most=most_tokens(body, model.encoder, 0),
         keeps_end=body.truncation_side != "right",
     )
+    vectors = await run_job(
+        http, body, model, job, lambda index, state: write(index, job.finish(state)), "input"
+    )
+    num_tokens = sum(len(prompt) for prompt in job.prompts)
+    return vectors, num_tokens, body.model if body.model is not None else model.name
+
+
+async def run_job(
+    http: HttpRequest,
+    body: EmbeddingRequest | ScoringBody,
+    model: ServedModel,
+    job: EmbeddingJob,
+    finish: Callable[[int, list[float]], T],
+    param: str,
+) -> list[T]:
+    """What `finish` makes of the hidden state of each input of a job; `param` is the body's name for them."""
     mark("tokenize")
-    limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
+    timeout = server_state(http).config.request_timeout
+    limit = min((each for each in (body.timeout, timeout) if each), default=None)
     requests = job.requests(
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
         cache_salt=salt_of(body.cache_salt),
     )
-
-    def check_and_write(index: int, state: list[float]) -> bytes:
-        if body.dimensions not in (None, len(state)):
-            raise RequestError.about(
-                "dimensions",
-                f"is {body.dimensions}, but this model's embeddings have {len(state)}; leave it out",
-            )
-        return write(index, job.finish(state))
-
     try:
         async with asyncio.timeout(limit):
-            vectors = await unless_disconnected(http.receive, _embed(model, requests, check_and_write))
+            return await unless_disconnected(http.receive, _embed(model, requests, finish, param))
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
-    if body.dimensions is not None:
-        body.note_ignored(["dimensions"])
-    num_tokens = sum(len(prompt) for prompt in job.prompts)
-    return vectors, num_tokens, body.model if body.model is not None else model.name
 
 
 async def _embed(
-    model: ServedModel, requests: Sequence[Request], write: Callable[[int, list[float]], bytes]
-) -> list[bytes]:
-    """The vectors of all inputs as JSON, a few of them in the engine at a time: others wait there too.
+    model: ServedModel, requests: Sequence[Request], finish: Callable[[int, list[float]], T], param: str
+) -> list[T]:
+    """What is made of all hidden states, a few inputs in the engine at a time: others wait there too.
 
-    A thread writes each as soon as it is there. Millions of numbers take half a gigabyte as Python's floats,
-    and to write them at once would keep the interpreter's lock from every stream.
+    A thread writes each vector as soon as it is there. Millions of numbers take half a gigabyte as Python's
+    floats, and to write them at once would keep the interpreter's lock from every stream.
     """
     window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
 
-    async def embed_one(index: int, request: Request) -> bytes:
+    async def embed_one(index: int, request: Request) -> T:
         async with window:
-            return await asyncio.to_thread(write, index, await embed(model.pick(request), request))
+            return await asyncio.to_thread(finish, index, await embed(model.pick(request), request))
 
     tasks = [asyncio.ensure_future(embed_one(i, request)) for i, request in enumerate(requests)]
     try:
         return await asyncio.gather(*tasks)
     except RequestError as error:
-        raise error.of_prompt("prompt", "input") from None
+        raise error.of_prompt("prompt", param) from None
     finally:
         for task in tasks:
             task.cancel()

@@ -62,11 +62,15 @@ MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
 }
 LARGE_FIELDS = (
     "context",
+    "documents",
     "input",
     "instructions",
     "messages",
     "prompt",
+    "queries",
     "system",
+    "text_1",
+    "text_2",
     "tokens",
 )  # may fill the body
 MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together

@@ -1,0 +1,75 @@
+"""What turns a hidden state into a relevance score: one row of numbers, read from the checkpoint.
+
+    ...ForSequenceClassification    its `score` head, one row
+    a reranker that is a causal LM  the head's row of the token "yes" minus that of "no": the score's logit
+    an embedding model              no row: the score is the cosine of the two texts' vectors
+
+The engine gives the last token's hidden state in all three cases, as it does for an embedding, so a score
+costs no step of its own kind. A causal LM is a reranker if its files name a `LogitScore` step, its chat
+template is the reranker's, or its name says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infer.errors import CheckpointError, RequestError
+from infer.loader.find.source import ModelSource
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_hf_config, read_json
+from infer.loader.headers import read_headers
+from infer.loader.pooling import JUDGE, Pooling, Scorer
+from infer.models.registry import is_headless, read_architectures
+from infer.quant.coded import CodedRows
+
+ROWS = 4096  # rows of a head that are looked at together
+
+
+def read_scorer(
+    source: ModelSource, pooling: Pooling, template: str | None, token_id: Callable[[str], int | None]
+) -> Scorer:
+    """Read how a model scores, or refuse one that is neither a reranker nor made for embeddings."""
+    raw = {} if source.is_gguf else read_hf_config(source.path)
+    is_judged = JUDGE in (template or "")
+    if any(name.endswith("ForSequenceClassification") for name in read_architectures(raw)):
+        head = read_headers(source).tensors.get("score.weight")
+        if head is None or head.shape[0] != 1:
+            labels = "no `score` head" if head is None else f"{head.shape[0]} labels"
+            raise RequestError(f"this classifier has {labels}; a relevance score needs one with 1 label")
+        return Scorer(row=tuple(_read_row(head, 0).tolist()), is_judged=is_judged)
+    if is_judged or "LogitScore" in pooling.mode or "rerank" in source.name.lower():
+        yes, no = _answer_ids(source, token_id)
+        headers = read_headers(source, "infer")
+        module = "embedding" if headers.config.tie_embeddings else "head"
+        found = [each.tensor for each in headers.sources if (each.module, each.leaf) == (module, "weight")]
+        if not headers.config.has_head or not found:
+            raise RequestError("this reranker's files have no head that makes tokens, which its score needs")
+        row = _read_row(found[0], yes) - _read_row(found[0], no)
+        return Scorer(row=tuple(row.tolist()), is_judged=True)
+    if pooling.is_published or is_headless(raw):
+        return Scorer()
+    raise RequestError(
+        "this model scores no texts: it is neither a reranker (a ...ForSequenceClassification, or a "
+        "language model with 'rerank' in its name) nor made for embeddings; load one of these"
+    )
+
+
+def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> tuple[int, int]:
+    """The tokens that mean yes and no: those that the files name, or those spelled so."""
+    path = source.path / "1_LogitScore" / "config.json"
+    raw = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
+    yes = raw.get("true_token_id", token_id("yes"))
+    no = raw.get("false_token_id", token_id("no"))
+    if not (type(yes) is int and type(no) is int and yes >= 0 and no >= 0):
+        raise RequestError("this reranker has no single tokens for the answers yes and no")
+    return yes, no
+
+
+def _read_row(matrix: StoredTensor, number: int) -> torch.Tensor:
+    for part, rows in matrix.rows(ROWS, torch.device("cpu")):
+        if part.start <= number < part.stop:
+            numbers = rows.numbers() if isinstance(rows, CodedRows) else rows
+            return numbers[number - part.start].double()
+    raise CheckpointError(f"the head has {matrix.shape[0]} rows, and row {number} is needed")

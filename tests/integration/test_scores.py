@@ -1,0 +1,126 @@
+"""Scores and rankings: those of transformers and of the arithmetic on a model's published form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from infer import LLM
+from infer.errors import RequestError
+from infer.frontend.scoring import AFTER, BEFORE, INSTRUCTION
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.unit.loader.test_pooling import NORMALIZE, POOLING, TRANSFORMER, write
+
+QUERY = "Where is the river?"
+DOCUMENTS = ["The river is behind the house.", "Water boils at one hundred degrees.", "the clock", "engine"]
+KNOBS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MB"}
+
+
+def classifier(family: str, out: Path, labels: int = 1) -> Path:
+    """A tiny random classifier, saved by transformers."""
+    make_checkpoint(family, out, sizes=Sizes(context_len=512))
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(out, num_labels=labels, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    (out / "model.safetensors").unlink()
+    model.save_pretrained(out)
+    return out
+
+
+def bare(out: Path, architecture: str) -> Path:
+    """The form in which Qwen3-Embedding is published: no `model.` in front of a name, and no head."""
+    make_checkpoint("qwen3", out, sizes=Sizes(context_len=512))
+    weights = load_file(out / "model.safetensors")
+    kept = {name.removeprefix("model."): t.clone() for name, t in weights.items() if "lm_head" not in name}
+    save_file(kept, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    config |= {"architectures": [architecture], "tie_word_embeddings": False}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_a_classifiers_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    path = classifier(family, tmp_path / "m")
+    reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    with LLM(str(path), max_num_batched_tokens=16, **KNOBS) as llm:
+        logits = llm.score(QUERY, DOCUMENTS, use_activation=False)
+        scores = llm.score([QUERY] * len(DOCUMENTS), DOCUMENTS)
+        core = llm.tokenizer._core
+        for document, logit, score in zip(DOCUMENTS, logits, scores, strict=True):
+            ids = core.encode(QUERY, document).ids
+            with torch.no_grad():
+                wanted = reference(torch.tensor([ids])).logits[0, 0]
+            assert logit == pytest.approx(wanted.item(), abs=1e-4)
+            assert score == pytest.approx(wanted.sigmoid().item(), abs=1e-4)
+        assert [found.index for found in llm.rerank(QUERY, DOCUMENTS, top_n=2)] == sorted(
+            range(len(DOCUMENTS)), key=lambda i: -scores[i]
+        )[:2]
+        with pytest.raises(RequestError, match="no head that makes tokens"):
+            llm.generate("x")
+
+
+def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
+    path = classifier("qwen3", tmp_path / "m", labels=3)
+    with LLM(str(path), **KNOBS) as llm, pytest.raises(RequestError, match="3 labels"):
+        llm.score(QUERY, DOCUMENTS)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_reranker_gives_the_chance_of_yes_against_no(tmp_path: Path, ties: bool) -> None:
+    path = tmp_path / "tiny-reranker"
+    make_checkpoint("qwen3", path, sizes=Sizes(context_len=512))
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if reference.config.tie_word_embeddings != ties:
+        reference.config.tie_word_embeddings = ties
+        head = reference.model.embed_tokens.weight.detach().clone() * (1.0 if ties else 0.7)
+        reference.lm_head.weight = reference.model.embed_tokens.weight if ties else torch.nn.Parameter(head)
+        reference.save_pretrained(path)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    yes, no = len(vocabulary["model"]["vocab"]) // 2, len(vocabulary["model"]["vocab"]) // 3
+    (path / "1_LogitScore").mkdir()
+    (path / "1_LogitScore" / "config.json").write_text(
+        json.dumps({"true_token_id": yes, "false_token_id": no})
+    )
+    with LLM(str(path), **KNOBS) as llm:
+        scores = llm.score(QUERY, DOCUMENTS)
+        told = llm.score(QUERY, DOCUMENTS, instruction="Find clocks")
+        for document, score in zip(DOCUMENTS, scores, strict=True):
+            body = f"<Instruct>: {INSTRUCTION}\n<Query>: {QUERY}\n<Document>: {document}"
+            before, after = (
+                llm.tokenizer.encode(text, add_special=False, parse_special=True) for text in (BEFORE, AFTER)
+            )
+            ids = before + llm.tokenizer.encode(body, add_special=False) + after
+            with torch.no_grad():
+                logits = reference(torch.tensor([ids])).logits[0, -1, [no, yes]]
+            assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-4)
+    assert told != scores
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "Qwen3ForCausalLM"])
+def test_an_embedding_model_without_prefix_and_head_gives_cosines(tmp_path: Path, architecture: str) -> None:
+    path = write(
+        bare(tmp_path / "m", architecture), [TRANSFORMER, POOLING, NORMALIZE], {"pooling_mode": "lasttoken"}
+    )
+    reference = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    with LLM(str(path), **KNOBS) as llm:
+        vectors = llm.embed([QUERY, *DOCUMENTS])
+        with torch.no_grad():
+            states = [
+                reference(torch.tensor([llm.encode(text)])).last_hidden_state[0, -1]
+                for text in [QUERY, *DOCUMENTS]
+            ]
+        wanted = torch.nn.functional.normalize(torch.stack(states), dim=-1)
+        torch.testing.assert_close(torch.tensor(vectors), wanted, atol=1e-4, rtol=1e-4)
+        scores = llm.score(QUERY, DOCUMENTS)
+        assert scores == pytest.approx((wanted[1:] @ wanted[0]).tolist(), abs=1e-4)
+        short = torch.tensor(llm.embed(QUERY, dimensions=8))
+        torch.testing.assert_close(short[0], torch.nn.functional.normalize(wanted[0, :8], dim=-1))
+        with pytest.raises(RequestError, match="no head that makes tokens"):
+            llm.generate("x")
