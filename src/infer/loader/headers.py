@@ -20,6 +20,7 @@ import torch
 from infer.errors import CheckpointError
 from infer.loader.dtype import DTYPES
 from infer.loader.find.source import ModelSource
+from infer.loader.formats import gpt_oss
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor, open_checkpoint
 from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
@@ -76,6 +77,8 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
     family = find_family(raw)
     config = family.read_config(raw)
+    if family.name == "gpt_oss" and file is None:
+        tensors = gpt_oss.translated(tensors)
     settings = {} if source.is_gguf else read_settings(raw, source.path)
     kv_scales = read_kv_scales(tensors, settings, family.weight_map, config.num_layers, config.num_kv_heads)
     if not source.is_gguf:

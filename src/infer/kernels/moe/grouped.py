@@ -150,12 +150,12 @@ def experts_mlp(
     row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
 
     gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
-    _multiply(
+    multiply_rows(
         x_TD, gate_up_EFD, gated_RF, row_order, block_experts, None, tiles,
         rows_per_input=num_choices, activation=activation,
     )  # fmt: skip
     outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
-    _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, tiles)
+    multiply_rows(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, tiles)
     return sum_choices(outputs_RD, T, num_choices)
 
 
@@ -200,7 +200,7 @@ def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> Tiles:
     return Tiles(block_t, block_n, 128 // element_size, num_warps)
 
 
-def _multiply(
+def multiply_rows(
     x: torch.Tensor,
     w_ENK: torch.Tensor,
     y_RN: torch.Tensor,
