@@ -100,6 +100,20 @@ TOKENS = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "olmoe": _OLMO,
+    "gpt_oss": FamilyTokens(
+        (
+            "<|startoftext|>",
+            "<|endoftext|>",
+            "<|return|>",
+            "<|channel|>",
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|call|>",
+            "<|constrain|>",
+        ),
+        eos=("<|return|>", "<|call|>", "<|endoftext|>"),
+    ),  # fmt: skip
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -142,6 +156,8 @@ def make_checkpoint(
     with torch.device("meta"):  # only names and shapes are wanted
         model = found.build(found.read_config(raw))
     tensors = dict(random_tensors(model, found.weight_map, seed, DTYPES[dtype]))
+    if family == "gpt_oss":
+        tensors |= gpt_oss_experts(model, seed, DTYPES[dtype])
 
     out_dir.mkdir(parents=True, exist_ok=True)
     _write_json(out_dir / "config.json", raw)
@@ -251,6 +267,24 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "tie_word_embeddings": True,
         },
         "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        "gpt_oss": {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "head_dim": head_dim,
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+            "sliding_window": sizes.window,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": sizes.context_len // 4,
+            },
+        },
         "olmoe": {
             "architectures": ["OlmoeForCausalLM"],
             "model_type": "olmoe",
@@ -305,6 +339,21 @@ def random_tensors(
                     shape = _shape(module, parameter[expert] if is_stack else parameter, target)
                     tensor = _random_tensor(module, leaf, shape, generator)
                     yield f"{key.format(layer, expert)}.{leaf}", tensor.to(dtype)
+
+
+def gpt_oss_experts(model: Model, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The experts of gpt-oss as its files have them: [in, out], gate and up by turns."""
+    generator = torch.Generator().manual_seed(seed)
+    config, tensors = model.config, dict[str, torch.Tensor]()
+    assert config.experts is not None, config
+    num, size, width = config.experts.num_experts, config.experts.size, config.hidden_size
+    for layer in range(config.num_layers):
+        for name, rows, columns in (("gate_up_proj", 2 * size, width), ("down_proj", width, size)):
+            stem = f"model.layers.{layer}.mlp.experts.{name}"
+            weight = torch.randn(num, columns, rows, generator=generator) * columns**-0.5
+            tensors[stem] = weight.to(dtype)
+            tensors[f"{stem}_bias"] = (0.3 * torch.randn(num, rows, generator=generator)).to(dtype)
+    return tensors
 
 
 def _shape(module: Any, parameter: torch.Tensor, target: Target) -> tuple[int, ...]:

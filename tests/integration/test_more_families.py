@@ -23,7 +23,13 @@ from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, load_model
 from infer.loader.weight_plan import plan_weights
 from scripts.make_checkpoint import Sizes, make_checkpoint
-from tests.support.checkpoints import MORE_FAMILIES, MORE_MOE_FAMILIES, UNCUT_FAMILIES, build_like, reference_model
+from tests.support.checkpoints import (
+    MORE_FAMILIES,
+    MORE_MOE_FAMILIES,
+    UNCUT_FAMILIES,
+    build_like,
+    reference_model,
+)
 from tests.support.kv_store import fill_store
 from tests.support.simple_loop import generate_greedy
 from tests.support.step import run_step

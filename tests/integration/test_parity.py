@@ -25,13 +25,16 @@ from tests.support.checkpoints import (
     VOCAB_SIZE,
     build_like,
     copy_weights,
+    named_tensors,
     raw_config,
     reference_model,
 )
 from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 FLOAT32_BOUND = 1e-5
-ROTARY_FAMILIES = tuple(family for family in FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES if family != "gpt2")
+ROTARY_FAMILIES = tuple(
+    family for family in FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES if family != "gpt2"
+)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -111,6 +114,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe: no clip, normalised weights, biases": (
         "olmoe",
         {"clip_qkv": None, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "gpt_oss: sinks, window in even layers, yarn": ("gpt_oss", {}),
+    "gpt_oss: one expert, no window, no biases of attention": (
+        "gpt_oss",
+        {"num_experts_per_tok": 1, "layer_types": ["full_attention"] * 4, "attention_bias": False},
     ),
     "gemma2: soft caps, window in even layers": ("gemma2", {}),
     "gemma2: no caps, one kv head, untied head": (
@@ -349,7 +357,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
     found = find_family(raw_config(reference))
     config = replace(found.read_config(raw_config(reference)), context_len=context_len)
     ours = found.build(config)
-    copy_weights(ours, reference.state_dict(), found.weight_map)
+    copy_weights(ours, named_tensors(reference), found.weight_map)
     return ours, reference
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infer.layers.linear import ExpertLinear
 from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import WeightMap, find_target
@@ -84,11 +85,26 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
     "olmoe": _COMMON | {"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 1.2},
+    "gpt_oss": _COMMON
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
 MORE_FAMILIES = ("olmo2", "olmo3")  # run by test_parity and test_more_families: other tests see no difference
-MORE_MOE_FAMILIES = ("olmoe",)  # likewise
+MORE_MOE_FAMILIES = ("olmoe", "gpt_oss")  # likewise
 UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe")  # ranks cannot share them
 FAMILIES = tuple(family for family in TINY if family not in MOE_FAMILIES + MORE_FAMILIES + MORE_MOE_FAMILIES)
 
@@ -110,6 +126,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
         "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]
@@ -128,7 +145,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 1 and name.endswith("bias"):
+        if name.endswith("bias"):
             parameter.data = 0.3 * noise
         elif parameter.dim() == 1:
             parameter.data = parameter.data + 0.3 * noise  # around 1, or around 0 where offset is 1
@@ -156,8 +173,26 @@ def build_like(reference: Any, raw: Mapping[str, Any] | None = None) -> Model:
         torch.set_default_dtype(previous)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))  # whatever the weight map forgets poisons the logits
-    copy_weights(model, reference.state_dict(), family.weight_map)
+    copy_weights(model, named_tensors(reference), family.weight_map)
     return model
+
+
+def named_tensors(reference: Any) -> dict[str, torch.Tensor]:
+    """The reference's tensors under the names of a weight map; of gpt-oss, which are translated, by hand."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in reference.state_dict().items():
+        if reference.config.model_type != "gpt_oss" or ".experts." not in name:
+            found[name] = tensor
+            continue
+        leaf = ".bias" if name.endswith("_bias") else ""
+        rows = tensor if leaf else tensor.transpose(1, 2)
+        name = name.removesuffix("_bias")
+        if name.endswith("gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            found |= {f"{stem}gate_proj{leaf}": rows[:, ::2], f"{stem}up_proj{leaf}": rows[:, 1::2]}
+        else:
+            found[name + leaf] = rows
+    return found
 
 
 def copy_weights(model: Model, tensors: Mapping[str, torch.Tensor], weight_map: WeightMap) -> None:
@@ -168,7 +203,9 @@ def copy_weights(model: Model, tensors: Mapping[str, torch.Tensor], weight_map: 
             continue
         module: Any = model.get_submodule(target.module)
         rows = slice(None) if target.part is None else module.spec.part_rows(target.part)
-        place = getattr(module, leaf).data[rows]
+        whole = getattr(module, leaf).data
+        is_stack = isinstance(module, ExpertLinear) and target.expert is None and target.part is not None
+        place = whole[:, rows] if is_stack else whole[rows]
         source = tensor.t() if target.transposed else tensor
         assert place.shape == source.shape, (name, tuple(place.shape), tuple(source.shape))
         place.copy_(source)

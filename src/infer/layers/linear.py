@@ -139,7 +139,16 @@ class ExpertLinear(Projected):
     """A stack of matrices of one shape, one per expert; each may hold parts as a `Linear` does."""
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, parts: Mapping[str, int] | None = None
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        parts: Mapping[str, int] | None = None,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, parts, num_experts=num_experts)
         self.num_experts = num_experts  # how many matrices there are
+        shape = num_experts, out_features
+        self.bias = nn.Parameter(torch.empty(shape), requires_grad=False) if bias else None
+        self.projection.bias = self.bias

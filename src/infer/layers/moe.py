@@ -45,6 +45,7 @@ class MixtureOfExperts(nn.Module):
     """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
 
     `normalized`: the weights of a token's experts add up to 1. `shared_size`: of the shared expert; 0: none.
+    `bias`: the router and every expert's matrices have one (gpt-oss).
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class MixtureOfExperts(nn.Module):
         normalized: bool,
         activation: str,
         shared_size: int = 0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
-        self.router = Linear(hidden_size, num_experts, bias=False, always_dense=True)
+        self.router = Linear(hidden_size, num_experts, bias=bias, always_dense=True)
         halves = {"gate": expert_size, "up": expert_size}
-        self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves)
-        self.down = ExpertLinear(num_experts, expert_size, hidden_size)
+        self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves, bias=bias)
+        self.down = ExpertLinear(num_experts, expert_size, hidden_size, bias=bias)
         if shared_size:
             self.shared = GatedMLP(hidden_size, shared_size, activation=activation, bias=False)
             self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
@@ -73,6 +75,8 @@ class MixtureOfExperts(nn.Module):
     def prepare(self, compiled: CompiledLinears) -> None:
         """Ask for the kernels of few tokens, if both matrices are kept as they read them."""
         gate_up, down = self.gate_up.projection, self.down.projection
+        if gate_up.bias is not None:
+            return
         gate_up.prepare_experts(compiled, self.activation)
         down.prepare_experts(compiled, "")
         stacks = gate_up.stacked, down.stacked

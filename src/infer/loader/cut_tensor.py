@@ -17,6 +17,7 @@ import torch
 from infer.loader.formats.axes import Ranges
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.gguf_tensors import PackedTensor
+from infer.loader.formats.gpt_oss import ExpertStack
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.slices import Slice
 from infer.quant.coded import CodedRows, StoredCodes
@@ -35,6 +36,8 @@ def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredT
             num_rows=_length(cut.rows), size=size, codes=None if codes is None else codes._replace(size=size)
         )
         return replace(tensor, module=replace(tensor.module, leaves=leaves), layout=layout)
+    if isinstance(tensor, ExpertStack):
+        return tensor.cut(cut.rows, cut.columns)
     if isinstance(tensor, PackedTensor) and len(tensor.shape) > 1:
         return CutBlocks(replace(tensor, transposed=False), cut, tensor.transposed)
     axes: tuple[Ranges | None, ...] = (cut.rows, cut.columns) if len(tensor.shape) > 1 else (cut.rows,)

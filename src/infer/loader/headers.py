@@ -20,6 +20,7 @@ import torch
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.dtype import DTYPES
 from infer.loader.find.source import ModelSource
+from infer.loader.formats import gpt_oss
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor, open_checkpoint
 from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
@@ -95,6 +96,8 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
     family = choose_family(raw, source.path, "infer" if source.is_gguf else model_impl)
     config = family.read_config(raw)
+    if family.name == "gpt_oss" and file is None:
+        tensors = gpt_oss.translated(tensors)
     bare = (
         family.load is None and "embed_tokens.weight" in tensors
     )  # a network saved without the head's module around it

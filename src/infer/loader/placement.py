@@ -74,7 +74,7 @@ class Move:
         if projection is not None:
             projection.load(self.source, part=part, expert=expert, transposed=self.transposed)
         else:
-            whole = getattr(module, leaf)
+            whole = getattr(module, leaf) if expert is None else getattr(module, leaf)[expert]
             if part is not None:
                 assert isinstance(module, Projected), f"{module} has no parts"
                 whole = whole[module.spec.part_rows(part)]
@@ -235,9 +235,13 @@ def _missing(
             is_expert = place.expert is not None
             parts: list[str | None] = []
             if isinstance(module, Projected):
-                parts = [part for part in module.parts if (generic, part, is_expert) in spelling]
+                names = (
+                    (part, (generic, part, each)) for part in module.parts for each in (is_expert, False)
+                )
+                parts = list(dict.fromkeys(part for part, name in names if name in spelling))
             for part in parts or [None]:
                 if replace(place, part=part) not in taken:
-                    key = spelling.get((generic, part, is_expert), generic)
+                    stack = spelling.get((generic, part, False), generic)
+                    key = spelling.get((generic, part, is_expert), stack)
                     missing.append(f"{key.format(*numbers, place.expert)}.{leaf}")
     return missing

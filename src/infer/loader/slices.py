@@ -7,6 +7,7 @@
     shared.gate_up         rows of each part    an equal share of the expert that all tokens go through
     mlp.down, shared.down  columns              the same share: the columns that its rows of gate and up feed
     embedding, head        rows                 a range of the vocabulary; the last rank a shorter one
+    attention (its sinks)  rows                 those of its heads of q
     all others             neither              everything: norms, routers, positions
 
 Rows and columns are those of W [out, in]. A product cut along rows gives each rank some outputs. The next
@@ -98,6 +99,8 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
     assert source.target is not None, source.name
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
+    if source.leaf == "bias":  # also of experts, [E, N]
+        shape = shape[-1:]
     num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
     if kind in PROJECTION_NORMS and config.projection_norm:
         raise ConfigError(_NEEDS_ALL_HEADS)
@@ -112,6 +115,8 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
         columns = (_share(kind, size[0], config, rank),)
     elif kind in BY_COLUMNS and rank.number:
         rows = ()
+    elif source.leaf == "sinks":
+        rows = (_share("q", num_rows, config, rank),)
     ranges = {"rows": (rows, num_rows), "columns": (columns, size[0] if size else 0)}
     leaves = {}
     for leaf, axes in tensor.axes.items():

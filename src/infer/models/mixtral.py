@@ -64,6 +64,7 @@ class Mixtral(llama.Llama):
             normalized=experts.normalized,
             activation=config.activation,
             shared_size=experts.shared_size,
+            bias=config.mlp_bias,
         )
 
 

@@ -18,6 +18,7 @@ from infer.models import (
     gemma2,
     gemma3,
     gpt2,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -73,6 +74,8 @@ FAMILIES: tuple[Family, ...] = (
            olmo3.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
     Family("olmoe", ("OlmoeForCausalLM",), ("olmoe",),
            olmoe.read_config, mixtral.Mixtral, olmoe.WEIGHT_MAP),
+    Family("gpt_oss", ("GptOssForCausalLM",), ("gpt_oss",),
+           gpt_oss.read_config, mixtral.Mixtral, gpt_oss.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )

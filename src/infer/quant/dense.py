@@ -21,6 +21,7 @@ from infer.kernels.linear.small import (
     split_linear,
     writes_parts,
 )
+from infer.kernels.moe.biased import biased_experts_mlp, dense_products
 from infer.kernels.moe.grouped import experts_mlp
 from infer.kernels.runtime.dispatch import use_triton
 from infer.quant.projection import Choices, Neighbours, Projection, Source
@@ -131,6 +132,9 @@ class Dense(Projection):
         """Send each token through its experts, all of them in three launches where there are kernels."""
         if not (use_triton(x_TD) and isinstance(down, Dense)):
             return super().experts_mlp(x_TD, choices, down, activation)
+        if self.bias is not None and down.bias is not None:
+            products = dense_products(self.weight, down.weight, invariant=self.batch_invariant)
+            return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
         return experts_mlp(
             x_TD, *choices, self.weight, down.weight,
             activation=activation, invariant=self.batch_invariant,

@@ -16,6 +16,7 @@ from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch_add, launch_of_sum
+from infer.kernels.moe.biased import biased_experts_mlp, coded_products
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
 from infer.kernels.runtime.dispatch import moment, use_triton
@@ -198,6 +199,9 @@ class GPUWeights(Projection):
         both = self.stack, down.stack if isinstance(down, GPUWeights) else None
         if not use_triton(x_TD) or both[0] is None or both[1] is None:
             return super().experts_mlp(x_TD, choices, down, activation)
+        if self.bias is not None and down.bias is not None:
+            products = coded_products(both[0], both[1], invariant=self.batch_invariant)
+            return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
         return coded_experts_mlp(
             x_TD, *choices, both[0], both[1], activation=activation,
             compiled=(self.grouped, down.grouped if isinstance(down, GPUWeights) else None),

@@ -274,6 +274,7 @@ class Projection:
         """The projection of one expert, on the same memory."""
         if number not in self._experts:
             self._experts[number] = self.make_expert(number, replace(self.spec, num_experts=None))
+            self._experts[number].bias = None if self.bias is None else self.bias[number]
         return self._experts[number]
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:

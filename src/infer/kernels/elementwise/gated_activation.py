@@ -6,6 +6,10 @@
     gelu_tanh   x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))           Gemma, GPT-2 (ungated)
     gelu        x/2 * (1 + erf(x / sqrt(2)))
 
+and one gate that is no product of act(gate) and up:
+
+    clamped     (up + 1) * gate * sigmoid(1.702 gate)        gpt-oss; gate <= 7, -7 <= up <= 7
+
 Computed in float32; act(gate) is rounded to the input type before it is multiplied, as it would be
 if the two operations were written one after the other.
 
@@ -33,6 +37,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
 }
 
+CLAMPED, CLAMPED_ALPHA, CLAMPED_LIMIT = "clamped", 1.702, 7.0
+
 _BLOCK_F = 1024  # columns per program: 8 per thread of 4 warps
 
 
@@ -51,9 +57,18 @@ def find_activation(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return ACTIVATIONS[activation]
 
 
+def check_gate(activation: str) -> None:
+    """ConfigError unless there is a gate of that name."""
+    if activation != CLAMPED:
+        find_activation(activation)
+
+
 def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """The specification: what the kernel must equal, and what runs on the CPU."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_ALPHA))
     return find_activation(activation)(gate) * up
 
 
@@ -67,6 +82,13 @@ def activated(x, ACTIVATION: tl.constexpr):
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+
+
+@jit
+def clamped_gate(gate, up):
+    """The gate of gpt-oss, for the epilogue of any kernel."""
+    gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+    return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
 
 
 @jit
@@ -84,8 +106,11 @@ def _gated_activation_kernel(
     gate_ptrs = gate_up_ptr + row * gate_up_row_stride + cols
     gate = tl.load(gate_ptrs, mask=in_row, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + F, mask=in_row, other=0.0).to(tl.float32)
-    act_gate = activated(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + row * F + cols, (act_gate * up).to(y_ptr.dtype.element_ty), mask=in_row)
+    if ACTIVATION == "clamped":
+        gated = clamped_gate(gate, up)
+    else:
+        gated = activated(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32) * up
+    tl.store(y_ptr + row * F + cols, gated.to(y_ptr.dtype.element_ty), mask=in_row)
 
 
 def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -94,7 +119,7 @@ def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
         if (c := use_c(gate_up)) and activation in ACTIVATIONS and gate_up.dim() == 2:
             return operations.activation(c, gate_up, activation, is_gated=True)
         return gated_activation_reference(gate_up, activation)
-    find_activation(activation)
+    check_gate(activation)
     assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"
     T, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)

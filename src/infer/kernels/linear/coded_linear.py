@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
+from infer.kernels.elementwise.gated_activation import check_gate, gated_activation
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import (
     coded_skinny_kernel,
@@ -79,7 +79,7 @@ def coded_linear(
     With `int8_tokens` many tokens are rounded to 8 bits, each with a scale of its own.
     """
     if activation:
-        find_activation(activation)
+        check_gate(activation)
     gated = bool(activation) and bias_N is None
     if (plan := plan_of(x_MK, w, gated=gated, compiled=compiled)) is not None:
         y_MN = launch(plan, x_MK, w, bias_N=bias_N, activation=activation if gated else "")

@@ -51,7 +51,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
+from infer.kernels.elementwise.gated_activation import check_gate, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
@@ -97,7 +97,7 @@ def linear(
 ) -> torch.Tensor:  # fmt: skip
     """The product of every row of `x_MK` with every row of `w`; with an activation, of gate and up, gated."""
     if activation:
-        find_activation(activation)
+        check_gate(activation)
         if bias_N is not None:  # no kernel has both
             return gated_activation(linear(x_MK, w, bias_N, compiled=compiled), activation=activation)
     plan = _plan(x_MK, w, gated=bool(activation), compiled=compiled)
@@ -114,7 +114,7 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
     if activation:
-        find_activation(activation)
+        check_gate(activation)
     gated = bool(activation) and bias_N is None
     plan = _plan_with_norm(x_MK, w, gated=gated, compiled=compiled)
     if plan is None:
@@ -186,7 +186,7 @@ def linear_of_sum(
 ) -> torch.Tensor:  # fmt: skip
     """`linear` of the norm that `linear_add` began."""
     if activation:
-        find_activation(activation)
+        check_gate(activation)
         if bias_N is not None:
             y_MN = linear_of_sum(total, eps, w, bias_N, compiled=compiled)
             return gated_activation(y_MN, activation=activation)

@@ -103,9 +103,9 @@ def coded_experts_mlp(
     is_small = invariant or x_TD.element_size() == 4  # larger blocks of float32 take long to compile
     block_t = choose_tiles(1 if is_small else num_rows, num_experts, x_TD.element_size())[0].block_t
     order = order_rows(experts_TC, num_experts, block_t)
-    both_RF = _multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
+    both_RF = multiply_coded_rows(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
     gated_RF = gated_activation(both_RF, activation=activation)
-    outputs_RD = _multiply(gated_RF, down, num_rows, *order, weights_TC)
+    outputs_RD = multiply_coded_rows(gated_RF, down, num_rows, *order, weights_TC)
     return sum_choices(outputs_RD, T, num_choices)
 
 
@@ -122,7 +122,7 @@ def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     return expand(whole, dtype).view(num_experts, *stack.shape)
 
 
-def _multiply(
+def multiply_coded_rows(
     x: torch.Tensor,
     w: CodedWeights,
     num_rows: int,
@@ -132,6 +132,7 @@ def _multiply(
     *,
     rows_per_input: int = 1,
 ) -> torch.Tensor:
+    """The product of each row with the matrix of its expert, times its weight if there are weights."""
     y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
     num_blocks = len(block_experts)
     coded_grouped_kernel[(-(-w.num_rows // BAND), num_blocks)](

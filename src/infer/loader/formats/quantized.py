@@ -35,7 +35,7 @@ from infer.models.weight_map import WeightMap, find_target
 from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
-KNOWN_METHODS = (*FORMAT_NAMES, "auto-round")  # that a config may name
+KNOWN_METHODS = (*FORMAT_NAMES, "auto-round", "mxfp4")  # that a config may name
 CONFIG_FILES = (
     "quantize_config.json",
     "quant_config.json",

@@ -1,0 +1,195 @@
+"""The experts of a gpt-oss checkpoint, under the names and in the layout of other stacks of experts.
+
+    file                                         becomes
+    experts.gate_up_proj       [E, D, 2F]        experts.gate_proj, up_proj  [E, F, D]: 0, 2, ..; 1, 3, ..
+    experts.down_proj          [E, F, D]         experts.down_proj           [E, D, F]
+    experts.gate_up_proj_bias  [E, 2F]           experts.gate_proj.bias, up_proj.bias
+    experts.down_proj_bias     [E, D]            experts.down_proj.bias
+
+Or the matrices are MXFP4, out before in already:
+
+    ..._blocks    [E, out, in / 32, 16]    two codes in a byte, the even column in the low half
+    ..._scales    [E, out, in / 32]        exponents: 32 columns are multiplied by 2^(byte - 127)
+
+A code is a float of 4 bits (sign, two bits of exponent, one of mantissa). Twice its value is a small integer,
+so the codes are handed out as integers of 8 bits with half the scale: none of them is rounded.
+
+Shapes:  E experts, D hidden size, F intermediate size of an expert, R rows, K columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.formats.axes import COLUMNS, ROWS, WHOLE, Axes, Axis, Ranges, plain_axes
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.quant.coded import CodedRows, StoredCodes
+
+BLOCK = 32  # columns that share a scale
+# twice what the codes stand for
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_PARTS = {"gate_up_proj": (("gate_proj", 0), ("up_proj", 1)), "down_proj": (("down_proj", None),)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack(StoredTensor):
+    """One matrix of every expert, or of one of them: rows of the file's, all or every second one."""
+
+    stored: StoredTensor  # [E, in, out], or blocks [E, out, in / 32, 16], or a bias [E, out]
+    scales: StoredTensor | None = None  # of blocks
+    first: int | None = None  # of every second row: 0 or 1; None: all rows
+    index: int | None = None  # of one expert
+    rows_kept: Ranges | None = None  # of a rank, of its rows and its columns; None: all
+    columns_kept: Ranges | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, out, in], or [E, out] of a bias; without E of one expert."""
+        sizes = list(self.stored.shape[1:])
+        if self.scales is not None:
+            sizes = [sizes[0], sizes[1] * BLOCK]
+        elif len(sizes) == 2:
+            sizes.reverse()
+        sizes[0] //= 1 if self.first is None else 2
+        for axis, kept in enumerate((self.rows_kept, self.columns_kept)):
+            if kept is not None:
+                sizes[axis] = sum(map(len, kept))
+        return tuple(sizes) if self.index is not None else (self.stored.shape[0], *sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its share on disk, about."""
+        both = self.stored.num_bytes + (self.scales.num_bytes if self.scales is not None else 0)
+        whole = both // (1 if self.first is None else 2)
+        return whole if self.index is None else whole // self.stored.shape[0]
+
+    @property
+    def type_name(self) -> str:
+        """What its numbers are."""
+        return self.stored.type_name if self.scales is None else "mxfp4"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's type of plain numbers."""
+        return self.stored.dtype if self.scales is None else None
+
+    @property
+    def is_readable(self) -> bool:
+        """True if its numbers are known."""
+        return self.scales is not None or self.stored.is_readable
+
+    @property
+    def codes(self) -> StoredCodes | None:
+        """What its codes are, where it has codes."""
+        return None if self.scales is None else StoredCodes("int8", self.shape[-1], BLOCK)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The name of its format."""
+        return () if self.scales is None else ("mxfp4",)
+
+    @property
+    def axes(self) -> Axes:
+        """Rows, and columns in blocks of 32 where there are codes."""
+        if len(self.stored.shape) == 2:
+            return {"weight": (WHOLE, ROWS)}
+        if self.scales is None:
+            return {"weight": plain_axes(len(self.shape))}
+        block = Axis("columns", BLOCK, BLOCK, "block") if self.scales is not None else COLUMNS
+        return {"weight": (WHOLE,) * (len(self.shape) - 2) + (ROWS, block)}
+
+    def matrix(self, index: int) -> StoredTensor:
+        """The matrix of one expert."""
+        return replace(self, index=index)
+
+    def cut(self, rows: Ranges, columns: Ranges) -> StoredTensor:
+        """The part of a rank."""
+        return replace(self, rows_kept=rows, columns_kept=columns or None)
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, a matrix or a bias of one expert."""
+        if out.dim() > 1:
+            StoredTensor.copy_to(self, out)
+        elif self.rows_kept == ():
+            out.zero_()  # the bias of a sum, which another rank adds
+        else:
+            out.copy_(_kept(self._every(self._read(self.stored)), self.rows_kept, 0))
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows of one expert's matrix: plain numbers, or codes as integers."""
+        held = self._read(self.stored)
+        held = _kept(self._every(held if self.scales is not None else held.T), self.rows_kept, 0)
+        exponents = (
+            None if self.scales is None else _kept(self._every(self._read(self.scales)), self.rows_kept, 0)
+        )
+        if self.columns_kept is not None:
+            columns = self.columns_kept
+            if exponents is not None:
+                columns = tuple(range(each.start // BLOCK, each.stop // BLOCK) for each in columns)
+                exponents = _kept(exponents, columns, 1)
+            held = _kept(held, columns, 1)
+        for first in range(0, len(held), num_rows):
+            part = slice(first, min(first + num_rows, len(held)))
+            if exponents is None:
+                yield part, held[part].to(device)
+            else:
+                yield part, coded_rows(held[part].to(device), exponents[part].to(device))
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        """The numbers of one expert as they are stored: a view of the mapped file."""
+        assert self.index is not None, "a stack is read matrix by matrix"
+        ((_, numbers),) = list(stored.matrix(self.index).rows(1 << 40, torch.device("cpu")))
+        assert isinstance(numbers, torch.Tensor)
+        return numbers
+
+    def _every(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.first is None else rows[self.first :: 2]
+
+
+def _kept(held: torch.Tensor, ranges: Ranges | None, axis: int) -> torch.Tensor:
+    if ranges is None:
+        return held
+    return torch.cat([held.narrow(axis, each.start, len(each)) for each in ranges], dim=axis)
+
+
+def coded_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodedRows:
+    """Blocks [R, K / 32, 16] and exponents [R, K / 32] as integers and scales."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # low half first
+    twice = torch.tensor(TWICE, dtype=torch.int8, device=blocks.device)
+    scales = torch.ldexp(torch.ones((), device=blocks.device), exponents.int() - 128)
+    return CodedRows(twice[codes.long()], 8, scales, 0, BLOCK)
+
+
+def translated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint, the experts' under other names."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if not module.endswith(".mlp.experts") or last.endswith("_scales"):
+            if not last.endswith("_proj_scales"):
+                found[name] = tensor
+            continue
+        leaf = next((each for each in ("_blocks", "_bias") if last.endswith(each)), "")
+        scales = None
+        if leaf == "_blocks":
+            scales = tensors.get(f"{name.removesuffix('_blocks')}_scales")
+            _check_blocks(name, tensor, scales)
+        for part, first in _PARTS.get(last.removesuffix(leaf), ((last, None),)):
+            stack = ExpertStack(tensor, scales, first)
+            found[f"{module}.{part}" + (".bias" if leaf == "_bias" else "")] = stack
+    return found
+
+
+def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
+    if scales is None:
+        raise CheckpointError(f"{name} has no scales beside it: {name.removesuffix('_blocks')}_scales")
+    is_even = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and scales.shape == blocks.shape[:3]
+    if (blocks.type_name, scales.type_name) != ("U8", "U8") or not is_even:
+        raise CheckpointError(
+            f"{name} is {blocks.type_name} {list(blocks.shape)} with scales {scales.type_name} "
+            f"{list(scales.shape)}; MXFP4 has bytes [E, out, in / 32, 16] and [E, out, in / 32]"
+        )

@@ -1,0 +1,77 @@
+"""gpt-oss: Llama's block with sinks, biases everywhere, and experts with a clamped gate.
+
+    sinks            each query head has a score that belongs to no position (kernels/attention/reference.py)
+    windows          even layers see 128 tokens, odd ones everything; one yarn table for both
+    router           a bias; of the best logits alone a softmax is taken, which is the same as that of all
+                     of them, made to add up to 1
+    experts          biases, and  (up + 1) * gate * sigmoid(1.702 gate)  with gate <= 7 and |up| <= 7
+
+Files keep gate and up interleaved, and matrices of experts as [in, out] or as MXFP4; the names and the layout
+of this map are made by loader/formats/gpt_oss.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from infer.errors import ConfigError
+from infer.kernels.elementwise.gated_activation import CLAMPED, CLAMPED_ALPHA, CLAMPED_LIMIT
+from infer.models import llama
+from infer.models.config import ExpertConfig, ModelConfig
+from infer.models.mixtral import STACKED_EXPERTS, read_counts
+from infer.models.raw_config import RawConfig
+from infer.models.weight_map import Target, WeightMap
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `GptOssForCausalLM`."""
+    keys = RawConfig(raw).with_defaults(
+        rms_norm_eps=1e-5, rope_theta=150_000.0, head_dim=64, sliding_window=128
+    )
+    if keys.get("rope_parameters") is None and keys.get("rope_scaling") is None:
+        keys = keys.with_defaults(rope_scaling=_YARN)
+    for name, known in (("swiglu_alpha", CLAMPED_ALPHA), ("swiglu_limit", CLAMPED_LIMIT)):
+        if (given := keys.number(name, default=known)) != known:
+            raise ConfigError(f"{name!r} in {keys.where} is {given:g}; only {known:g} is supported")
+    if keys.activation("hidden_act", default="silu") != "silu":
+        raise ConfigError(f"'hidden_act' in {keys.where} must be silu, got {keys.get('hidden_act')!r}")
+    shared = llama.read_shared_config(
+        keys, family="gpt_oss", window=keys.size("sliding_window"), slides=lambda layer: layer % 2 == 0
+    )
+    num_experts, num_choices = read_counts(keys, 128, 4)
+    has_bias = keys.flag("attention_bias", default=True)
+    return replace(
+        shared,
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        attention_sinks=True,
+        mlp_bias=True,
+        activation=CLAMPED,
+        experts=ExpertConfig(
+            num_experts=num_experts,
+            num_choices=num_choices,
+            size=shared.intermediate_size,
+            normalized=True,
+        ),
+    )
+
+
+# fmt: off
+WEIGHT_MAP: WeightMap = {
+    **{key: target for key, target in llama.WEIGHT_MAP.items() if ".mlp." not in key},
+    **{key: STACKED_EXPERTS[key] for key in STACKED_EXPERTS if not key.endswith((".gate", ".gate_up_proj"))},
+    "model.layers.{}.self_attn":    Target("layers.{}.attention"),  # its sinks
+    "model.layers.{}.mlp.router":   Target("layers.{}.mlp.router"),
+}
+# fmt: on
