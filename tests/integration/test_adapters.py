@@ -175,43 +175,43 @@ def test_packed_base_takes_adapters() -> None:
 
 def test_prefixes_are_apart_for_each_load() -> None:
     engine = make_engine(base("llama"), enable_lora=True)
-    engine.load_adapter("x", str(adapter("llama", "all")))
+    engine.set_adapter("x", str(adapter("llama", "all")))
     assert serve(engine, [("x", 1), ("", 1)])["x", 1] == expected("llama", "all")[1]
-    engine.adapters.unload("x")
-    engine.load_adapter("x", str(adapter("llama", "few")))
+    engine.set_adapter("x", None)
+    engine.set_adapter("x", str(adapter("llama", "few")))
     made = serve(engine, [("x", 1), ("", 1)])
     assert made == {("x", 1): expected("llama", "few")[1], ("", 1): expected("llama", "")[1]}
 
 
 def test_unloaded_adapter_serves_the_requests_that_began_with_it() -> None:
     engine = make_engine(base("llama"), max_loras=1, enable_lora=True)
-    engine.load_adapter("x", str(adapter("llama", "all")))
+    engine.set_adapter("x", str(adapter("llama", "all")))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     engine.add(Request(request_id="r", prompt=tuple(PROMPTS[0]), params=params, adapter="x"))
     ids = [id_ for output in engine.step() for id_ in output.token_ids]
-    engine.adapters.unload("x")
+    engine.set_adapter("x", None)
     with pytest.raises(UnknownModel, match="no adapter 'x' is loaded"):
         engine.add(Request(request_id="s", prompt=(1, 2), params=params, adapter="x"))
     with pytest.raises(ConfigError, match="requests that still run"):
-        engine.load_adapter("y", str(adapter("llama", "few")))
+        engine.set_adapter("y", str(adapter("llama", "few")))
     while engine.has_work:
         ids += [id_ for output in engine.step() for id_ in output.token_ids]
     assert ids == expected("llama", "all")[0]
-    engine.load_adapter("y", str(adapter("llama", "few")))
+    engine.set_adapter("y", str(adapter("llama", "few")))
     assert serve(engine, [("y", 0)])["y", 0] == expected("llama", "few")[0]
 
 
 def test_names_and_room_are_checked() -> None:
     engine = make_engine(base("llama"), enable_lora=True, max_lora_rank=8)
-    engine.load_adapter("x", str(adapter("llama", "all")))
+    engine.set_adapter("x", str(adapter("llama", "all")))
     with pytest.raises(NameTaken):
-        engine.load_adapter("x", str(adapter("llama", "few")))
+        engine.set_adapter("x", str(adapter("llama", "few")))
     with pytest.raises(ConfigError, match="rank 20, but max_lora_rank is 8"):
-        engine.load_adapter("y", str(adapter("llama", "wide")))
+        engine.set_adapter("y", str(adapter("llama", "wide")))
     with pytest.raises(UnknownModel):
-        engine.adapters.unload("z")
+        engine.set_adapter("z", None)
     with pytest.raises(RequestError, match="no room for LoRA adapters"):
-        make_engine(base("llama")).load_adapter("x", str(adapter("llama", "all")))
+        make_engine(base("llama")).set_adapter("x", str(adapter("llama", "all")))
 
 
 def test_embedding_uses_the_adapter() -> None:

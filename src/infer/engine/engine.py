@@ -205,8 +205,14 @@ class Engine:
             )
         return self._adapters
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in a directory, for requests that name it."""
+    def set_adapter(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a directory under a name; None: unload it.
+
+        Requests that began with an adapter go on with it when it is unloaded.
+        """
+        if path is None:
+            self.adapters.unload(name)
+            return
         groups = [*self._requests.groups.values(), *(group for group, _ in self._compiling)]
         self.adapters.load(name, path, {group.adapter_slot for group in groups})
 

@@ -459,7 +459,11 @@ class EmbeddingJob:
         return to_unit(hidden) if self.normalize else hidden
 
     def requests(
-        self, next_id: Callable[[], str], deadline: float | None = None, cache_salt: str = ""
+        self,
+        next_id: Callable[[], str],
+        deadline: float | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> list[Request]:
         """A request for each input."""
         return [
@@ -469,6 +473,7 @@ class EmbeddingJob:
                 pooling=self.pooling,
                 deadline=deadline,
                 cache_salt=cache_salt,
+                adapter=adapter,
             )
             for prompt in self.prompts
         ]

@@ -79,6 +79,7 @@ async def make_vectors(
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
         cache_salt=salt_of(body.cache_salt),
+        adapter=state.adapter_of(body.model),
     )
 
     def check_and_write(index: int, state: list[float]) -> bytes:
