@@ -100,6 +100,9 @@ class Remembering:
     async def look(self) -> LiveSnapshot:
         return await self._engine.look()
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        await self._engine.set_adapter(name, path)
+
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 

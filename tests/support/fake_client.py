@@ -82,6 +82,9 @@ class FakeClient:
         self.num_resets += 1
         return 3
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        return None
+
     async def explain(self, request_id: str) -> EngineStory | None:
         return None
 

@@ -139,10 +139,12 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     if row.kind is not bool:
         options = {
             "type": row.kind,
-            "action": "append" if row.is_many else "store",
+            "action": "append" if row.is_many and not row.takes_several else "store",
             "choices": None if row.takes_code else row.choices or None,
             "metavar": _metavar(row),
         }
+    if row.takes_several:
+        options |= {"action": "extend", "nargs": "+"}
     shown = "" if row.default in (None, ()) else f" (default: {row.default})"
     others = {"also": row.aliases, "off:": row.opposites}
     also = "".join(f"; {word} {', '.join(map(flag, names))}" for word, names in others.items() if names)

@@ -77,6 +77,10 @@ class EngineClient(Protocol):
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         ...
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a directory under a name; None: unload it."""
+        ...
+
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is served or was; None: it is not known, or not any more."""
         ...
@@ -157,6 +161,10 @@ class InProcessClient:
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""
         return await self._call(self._engine.reset_prefix_cache)
+
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load an adapter, or unload it, between two steps."""
+        await self._call(lambda: self._engine.set_adapter(name, path))
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: it is not known, or not any more."""

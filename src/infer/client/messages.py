@@ -2,7 +2,7 @@
 
     server                                         engine
     Add, Unsubscribe, Abort                    ──►
-    ResetPrefixCache, Explain                  ──►
+    ResetPrefixCache, Explain, SetAdapter      ──►
     Watch                                      ──►
                                                ◄── LiveReport
     Ping                                       ──►
@@ -106,6 +106,14 @@ class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
 
 
+class SetAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load the LoRA adapter in a directory under a name, or unload it; the answer says that it is done."""
+
+    ticket: int
+    name: str
+    path: str | None  # None: unload it
+
+
 class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Send a `LiveReport`, and write steps down for the next one."""
 
@@ -120,7 +128,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | Watch | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | SetAdapter | Watch | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 

@@ -148,6 +148,14 @@ class EngineServer:
             except Exception as error:  # it belongs to this call alone
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
+        elif isinstance(command, messages.SetAdapter):
+            try:
+                self._engine.set_adapter(command.name, command.path)
+                link.answers.append(messages.Answer(command.ticket, None, None))
+            except Exception as error:  # it belongs to this call alone
+                if not isinstance(error, InferError):
+                    logger.exception("adapter not set name=%s", command.name)
+                self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.Explain):
             try:
                 story = self._engine.explain(command.request_id)

@@ -130,6 +130,10 @@ class ProcessClient:
         assert answer.result is not None
         return answer.result
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a directory under a name; None: unload it."""
+        await self._call(messages.SetAdapter(next(self._tickets), name, path))
+
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: this engine does not know it, or not any more."""
         answer: Answer = await self._call(messages.Explain(next(self._tickets), request_id))
@@ -151,7 +155,9 @@ class ProcessClient:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def _call(self, command: messages.ResetPrefixCache | messages.Explain | messages.Watch) -> Any:
+    async def _call(
+        self, command: messages.ResetPrefixCache | messages.Explain | messages.SetAdapter | messages.Watch
+    ) -> Any:
         """Send a command and wait for its answer; raises what went wrong."""
         self._send(command)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

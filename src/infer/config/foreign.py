@@ -18,7 +18,6 @@ def _unbuilt(what: str) -> str:
     return f"{what} is not built yet; leave it out"
 
 
-_LORA = _unbuilt("LoRA")
 _GPUS, _IMAGES = _unbuilt("an engine on several GPUs"), _unbuilt("input of images")
 _OVERRIDES = _unbuilt("overriding the config of a checkpoint")
 _ADAPTIVE = "drafts are as long as pays, also none; leave it out, or use adaptive_speculation"
@@ -43,11 +42,7 @@ FOREIGN: Mapping[str, tuple[object, str]] = {
     "enable_expert_parallel": (False, _GPUS),
     "distributed_executor_backend": (None, _GPUS),
     "tensor_split": (None, _GPUS),
-    "enable_lora": (False, _LORA),
-    "max_loras": (1, _LORA),
-    "max_lora_rank": (16, _LORA),
-    "lora_modules": (None, _LORA),
-    "lora": (None, _LORA),
+    "max_cpu_loras": (None, "adapters are kept where the model is; use max_loras"),
     "cpu_offload_gb": (0, _unbuilt("a model that is partly on the CPU")),
     "limit_mm_per_prompt": (None, _IMAGES),
     "mmproj": (None, _IMAGES),

@@ -43,14 +43,17 @@ def knob(
     is_size: bool = False,
     is_json: bool = False,
     takes_code: bool = False,
+    takes_several: bool = False,
 ) -> Any:
     """Return a dataclass field that is a knob.
 
     `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
     the release before this one. `takes_code`: a name of the user's own code (own_code.py) is a choice too.
+    `takes_several`: one use of the flag takes several values, and a keyword may be a mapping.
     """
     metadata: dict[str, Any] = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
     metadata |= {"formerly": formerly, "is_size": is_size, "is_json": is_json, "takes_code": takes_code}
+    metadata["takes_several"] = takes_several
     return field(default=default, metadata=metadata)
 
 
@@ -72,6 +75,7 @@ class KnobRow:
     is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
     is_json: bool = False  # a text that holds a JSON object; a mapping stands for its text
     takes_code: bool = False  # besides its choices, `module:Name` of the user's own code
+    takes_several: bool = False  # a flag is followed by one value or more; a mapping stands for NAME=VALUE
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -115,6 +119,8 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         )
     if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if row.takes_several and isinstance(value, Mapping):
+        value = [f"{name}={os.fspath(each)}" for name, each in value.items()]
     if row.is_many:
         values = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(each, row.kind) for each in values):

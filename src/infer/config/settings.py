@@ -9,7 +9,8 @@ no environment variables that change behaviour.
     ├── cache     CacheConfig     how keys and values are kept
     ├── scheduler SchedulerConfig which sequences run in a step
     ├── run       RunConfig       how steps are carried out
-    └── speculation SpeculationConfig what proposes tokens that a step judges together (speculation.py)
+    ├── speculation SpeculationConfig what proposes tokens that a step judges together (speculation.py)
+    └── adapters  AdapterConfig   which LoRA adapters are loaded, and the room for others (adapters.py)
     ServerConfig                  how the server listens, which clients it takes, and how much work
 
 Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
@@ -23,6 +24,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
+from infer.config.adapters import AdapterConfig
 from infer.config.backends import OTHER_SPELLINGS, choices
 from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
 from infer.config.knobs import (
@@ -385,6 +387,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
@@ -397,6 +400,9 @@ class EngineConfig:
                 "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
                 "none; leave speculative decoding out, or use kv_cache_backend=paged"
             )
+        if self.adapters.is_on and (self.load.tensor_parallel_size > 1 or self.run.deterministic):
+            other = "deterministic" if self.run.deterministic else "tensor_parallel_size"
+            raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
         if self.scheduler.preemption == "swap" and self.cache.swap_blocks == 0:
             raise ConfigError(
                 "preemption=swap needs host memory to swap to, but swap_blocks is 0; "

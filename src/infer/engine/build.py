@@ -31,6 +31,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
+from infer.engine.adapters import Adapters, largest_rank
 from infer.engine.cache_fit import NO_DRAFT, compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
@@ -61,12 +62,14 @@ from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
+from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
 from infer.loader.load import LoadChoice, LoadedModel, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
+from infer.models.registry import get_family
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
@@ -101,13 +104,14 @@ def build_engine(
     if ranks is not None:
         ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
-        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator)
+        bank = make_bank(settings, loaded)
+        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
-        step = _rehearse(config, loaded, wait_for_linears)
+        step = _rehearse(config, loaded, wait_for_linears, bank)
         layout = kv_layout(loaded.config, config)
         beside = NO_DRAFT
         if draft is not None:
@@ -141,7 +145,8 @@ def build_engine(
         if ranks is not None:
             ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        device = make_device(config, loaded, store, shape, graph_bytes, head_of(draft_device))
+        head = head_of(draft_device)
+        device = make_device(config, loaded, store, shape, graph_bytes, head, bank)
         if ranks is not None:
             ranks.wait()
         warm_up: WarmUp | None = None
@@ -211,6 +216,7 @@ def build_engine(
         phases=phases,
         token_bytes=token_bytes,
         speculation=speculation,
+        adapters=None if bank is None else _load_adapters(settings, loaded, bank),
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
@@ -220,7 +226,10 @@ def build_engine(
 
 
 def _bind(
-    config: ResolvedConfig, loaded: LoadedModel, communicator: Communicator | None
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    communicator: Communicator | None,
+    adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
     return bind(
         loaded.model,
@@ -230,7 +239,33 @@ def _bind(
         cpu_products=config.settings.run.cpu_products,
         communicator=communicator,
         vocab_size=loaded.config.vocab_size,
+        adapters=adapters,
     )
+
+
+def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None:
+    """Return the room for the LoRA adapters of a model; None: it has none."""
+    if not settings.adapters.is_on:
+        return None
+    rank = largest_rank(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
+    num_slots = settings.adapters.num_slots
+    try:
+        return AdapterBank(
+            loaded.model, num_slots=num_slots, rank=rank, dtype=loaded.dtype, device=loaded.device
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{num_slots} LoRA adapters of rank {rank} could not be allocated "
+            f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
+        ) from error
+
+
+def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBank) -> Adapters:
+    weight_map = get_family(loaded.config.family).weight_map
+    adapters = Adapters(bank, loaded.model, weight_map, loaded.dtype)
+    for name, path in settings.adapters.modules.items():
+        adapters.load(name, path)
+    return adapters
 
 
 def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communicator) -> ResolvedConfig:
@@ -377,7 +412,10 @@ def _make_arena(step: StepBytes, device: torch.device) -> Arena:
 
 
 def _rehearse(
-    config: ResolvedConfig, loaded: LoadedModel, wait_for_linears: Callable[[], bool]
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    wait_for_linears: Callable[[], bool],
+    adapters: AdapterBank | None,
 ) -> StepBytes | None:
     """Return what the largest step takes of a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_device and is_gpu(loaded.device)):
@@ -391,7 +429,7 @@ def _rehearse(
         layout = kv_layout(loaded.config, config)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
         shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
-        device = make_device(config, loaded, store, shape)
+        device = make_device(config, loaded, store, shape, adapters=adapters)
         assert isinstance(device, GpuDevice)
         return WarmUp(device)
 
@@ -425,10 +463,11 @@ def make_device(
     shape: StateShape,
     graph_bytes: int = 0,
     head: TorchDevice | GpuDevice | None = None,
+    adapters: AdapterBank | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    A `head` that drafts follows its steps.
+    A `head` that drafts follows its steps; `adapters` are those of the model.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -441,6 +480,7 @@ def make_device(
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
             head=head if isinstance(head, TorchHead) else None,
+            adapters=adapters,
         )
     return GpuDevice(
         loaded.model,
@@ -457,6 +497,7 @@ def make_device(
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
         head=head if isinstance(head, GpuDevice) else None,
+        adapters=adapters,
     )
 
 

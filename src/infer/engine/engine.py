@@ -59,6 +59,7 @@ from typing import Any, NamedTuple
 from infer.constraints.compiler import Compiler, Grammar
 from infer.constraints.compiling import CompilingRequests
 from infer.constraints.token_bytes import TokenBytes
+from infer.engine.adapters import Adapters
 from infer.engine.admission import admit, seed_of
 from infer.engine.host_half import HostHalf
 from infer.engine.live import LiveSnapshot, LiveView
@@ -113,6 +114,7 @@ class Engine:
         phases: Phases | None = None,
         token_bytes: TokenBytes | None = None,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -134,6 +136,7 @@ class Engine:
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
+        self._adapters = adapters
         self.speculation = speculation
         self._requests.speculation = speculation
         self._has_drafts = False  # the last step launched: it is read before the next
@@ -165,6 +168,9 @@ class Engine:
                 "this model has no head that makes tokens: it is made for /v1/embeddings, /v1/rerank and "
                 "/v1/score"
             )
+        slot = 0
+        if request.adapter:
+            request, slot = self.adapters.enter(request)
         try:
             group, tokens = admit(
                 request,
@@ -177,6 +183,7 @@ class Engine:
             )
         except ContextOverflow as error:
             raise error.of(self.model_len) from None
+        group.adapter_slot = slot
         if request.params.structured is None:
             self._accept(group, tokens, None)
             return
@@ -193,6 +200,27 @@ class Engine:
         self._requests.add(group, tokens, grammar)
         if self._stories is not None:
             self._stories.accept(group)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters of the model; `RequestError` if the engine was built without room for any."""
+        if self._adapters is None:
+            raise RequestError(
+                "this engine has no room for LoRA adapters; start it with lora_modules or enable_lora",
+                param="adapter",
+            )
+        return self._adapters
+
+    def set_adapter(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a directory under a name; None: unload it.
+
+        Requests that began with an adapter go on with it when it is unloaded.
+        """
+        if path is None:
+            self.adapters.unload(name)
+            return
+        groups = [*self._requests.groups.values(), *(group for group, _ in self._compiling)]
+        self.adapters.load(name, path, {group.adapter_slot for group in groups})
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
         """Compile constraints in threads from now on; `wake` is called there when `step` has to be.

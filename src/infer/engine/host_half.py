@@ -69,6 +69,7 @@ class HostHalf:
         self._has_newest = np.zeros(num_rows, dtype=bool)
         self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
         self._is_beam = np.zeros(num_rows, dtype=bool)
+        self._adapters = np.zeros(num_rows, dtype=np.int16)  # slots of rows
         self._reads_prompt = np.zeros(num_rows, dtype=bool)  # rows of embeddings, or with prompt logprobs
         self._steady: StepOrder | None = None  # the last order, if all of its rows decode
 
@@ -134,7 +135,7 @@ class HostHalf:
             counts=(chunks.stops - chunks.starts).astype(np.int32),
             num_sampled=np.where(has_drafts, chunks.stops - chunks.starts, draws > 0).astype(np.int16),
             num_draws=draws,
-            adapters=np.zeros(len(rows), dtype=np.int16),
+            adapters=self._adapters[rows],
             kinds=kinds.astype(np.int8),
             tokens=tokens,
             slots=slots,
@@ -154,7 +155,7 @@ class HostHalf:
         self._has_newest[row] = False
         if self._is_draft:
             return
-        self._is_beam[row] = seq.is_beam
+        self._is_beam[row], self._adapters[row] = seq.is_beam, seq.group.adapter_slot
         self._reads_prompt[row] = params.prompt_logprobs is not None or seq.group.request.pooling is not None
         self._has_uses[row] = _has_uses(seq)
 

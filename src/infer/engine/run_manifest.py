@@ -27,6 +27,7 @@ PLACES = (
     "tokenizer",
     "chat_template",
     "draft_model",
+    "lora_modules",
 )  # knobs that say where something lies
 
 

@@ -24,7 +24,7 @@ Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -176,7 +176,9 @@ class CpuSteps:
         if record:
             self._record(max_rows)
 
-    def run(self, order: StepOrder) -> tuple[torch.Tensor, list[int]]:
+    def run(
+        self, order: StepOrder, on_select: Callable[[torch.Tensor], None] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
         """The hidden states of an order's tokens that are needed, and where each row's last one is.
 
         The states of a recorded step are overwritten by the next one.
@@ -186,19 +188,21 @@ class CpuSteps:
             self._inputs if num_rows <= self._inputs.capacity else CpuInputs(num_rows, len(self._rows.tables))
         )
         last_rows = inputs.fill(order, self._rows)
-        if self._program is not None and self.is_recorded(num_rows):
+        if self._program is not None and self.is_recorded(order):
             self._program.run(num_rows, inputs.num_items)
             self.layer_inputs = self._recorded_inputs
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._rows, num_rows, self._parts)
+        step.on_select = on_select
         step.layer_inputs = self.layer_inputs = LayerInputs(self._captured_layers)
         places, last_rows = needed_tokens(order, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
-    def is_recorded(self, num_tokens: int) -> bool:
-        """True if a step of this many tokens is one call of a recorded program."""
-        return self._program is not None and num_tokens <= self._inputs.capacity
+    def is_recorded(self, order: StepOrder) -> bool:
+        """True if this step is one call of a recorded program; products of adapters are not recorded."""
+        fits = self._program is not None and order.num_tokens <= self._inputs.capacity
+        return fits and not order.adapters.any()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """The logits of hidden states; those of a recorded step are overwritten by the next one."""

@@ -37,6 +37,7 @@ from infer.execution.layout import HostRows, PagedStep, needed_tokens
 from infer.execution.order import DECODE, READS_PROMPTS, REPEATS, StepMasks, StepOrder, to_bytes
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
+from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
@@ -76,8 +77,13 @@ class TorchDevice(SyncDevice):
         record_cpu_step: bool = True,
         ranks: OtherRanks | None = None,
         head: TorchHead | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
-        """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft."""
+        """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft.
+
+        `adapters` are those of the model.
+        """
+        self._adapters = adapters
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
@@ -109,7 +115,7 @@ class TorchDevice(SyncDevice):
         """The way in which this order is computed, in words for people."""
         if self._cpu is None or self._is_split:
             return "PyTorch, eager"
-        return "C program" if self._cpu.is_recorded(order.num_tokens) else "C kernels, one by one"
+        return "C program" if self._cpu.is_recorded(order) else "C kernels, one by one"
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Execute an order; see the module's docstring for the order of things."""
@@ -184,8 +190,12 @@ class TorchDevice(SyncDevice):
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
         """Hidden states of the needed tokens, where each row's last one is, and the inputs of layers."""
+        on_select = None
+        if self._adapters is not None:
+            self._adapters.begin(self._slots(order))
+            on_select = self._adapters.select
         if self._cpu is not None and not self._is_split:
-            return *self._cpu.run(order), self._cpu.layer_inputs
+            return *self._cpu.run(order, on_select), self._cpu.layer_inputs
         paged = self._paged(order, self._backend)
         step: StepContext = paged
         if self._is_split:
@@ -193,8 +203,14 @@ class TorchDevice(SyncDevice):
             step = split_step(order, paged.positions, self._context, backends)
         places, last_rows = needed_tokens(order, paged.last_places)
         step.logit_indices = None if places is None else torch.tensor(places, device=self.store.device)
-        step.layer_inputs = inputs = LayerInputs(self._captured_layers)
+        step.on_select, step.layer_inputs = on_select, (inputs := LayerInputs(self._captured_layers))
         return self.model(paged.tokens_T, step), last_rows, inputs
+
+    def _slots(self, order: StepOrder) -> torch.Tensor | None:
+        """The adapter slot of each token; None: no row has one."""
+        if not order.adapters.any():
+            return None
+        return torch.from_numpy(order.adapters.repeat(order.counts).astype(np.int32)).to(self.store.device)
 
     def _paged(self, order: StepOrder, backend: str) -> PagedStep:
         """The step of some rows in plain PyTorch."""

@@ -199,7 +199,8 @@ class LLM(TextModel):
         """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
 
         How many outputs, of how many tries, with which logprobs: `SamplingParams(n=, best_of=, logprobs=)`.
-        Options are those of `RequestOptions`: priority, deadline and cache_salt, the same for every prompt.
+        Options are those of `RequestOptions`: priority, deadline, cache_salt and adapter, the same for every
+        prompt.
 
         If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
         """
@@ -269,7 +270,7 @@ class LLM(TextModel):
         An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
         Options are those of `ChatOptions`: `tools` are as OpenAI's API has them, or Python functions
         (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
-        max_reasoning_tokens, template_options; priority, deadline and cache_salt as of `generate`.
+        max_reasoning_tokens, template_options; priority, deadline, cache_salt and adapter as of `generate`.
         """
         opens = [partial(self._open_chat, each, params, **options) for each in as_conversations(messages)]
         with self._in_turn():
@@ -282,18 +283,21 @@ class LLM(TextModel):
         pooling: str | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
+        adapter: str = "",
         show_progress: bool = False,
     ) -> list[list[float]]:
         """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
 
         `pooling` ("last", "mean") and `normalize` (to the length 1) are what the model's authors say, unless
-        given. `dimensions` keeps the first numbers of each vector.
+        given. `dimensions` keeps the first numbers of each vector. `adapter` is the name of a LoRA adapter to
+        compute them with.
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
         job = open_embeddings(
             self.encoder, given, pooling=pooling, normalize=normalize, dimensions=dimensions
         )
-        return [job.finish(state) for state in self._hidden_states(job, show_progress=show_progress)]
+        states = self._hidden_states(job, show_progress=show_progress, adapter=adapter)
+        return [job.finish(state) for state in states]
 
     def score(
         self,
@@ -332,9 +336,11 @@ class LLM(TextModel):
             top_n,
         )
 
-    def _hidden_states(self, job: EmbeddingJob, *, show_progress: bool) -> list[list[float]]:
+    def _hidden_states(
+        self, job: EmbeddingJob, *, show_progress: bool, adapter: str = ""
+    ) -> list[list[float]]:
         """The pooled hidden state of each input of a job."""
-        requests = job.requests(self.encoder.next_id)
+        requests = job.requests(self.encoder.next_id, adapter=adapter)
         opens = [partial(OutputBuilder, request, self.tokenizer, None, is_chat=True) for request in requests]
         streams: list[_Stream] = []
         with self._in_turn():

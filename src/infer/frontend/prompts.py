@@ -53,6 +53,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # smaller is more urgent; read by the `priority` policy
     deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
     cache_salt: str  # only requests with the same salt share cached prefixes
+    adapter: str  # the name of a LoRA adapter to answer with; "": none
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -460,8 +461,9 @@ def _check_options(options: RequestOptions) -> None:
         raise RequestError.about("priority", f"must be an integer, got {priority!r}")
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
         raise RequestError.about("deadline", f"must be a number of seconds, got {deadline!r}")
-    if not isinstance(options.get("cache_salt", ""), str):
-        raise RequestError.about("cache_salt", f"must be text, got {options['cache_salt']!r}")
+    for name in ("cache_salt", "adapter"):
+        if not isinstance(given := options.get(name, ""), str):
+            raise RequestError.about(name, f"must be text, got {given!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +488,11 @@ class EmbeddingJob:
         return to_unit(hidden) if self.normalize else hidden
 
     def requests(
-        self, next_id: Callable[[], str], deadline: float | None = None, cache_salt: str = ""
+        self,
+        next_id: Callable[[], str],
+        deadline: float | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> list[Request]:
         """A request for each input."""
         return [
@@ -496,6 +502,7 @@ class EmbeddingJob:
                 pooling=self.pooling,
                 deadline=deadline,
                 cache_salt=cache_salt,
+                adapter=adapter,
             )
             for prompt in self.prompts
         ]

@@ -21,7 +21,7 @@ input is kept, N query heads, G kv heads, H head size, X = (N + 2 G) H.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -71,6 +71,9 @@ class StepContext(Protocol):
     positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
     layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: they are not read
+    on_select: Callable[[torch.Tensor], None] | None = (
+        None  # told which tokens go on after the last attention
+    )
     rows: torch.Tensor | None = None  # row of state of each token, where a network keeps something by rows
 
     def slots(self, layer: int) -> CacheSlots | None:
@@ -121,4 +124,6 @@ class LastLayerStep(StepContext):
         """Take the other rows out of the stream, once: the layer has read it by now."""
         if self._stream is not None:
             self._stream.select(self._indices_S)
+            if self._step.on_select is not None:
+                self._step.on_select(self._indices_S)
             self._stream = None

@@ -28,6 +28,7 @@ from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind
+from infer.layers.adapted import AdapterBank
 from infer.layers.linear import Linear, Projected
 from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
@@ -48,12 +49,14 @@ def bind(
     cpu_products: str = "exact",
     communicator: Communicator | None = None,
     vocab_size: int = 0,
+    adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
     It says whether products have the kernels that they were expected to have until then.
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
     `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
+    `adapters` are wrapped around the projections that were chosen.
     """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
@@ -77,6 +80,8 @@ def bind(
         _check_places(layers)
     if communicator is not None:
         join_ranks(model, communicator, vocab_size)
+    if adapters is not None:
+        adapters.wrap(model)
     for layer in layers.values():
         activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
         neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])

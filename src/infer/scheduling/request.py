@@ -27,6 +27,7 @@ class Request:
     priority: int = 0  # smaller is more urgent; read by the `priority` policy
     deadline: float | None = None  # engine-clock seconds by which it should end; read by `deadline`
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    adapter: str = ""  # the name of the LoRA adapter that it is computed with; none: the model as it is
     pooling: str | None = None  # one of POOLINGS: answer with an embedding of the prompt, and no token
 
 

@@ -156,6 +156,7 @@ class SequenceGroup:
         self.max_total = max_total  # prompt + output tokens of each sequence, at most
         self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
         self.seed = seed
+        self.adapter_slot = 0  # where the model has the request's adapter; 0: it has none
         self.sequences: list[Sequence] = []
         self.added_at = 0.0  # engine-clock seconds, for metrics only: nothing is decided by them
         self.queue_s: float | None = None  # None: no step has touched it yet

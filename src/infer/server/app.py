@@ -134,7 +134,7 @@ def build_app(
     )
     routers = [part.router for part in parts]
     if config.admin_key is not None:
-        routers.append(admin.router)
+        routers += [admin.router, admin.vllm_router]
     if config.admin_key is not None or is_private:
         routers.append(live.router)
     routers.append(pages.make_router() if config.ui else ollama.root)

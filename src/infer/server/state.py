@@ -232,6 +232,7 @@ class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, ModelShares] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)  # model that each LoRA adapter is for, by name
     default_model: str | None = None
     loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
     demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
@@ -249,9 +250,22 @@ class ServerState:
         """The names of all models, loaded or not, aliases aside."""
         return list(dict.fromkeys((*self.loadable, *self.models)))
 
+    @property
+    def other_names(self) -> list[str]:
+        """The names that stand for a model without being its own: aliases and adapters."""
+        return [*self.aliases, *self.adapters]
+
+    def adapter_of(self, name: str | None) -> str:
+        """The LoRA adapter that a name asks for; "": none."""
+        return name if name is not None and name in self.adapters else ""
+
+    def _weights(self, name: str) -> ModelShares:
+        """The models that a name stands for."""
+        return self.aliases.get(name) or {self.adapters.get(name, name): 1.0}
+
     def models_of(self, name: str) -> list[ServedModel]:
         """The loaded models that a name stands for, those with the largest weights first."""
-        names = by_weight(self.aliases.get(name, {name: 1.0}))
+        names = by_weight(self._weights(name))
         if not any(each in self.models or each in self.loadable for each in names):
             raise self._unknown(name)
         return [self.models[each] for each in names if each in self.models]
@@ -305,7 +319,7 @@ class ServerState:
 
         One on demand that is not loaded can be chosen, and one that the request holds is chosen again.
         """
-        weights = self.aliases.get(name, {name: 1.0})
+        weights = self._weights(name)
         if len(weights) == 1:
             return next(iter(weights))
         record = _RECORD.get()
@@ -327,7 +341,7 @@ class ServerState:
         return choose_model(up or served or weights, name, asker)
 
     def _unknown(self, name: str | None) -> UnknownModel:
-        known = [*self.names, *self.aliases]
+        known = [*self.names, *self.other_names]
         if not known:
             return UnknownModel("no model is served at the moment; try again later", param="model")
         hint = closest(name or "", known, listed="served")

@@ -35,7 +35,7 @@ def test_every_knob_has_a_flag_that_reaches_it() -> None:
         for name in (row.name, *row.aliases):
             flag = "--" + name.replace("_", "-")
             given = [flag] if row.kind is bool else [flag, str(value)]
-            expected = True if row.kind is bool else value
+            expected = True if row.kind is bool else (value,) if row.is_many else value
             assert flags.knobs_from(parse(*given)) == {row.name: expected}
 
 
@@ -207,7 +207,7 @@ def test_help_shows_the_default_of_each_knob_that_has_one() -> None:
     help_text = " ".join(build_subcommand_help("generate").split())
     for row in (row for row in knob_table().values() if row.name not in flags.SAMPLING_HELP):
         assert row.help in help_text
-        if row.default is not None:
+        if row.default not in (None, ()):
             assert f"{row.help} (default: {row.default})" in help_text
     for name, value in flags.CLI_SAMPLING.items():
         advised = "" if name == "max_tokens" else "the model's advice, else "

@@ -26,6 +26,7 @@ from infer.client.messages import (
     Ping,
     Ready,
     ResetPrefixCache,
+    SetAdapter,
     StepReport,
     Stop,
     Unsubscribe,
@@ -100,6 +101,7 @@ REQUESTS = st.builds(
     priority=st.integers(-MAX_INT, MAX_INT),
     deadline=some(FLOATS),
     cache_salt=TEXT,
+    adapter=TEXT,
     pooling=some(TEXT),
 )
 ROWS = st.builds(RowLogprobs, token_id=IDS, logprob=FLOATS, rank=IDS, top=tuples_of(st.tuples(IDS, FLOATS)))
@@ -150,6 +152,7 @@ COMMANDS = st.one_of(
     st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(ResetPrefixCache, ticket=COUNTS),
+    st.builds(SetAdapter, ticket=COUNTS, name=TEXT, path=some(TEXT)),
     st.builds(Explain, ticket=COUNTS, request_id=TEXT),
     st.builds(Watch, ticket=COUNTS),
     st.builds(Ping),

@@ -68,6 +68,7 @@ from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
+from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs
 from infer.models.model import Network
 
@@ -115,11 +116,14 @@ class GpuDevice:
         busy_tokens: int = 0,
         window_tokens: int = 0,
         head: GpuDevice | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
-        `head` follows its steps, to draft; a head's own steps are turns of rows that decode.
+        `head` follows its steps, to draft; a head's own steps are turns of rows that decode. `adapters` are
+        those of the model.
         """
+        self._adapters = adapters
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -198,6 +202,7 @@ class GpuDevice:
             pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
             window_tokens=window_tokens,
+            has_adapters=adapters is not None,
             profile=profile,
         )
 
@@ -251,8 +256,7 @@ class GpuDevice:
         """The way in which this order is computed, in words for people."""
         size = None
         if not order.flags & (ON_HOST | READS_PROMPTS):
-            is_verified = VERIFY in order.kinds
-            size = self.graphs.window_size_for(order.num_tokens) if is_verified else self._size_of(order)
+            size = self._window_of(order) if VERIFY in order.kinds else self._size_of(order)
         if size is None or not self.graphs.is_captured(size):
             return "kernel by kernel"
         tokens = f" and {size.num_tokens} prompt tokens" if size.num_tokens else ""
@@ -312,7 +316,7 @@ class GpuDevice:
                 return _nothing
             self._clear_masks(order)
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
-            window = self.graphs.window_size_for(order.num_tokens) if is_verified and runs_plain else None
+            window = self._window_of(order) if is_verified and runs_plain else None
             if window is not None:
                 return self._start_window(order, window, late)
             if late is not None:
@@ -337,7 +341,17 @@ class GpuDevice:
         num_decoding = int(np.count_nonzero(order.kinds == DECODE))
         if order.num_rows - num_decoding > self.profile.max_chunks:
             return None
-        return self.graphs.size_for(num_decoding, len(order.tokens))
+        if not order.adapters.any():
+            return self.graphs.size_for(num_decoding, len(order.tokens))
+        if len(order.tokens):  # prompts with adapters are launched kernel by kernel
+            return None
+        size = self.graphs.size_for(num_decoding, 0)
+        return None if size is None else size._replace(has_adapters=True)
+
+    def _window_of(self, order: StepOrder) -> StepSize | None:
+        """The size with room for a step whose rows verify drafts; None: there is none."""
+        size = self.graphs.window_size_for(order.num_tokens)
+        return None if size is None else size._replace(has_adapters=bool(order.adapters.any()))
 
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
@@ -355,6 +369,8 @@ class GpuDevice:
         rows, size, ids_S, has_logprobs = decoded
         if self.graphs.ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
+            if size.has_adapters:
+                self.inputs.send_adapters(order.adapters, size.num_rows)
         self.graphs.forward(size)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
@@ -423,6 +439,8 @@ class GpuDevice:
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
         self.inputs.send_window(lines_YS)
+        if size.has_adapters:
+            self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         if late is not None:
             late.write(order, self.inputs.window(size.num_rows)[4])
         self.graphs.forward(size)
@@ -446,13 +464,14 @@ class GpuDevice:
         inputs, num_rows = self.inputs, size.num_rows
         if size.has_windows:
             inputs.unpack_window(num_rows)
+            rows_S, has_adapters = inputs.rows_S[:num_rows], size.has_adapters
             return model.logits(
-                self.forward(model, num_rows, inputs.rows_S[:num_rows], None, has_windows=True)
+                self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters)
             )
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         self.gather(rows_S)
         if not size.num_tokens:
-            return model.logits(self.forward(model, num_tokens, rows_S, None))
+            return model.logits(self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters))
         num_tiles = inputs.num_tiles(size.num_tokens)
         tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
         places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
@@ -543,6 +562,7 @@ class GpuDevice:
         places_C: torch.Tensor | None = None,
         *,
         has_windows: bool = False,
+        has_adapters: bool = False,
     ) -> torch.Tensor:
         """Hidden states of all tokens, or of those at `places_C`."""
         table_XT = self.inputs.table_XT
@@ -569,6 +589,9 @@ class GpuDevice:
             if model is not self.model:  # it has few layers, and computes padding
                 layers = (0,) * len(layers)
             self._layer_inputs = step.layer_inputs = LayerInputs(layers)
+        if self._adapters is not None:
+            self._adapters.begin(self.inputs.adapters_T[:num_tokens] if has_adapters else None)
+            step.on_select = self._adapters.select
         hidden_CD: torch.Tensor = model(table_XT[0, :num_tokens], step)
         return hidden_CD
 
@@ -579,7 +602,7 @@ class GpuDevice:
         num_decoding = int(np.count_nonzero(order.kinds == DECODE))
         prompts = Prompts(order, first=self.graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(order, prompts.last_places.tolist())
-        hidden_CD = self._hidden_of(prompts, order.rows, places)
+        hidden_CD = self._hidden_of(order, prompts, places)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
             pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
@@ -656,10 +679,15 @@ class GpuDevice:
             result = result._replace(pooled=arrival.wait().pooled)
         return ReadyResult(result)
 
-    def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
+    def _hidden_of(self, order: StepOrder, prompts: Prompts, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
-        inputs = self.inputs
-        inputs.send_rows(rows[prompts.decoding], prompts.first)
+        inputs, slots = self.inputs, order.adapters
+        inputs.send_rows(order.rows[prompts.decoding], prompts.first)
+        if slots.any():
+            slots_T = np.zeros(prompts.end, dtype=np.int32)
+            slots_T[: len(prompts.decoding)] = slots[prompts.decoding]
+            slots_T[prompts.first :] = slots[prompts.numbers].repeat(order.counts[prompts.numbers])
+            inputs.send_adapters(slots_T, prompts.end)
         rows_S = inputs.rows_S[: prompts.first]
         self.gather(rows_S)
         batches, chunks = self.dense.split(prompts.chunks) if self.dense else ([], prompts.chunks)
@@ -672,7 +700,10 @@ class GpuDevice:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
             tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self.device), chunks)
         places_C = None if places is None else send(torch.tensor(places), self.device)
-        return self.forward(self.model, prompts.end, rows_S, tiles, batches, places_C)
+        has_adapters = bool(slots.any())
+        return self.forward(
+            self.model, prompts.end, rows_S, tiles, batches, places_C, has_adapters=has_adapters
+        )
 
 
 def _windows_of(order: StepOrder, last_places: np.ndarray) -> list[Drawn]:

@@ -61,6 +61,7 @@ class StepSize(NamedTuple):
     num_rows: int  # rows that decode; with `has_windows`, tokens of rows that verify drafts
     num_tokens: int  # tokens of prompts
     has_windows: bool = False
+    has_adapters: bool = False  # some rows have one; without, a step does not even look
 
 
 class CapturedStep(NamedTuple):
@@ -113,7 +114,8 @@ class StepGraphs:
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
     them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
-    of rows that verify drafts; 0: none do. `profile` has the sizes.
+    of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
+    with adapters. `profile` has the sizes.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class StepGraphs:
         pool_bytes: int = 0,
         short_step: int = 0,
         window_tokens: int = 0,
+        has_adapters: bool = False,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
@@ -154,6 +157,8 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
+        if has_adapters:
+            sizes += [size._replace(has_adapters=True) for size in sizes if not size.num_tokens]
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()

@@ -4,6 +4,7 @@
     following                                                tokens after these, for a head  (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
     tiles                       the work of prefill attention; no tokens: padding
+    adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
                                 row of its table, length it attends to, row it is sampled as, row that goes
@@ -80,6 +81,7 @@ class DeviceInputs:
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.tiles_W4 = torch.zeros((self.num_tiles(max_graph_tokens), 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
+        self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._window = torch.zeros((6 + num_tables) * max_rows, dtype=torch.int64, device=device)
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
@@ -104,6 +106,7 @@ class DeviceInputs:
         self.samples_3C[0] = 0
         self.samples_3C[1:] = -1
         self._window.fill_(-1)
+        self.adapters_T.zero_()
         self.has_rows = False
 
     def window(self, num_tokens: int) -> torch.Tensor:
@@ -131,6 +134,12 @@ class DeviceInputs:
         if not (self.has_rows and np.array_equal(padded, self._rows_sent)):
             send_into(self.rows_S[:size], torch.from_numpy(padded))
             self._rows_sent, self.has_rows = padded, True
+
+    def send_adapters(self, slots: np.ndarray, size: int) -> None:
+        """Send the adapter slots of a step's tokens; those after them, up to `size`, have none."""
+        padded = np.zeros(size, dtype=np.int32)
+        padded[: len(slots)] = slots
+        send_into(self.adapters_T[:size], torch.from_numpy(padded))
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
         """Send given tokens and their tiles, padded to `size` tokens."""

@@ -23,6 +23,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,7 +45,16 @@ from infer.config.settings import (
     weight_fault,
 )
 from infer.engine.phases import spell_phases
-from infer.errors import ConfigError, EngineLost, EngineStopped, NameTaken, RequestError, UnknownModel
+from infer.errors import (
+    ConfigError,
+    EngineLost,
+    EngineStopped,
+    InferError,
+    NameTaken,
+    RequestError,
+    UnknownModel,
+    closest,
+)
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.loader.text_headers import TextHeaders
@@ -76,6 +86,7 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # loads that have not ended, by name
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
+        self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
         self._is_closing = False
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # without a name, until their engines end
         self._on_demand: OnDemand | None = None
@@ -98,6 +109,9 @@ class Fleet:
             if "" in models:
                 raise ConfigError("on_demand needs a name for every model: NAME=MODEL, or served_model_name")
             self._on_demand.catalog.update(models)
+            for name, config in models.items():
+                self._check_adapters(name, config)
+                self._note_adapters(name, config)
             self.state.default_model, self.state.demand = next(iter(models), None), self._on_demand.demand
             self._note_loadable()
         for text in self.state.config.model_alias:
@@ -137,6 +151,7 @@ class Fleet:
     async def _bring_up(self, name: str, config: EngineConfig, *, replaces: bool = False) -> ServedModel:
         """Load a model and give it its name."""
         self._check_name(name, replaces=replaces)
+        self._check_adapters(name, config)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
         loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
@@ -159,6 +174,7 @@ class Fleet:
             self._start_leaving(old, math.inf)
         model.used_at = time.monotonic()  # whoever waits for it takes it in a moment
         self.state.models[model.name] = model
+        self._note_adapters(model.name, config)
         self.state.default_model = self.state.default_model or model.name
         self._tell_names()
         if self._watcher is None:
@@ -178,6 +194,7 @@ class Fleet:
         if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         model = self.state.models.pop(name, None)
+        self.state.adapters = {each: base for each, base in self.state.adapters.items() if base != name}
         if self._on_demand is not None:
             self._on_demand.catalog.pop(name, None)
             self._note_loadable()
@@ -226,6 +243,68 @@ class Fleet:
                 uses[name] = uses[name].plus(ModelUse(*told[name]))
         return uses
 
+    async def load_adapter(
+        self, name: str, path: str, base: str | None = None, *, replaces: bool = False
+    ) -> str:
+        """Load a LoRA adapter into every engine of a model, the default one unless named.
+
+        Returns the model's name. An adapter of the same name that it replaces is served until then; requests
+        that began with it go on with it.
+        """
+        base = base or self.state.default_model
+        model = self.state.get_model(base)
+        is_replaced = replaces and self.state.adapters.get(name) == model.name
+        if not is_replaced:
+            self._check_name(name)
+        done: list[EngineClient] = []
+        try:
+            for client in model.clients:
+                if is_replaced:
+                    await client.set_adapter(name, None)
+                await client.set_adapter(name, path)
+                done.append(client)
+        except BaseException:
+            for client in done:
+                await client.set_adapter(name, None)
+            if is_replaced:
+                del self.state.adapters[name]
+                self._tell_names()
+            raise
+        self.state.adapters[name] = model.name
+        self._adapter_paths[name] = path
+        await self._workers.call("names", **self._names())
+        return model.name
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no longer; requests that began with it go on."""
+        base = self.state.adapters.pop(name, None)
+        if base is None:
+            hint = closest(name, self.state.adapters)
+            raise UnknownModel(f"no adapter is served under the name {name!r}{hint}", param="name")
+        self._adapter_paths.pop(name, None)
+        await self._workers.call("names", **self._names())
+        for client in self.state.models[base].clients if base in self.state.models else ():
+            with suppress(UnknownModel):  # an engine that was started again
+                await client.set_adapter(name, None)
+
+    def _check_adapters(self, name: str, config: EngineConfig) -> None:
+        """Refuse adapters whose names others have."""
+        for adapter in config.adapters.modules:
+            if self.state.adapters.get(adapter, name) != name or adapter in (name, *self.state.names):
+                raise NameTaken(f"lora_modules: the name {adapter!r} is taken; use another", param="knobs")
+
+    def _note_adapters(self, name: str, config: EngineConfig) -> None:
+        """Serve the adapters that a model was loaded with, and no others of that model."""
+        kept = {each: base for each, base in self.state.adapters.items() if base != name}
+        self.state.adapters = kept | dict.fromkeys(config.adapters.modules, name)
+
+    async def _restore_adapters(self, model: str, client: EngineClient) -> None:
+        """Load what was loaded at run time into an engine that was started again."""
+        for name, path in self._adapter_paths.items():
+            if self.state.adapters.get(name) == model:
+                with suppress(NameTaken):
+                    await client.set_adapter(name, path)
+
     def set_alias(self, alias: str, weights: ModelShares) -> None:
         """Let a second name mean a model, or several by weight; it may be pointed elsewhere at any time."""
         for name, weight in weights.items():
@@ -236,8 +315,8 @@ class Fleet:
                 raise RequestError.about("models", fault)
         if fault := name_fault(alias) if alias else "must not be empty":
             raise RequestError.about("alias", fault)
-        if alias in self.state.names or alias in self._loading:
-            what = "is served" if alias in self.state.names else "is being loaded"
+        if alias in (*self.state.names, *self.state.adapters) or alias in self._loading:
+            what = "is being loaded" if alias in self._loading else "is served"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
         self.state.aliases[alias] = dict(weights)
         self._tell_names()
@@ -294,7 +373,7 @@ class Fleet:
     def _check_name(self, name: str, *, replaces: bool = False) -> None:
         if fault := name_fault(name):
             raise RequestError.about("name", fault)
-        is_served = name in self.state.models and not replaces
+        is_served = (name in self.state.models and not replaces) or name in self.state.adapters
         if is_served or name in self.state.aliases or name in self._loading:
             if name in self.state.aliases:
                 models = ", ".join(map(repr, self.state.aliases[name]))
@@ -340,6 +419,7 @@ class Fleet:
         try:
             if not name:
                 self._check_name(model.name)
+                self._check_adapters(model.name, config)
                 self._loading[model.name] = self._loading[name]
             await self._serve(model, config, time.perf_counter() - started)
         except BaseException:
@@ -369,6 +449,7 @@ class Fleet:
         state = self.state
         return {
             "aliases": state.aliases,
+            "adapters": state.adapters,
             "default": state.default_model,
             "loadable": list(state.loadable),
         }
@@ -385,6 +466,11 @@ class Fleet:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
             from infer.engine.build import build_engine  # here: it imports torch
 
+            if config.adapters.is_on and self.state.config.replicas > 1:
+                raise ConfigError(
+                    "replicas of one process would share the room for LoRA adapters; leave out in_process or "
+                    "replicas"
+                )
             own = share_threads(config, self.state.config.replicas)
             encoder, loaded = open_model(own, show_progress=True)
             if self.state.config.replicas > 1 and not str(loaded.device).startswith("cpu"):
@@ -462,6 +548,8 @@ class Fleet:
                     logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
                 elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
+                    with suppress(InferError):  # it is down again, or the files are gone: requests say so
+                        await self._restore_adapters(model, meter)
                 meter.is_down = failure is not None
             self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)

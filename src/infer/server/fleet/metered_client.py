@@ -137,6 +137,10 @@ class MeteredClient:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a directory under a name; None: unload it."""
+        await self.client.set_adapter(name, path)
+
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is served or was."""
         return await self.client.explain(request_id)

@@ -39,6 +39,7 @@ DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
 EXPLAIN_PREFIX = "/explain/"
 LIVE_PATH = "/admin/live"
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's, for the operator here
 PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")  # the client may be anywhere
 
 
@@ -63,7 +64,7 @@ def is_open(path: str, config: ServerConfig) -> bool:
 
 def is_admin(path: str) -> bool:
     """Whether a path belongs to the operator."""
-    return path == ADMIN_PREFIX or path.startswith(ADMIN_PREFIX + "/")
+    return path == ADMIN_PREFIX or path.startswith(ADMIN_PREFIX + "/") or path in ADAPTER_PATHS
 
 
 class KeyRing:

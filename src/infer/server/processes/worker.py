@@ -6,7 +6,7 @@ from the same listening socket. Process 0 starts and watches the engines, and te
     spawned, down        an engine was started and connects to this endpoint; it has ended
     gone                 these engines are not started again
     serve, unserve       a model is served by these engines, in place of one of its name; it is not any more
-    names, forget        aliases, the default model, those on demand; a prefix cache was emptied
+    names, forget        aliases, adapters, the default model, those on demand; a prefix cache was emptied
     uses, scrape, stop   how models are used here; what was counted here; the end
     served, alike        requests of an id that were served here; how many prompts begin alike
 
@@ -196,9 +196,16 @@ class Worker:
             self._metrics.remove(client)
             await client.close()
 
-    def on_names(self, aliases: dict[str, ModelShares], default: str | None, loadable: list[str]) -> None:
-        """Take over what models are called, and which are loaded on demand."""
-        self._state.aliases, self._state.default_model, self._state.loadable = aliases, default, loadable
+    def on_names(
+        self,
+        aliases: dict[str, ModelShares],
+        adapters: dict[str, str],
+        default: str | None,
+        loadable: list[str],
+    ) -> None:
+        """Take over what models and adapters are called, and which models are loaded on demand."""
+        self._state.aliases, self._state.adapters = aliases, adapters
+        self._state.default_model, self._state.loadable = default, loadable
 
     def on_uses(self) -> dict[str, ModelUse]:
         """How the models are used here."""

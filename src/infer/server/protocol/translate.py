@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.config.settings import ServerConfig
 from infer.dialects.answer import EFFORTS, AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
@@ -107,7 +106,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         raise RequestError(f"prompt {ids.index([])} has no tokens; give at least one", param="prompt")
     is_whole = most is None and not body.suffix
     texts = tuple(prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts)
-    return make_job(body, model, state.config, ids, params, texts=texts)
+    return make_job(body, model, state, ids, params, texts=texts)
 
 
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
@@ -140,7 +139,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     )
     if params.structured is not None and form is not None and form.is_forced:
         body.note_ignored([params.structured.param.partition(".")[0]])  # the answer is calls
-    return make_job(body, model, state.config, [ids], bound or params, form=form)
+    return make_job(body, model, state, [ids], bound or params, form=form)
 
 
 def fill_context(job: Job) -> Job:
@@ -169,7 +168,7 @@ def _ignore_limits(body: ChatRequest, encoder: PromptEncoder) -> None:
 def make_job(
     body: SamplingBody,
     model: ServedModel,
-    config: ServerConfig,
+    state: ServerState,
     ids: Sequence[Sequence[int]],
     params: SamplingParams,
     *,
@@ -183,7 +182,7 @@ def make_job(
         body.note_ignored(["priority"])
     is_chat = isinstance(body, ChatRequest)
     job_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-    limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
+    limits = [limit for limit in (body.timeout, state.config.request_timeout) if limit]
     requests = tuple(
         Request(
             request_id=engine_id(f"{job_id}-{i}"),
@@ -192,6 +191,7 @@ def make_job(
             priority=body.priority or 0,
             deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
             cache_salt=salt_of(body.cache_salt),
+            adapter=state.adapter_of(body.model),
         )
         for i, prompt in enumerate(ids)
     )

@@ -4,6 +4,10 @@ POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {
 POST /admin/models/unload    {"name": "b"}
 POST /admin/models/alias     {"alias": "gpt-4", "name": "b"}
                              {"alias": "chat", "models": {"v1": 90, "v2": 10}}
+POST /admin/adapters/load    {"name": "sql", "path": "directory", "model": "b", "replace": false}
+POST /admin/adapters/unload  {"name": "sql"}
+POST /v1/load_lora_adapter   {"lora_name": "sql", "lora_path": "directory"}    the same in vLLM's words
+POST /v1/unload_lora_adapter {"lora_name": "sql"}
 POST /admin/reset_prefix_cache   {} or {"model": "b"}
 POST /admin/drain            {} stops taking requests, {"drain": false} takes them again
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from infer.config.knobs import parse_knob
@@ -23,6 +28,7 @@ from infer.server.protocol.schemas import Body
 from infer.server.protocol.stream import unless_disconnected
 
 router = APIRouter(prefix="/admin", tags=["admin"])
+vllm_router = APIRouter(tags=["admin"])
 
 
 class LoadBody(Body):
@@ -46,6 +52,29 @@ class AliasBody(Body):
     alias: str = Field(min_length=1, max_length=200)
     name: str | None = None
     models: dict[str, float] | None = None
+
+
+class AdapterBody(Body):
+    """A LoRA adapter to load for a model, the default one unless named."""
+
+    name: str = Field(min_length=1, max_length=200)
+    path: str = Field(min_length=1, max_length=4096)
+    model: str | None = None
+    replace: bool = False
+
+
+class VllmAdapterBody(Body):
+    """The same in vLLM's words, for the default model."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+
+
+class VllmUnloadBody(Body):
+    """A LoRA adapter to remove, in vLLM's words."""
+
+    lora_name: str
 
 
 class ResetBody(Body):
@@ -113,6 +142,41 @@ async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
     else:
         _fleet(http).set_alias(body.alias, {body.name: 1.0})
     return {"alias": body.alias, "name": body.name}
+
+
+@router.post("/adapters/load")
+async def load_adapter(body: AdapterBody, http: Request) -> dict[str, Any]:
+    """Load a LoRA adapter, which requests then name as their model."""
+    base = await _load_adapter(http, body.name, body.path, body.model, replaces=body.replace)
+    return {"name": body.name, "model": base}
+
+
+@router.post("/adapters/unload")
+async def unload_adapter(body: UnloadBody, http: Request) -> dict[str, Any]:
+    """Serve a LoRA adapter no longer; requests that began with it go on."""
+    await _fleet(http).unload_adapter(body.name)
+    return {"name": body.name}
+
+
+@vllm_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(body: VllmAdapterBody, http: Request) -> str:
+    """Load a LoRA adapter for the default model."""
+    await _load_adapter(http, body.lora_name, body.lora_path, None, replaces=body.load_inplace)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@vllm_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(body: VllmUnloadBody, http: Request) -> str:
+    """Serve a LoRA adapter no longer."""
+    await _fleet(http).unload_adapter(body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+async def _load_adapter(http: Request, name: str, path: str, model: str | None, *, replaces: bool) -> str:
+    try:
+        return await _fleet(http).load_adapter(name, path, model, replaces=replaces)
+    except (ConfigError, CheckpointError) as error:
+        raise RequestError(str(error), param="path") from None
 
 
 @router.post("/reset_prefix_cache")

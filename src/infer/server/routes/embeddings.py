@@ -93,12 +93,13 @@ async def run_job(
 ) -> list[T]:
     """What `finish` makes of the hidden state of each input of a job; `param` is the body's name for them."""
     mark("tokenize")
-    timeout = server_state(http).config.request_timeout
-    limit = min((each for each in (body.timeout, timeout) if each), default=None)
+    state = server_state(http)
+    limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     requests = job.requests(
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
         deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
         cache_salt=salt_of(body.cache_salt),
+        adapter=state.adapter_of(body.model),
     )
     try:
         async with asyncio.timeout(limit):

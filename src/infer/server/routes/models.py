@@ -26,7 +26,7 @@ _NAMED = {"object": "model", "type": "model", "owned_by": "infer", "permission":
 async def list_models(http: Request) -> Response:
     """Every model, and every other name it goes by."""
     state = server_state(http)
-    names = [*state.names, *state.aliases]
+    names = [*state.names, *state.other_names]
     cards = [model_card(state, name) for name in names]
     return json_response({"object": "list", "data": cards, "has_more": False})
 

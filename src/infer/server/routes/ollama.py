@@ -253,7 +253,7 @@ def tagged(name: str) -> str:
 
 def find_name(state: ServerState, name: str) -> str:
     """The served name that a client means; it may have a tag more or less."""
-    known = [*state.names, *state.aliases]
+    known = [*state.names, *state.other_names]
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
             return each
@@ -752,7 +752,7 @@ def expires_at(state: ServerState, model: ServedModel) -> str:
 async def list_tags(http: Request) -> Response:
     """Every model, and every other name it goes by."""
     state = server_state(http)
-    return json_response({"models": [listed(state, name) for name in (*state.names, *state.aliases)]})
+    return json_response({"models": [listed(state, name) for name in (*state.names, *state.other_names)]})
 
 
 @router.get("/api/ps", response_model=None)

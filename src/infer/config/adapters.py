@@ -1,0 +1,95 @@
+"""The knobs of LoRA adapters: which are loaded at the start, and how much room there is for others.
+
+    --lora-modules sql=/path/a chat=/path/b      loaded at the start; requests name them as their model
+    --enable-lora                                room for adapters that are loaded later
+    --max-loras 8 --max-lora-rank 16             that room: adapters at a time, and their largest rank
+
+The room is taken once, when the engine is built, because captured steps read from fixed addresses
+(docs/features/adapters.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from infer.config.knobs import check_positive, knob
+from infer.errors import ConfigError
+
+MAX_ADAPTERS: Final = 1024
+MAX_RANK: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Which LoRA adapters are loaded, and the room for others."""
+
+    lora_modules: tuple[str, ...] = knob(
+        (),
+        "LoRA adapters to load, each as NAME=DIRECTORY of a PEFT checkpoint; requests name one as their "
+        "model; where there are no requests, the one that is given answers; may be repeated",
+        aliases=("lora",),
+        takes_several=True,
+    )
+    enable_lora: bool | None = knob(
+        None, "keep room for LoRA adapters that are loaded later; default: if lora_modules names any"
+    )
+    max_loras: int | None = knob(
+        None, "LoRA adapters that are loaded at a time, at most; default: 8, or as many as lora_modules names"
+    )
+    max_lora_rank: int | None = knob(
+        None,
+        f"largest rank of a LoRA adapter, {MAX_RANK} or less; default: that of lora_modules, 16 at least",
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_loras", "max_lora_rank")
+        modules = self.modules
+        if len(modules) < len(self.lora_modules):
+            raise ConfigError("lora_modules gives two adapters one name; each needs its own")
+        if self.enable_lora is False and modules:
+            raise ConfigError("enable_lora is off, but lora_modules names adapters; leave one of the two out")
+        if not self.is_on and (self.max_loras is not None or self.max_lora_rank is not None):
+            raise ConfigError("max_loras and max_lora_rank need enable_lora or lora_modules; add one of them")
+        if self.max_loras is not None and not len(modules) <= self.max_loras <= MAX_ADAPTERS:
+            raise ConfigError(
+                f"max_loras must be from {max(len(modules), 1)}, the adapters of lora_modules, to "
+                f"{MAX_ADAPTERS}, got {self.max_loras}"
+            )
+        if self.max_lora_rank is not None and self.max_lora_rank > MAX_RANK:
+            raise ConfigError(f"max_lora_rank must be at most {MAX_RANK}, got {self.max_lora_rank}")
+
+    @property
+    def is_on(self) -> bool:
+        """True if the engine has adapters, or room for them."""
+        return bool(self.lora_modules) if self.enable_lora is None else self.enable_lora
+
+    @property
+    def num_slots(self) -> int:
+        """How many adapters are loaded at a time, at most; 0: none."""
+        return (self.max_loras or max(8, len(self.lora_modules))) if self.is_on else 0
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The directory of each adapter that is loaded at the start, by name."""
+        return dict(map(parse_module, self.lora_modules))
+
+
+def parse_module(text: str) -> tuple[str, str]:
+    """The name and the directory of an entry of `lora_modules`; a directory alone is its own name."""
+    name, equals, path = text.partition("=")
+    if not equals:
+        name, path = Path(text).name, text
+    if fault := adapter_name_fault(name):
+        raise ConfigError(f"lora_modules: {fault}")
+    if not path:
+        raise ConfigError(f"lora_modules must be NAME=DIRECTORY, got {text!r}")
+    return name, path
+
+
+def adapter_name_fault(name: str) -> str | None:
+    """What is wrong with the name of an adapter, which clients send as the name of a model."""
+    if name and name.isprintable() and len(name) <= 200:
+        return None
+    return f"the name of an adapter must be 1 to 200 printable characters, got {name[:100]!r}"

@@ -1,0 +1,164 @@
+"""LoRA adapters of a live server: named as models on every API, loaded and unloaded at run time.
+
+The oracle is an `LLM` of a checkpoint into which the adapter was merged. The server has two API processes,
+each of which must know what the other was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from infer.frontend.llm import LLM
+from infer.sampling.params import SamplingParams
+from tests.support.adapters import make_adapter, merge
+from tests.support.server_process import ServerProcess, start_server
+
+ADMIN = {"authorization": "Bearer root"}
+PROMPT = "The quick brown fox"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+KNOBS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 64}
+
+
+class World(NamedTuple):
+    server: ServerProcess
+    paths: dict[str, Path]
+    texts: dict[str, tuple[str, str]]  # a completion and an answer by adapter, "" is the base model's
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root, params = tmp_path_factory.mktemp("served"), SamplingParams(temperature=0, max_tokens=8)
+    paths = {
+        name: make_adapter(root / name, Path(checkpoint), seed=n) for n, name in enumerate(("sql", "law"))
+    }
+    texts = {}
+    for name in ("", *paths):
+        path = merge(root / f"{name}-merged", Path(checkpoint), paths[name]) if name else checkpoint
+        with LLM(path, **KNOBS) as llm:
+            texts[name] = llm.generate(PROMPT, params)[0].text, llm.chat(MESSAGES, params)[0].text
+    flags = (f"--{key.replace('_', '-')}={value}" for key, value in KNOBS.items())
+    lora = ("--lora-modules", f"sql={paths['sql']}", "--max-loras", "2", "--admin-key", "root")
+    arguments = (f"tiny={checkpoint}", *flags, "--api-processes", "2", *lora)
+    with start_server(root, *arguments) as running:
+        yield World(running, paths, texts)
+
+
+def post(world: World, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    """One request over a connection of its own: either API process may get it."""
+    return httpx.post(f"{world.server.url}{path}", json=body, headers=headers, timeout=120)
+
+
+def complete(world: World, model: str) -> str:
+    answer = post(
+        world, "/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_model_name_chooses_the_adapter_on_every_api(world: World) -> None:
+    assert world.texts[""] != world.texts["sql"] != world.texts["law"]
+    for model, (text, said) in {"tiny": world.texts[""], "sql": world.texts["sql"]}.items():
+        assert complete(world, model) == text
+        ask = partial(post, world)
+        chat = ask(
+            "/v1/chat/completions", {"model": model, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+        )
+        assert chat.json()["choices"][0]["message"]["content"] == said
+        claude = ask(
+            "/v1/messages", {"model": model, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+        )
+        assert claude.json()["content"][0]["text"] == said
+        response = ask(
+            "/v1/responses", {"model": model, "input": PROMPT, "max_output_tokens": 8, "temperature": 0}
+        )
+        assert response.json()["output"][0]["content"][0]["text"] == said
+        options = {"num_predict": 8, "temperature": 0}
+        ollama = ask("/api/chat", {"model": model, "messages": MESSAGES, "stream": False, "options": options})
+        assert ollama.json()["message"]["content"] == said
+    vectors = [
+        post(world, "/v1/embeddings", {"model": model, "input": PROMPT}).json()["data"][0]["embedding"]
+        for model in ("tiny", "sql")
+    ]
+    assert vectors[0] != vectors[1]
+
+
+def test_adapters_are_listed_with_their_parent(world: World) -> None:
+    cards = {card["id"]: card for card in httpx.get(f"{world.server.url}/v1/models").json()["data"]}
+    assert cards["tiny"]["parent"] is None and cards["sql"]["parent"] == "tiny"
+    tags = httpx.get(f"{world.server.url}/api/tags").json()["models"]
+    assert {"tiny:latest", "sql:latest"} <= {tag["name"] for tag in tags}
+
+
+@pytest.mark.parametrize("spelling", ["vllm", "admin"])
+def test_load_and_unload_at_run_time(world: World, spelling: str) -> None:
+    load = {"lora_name": "law", "lora_path": str(world.paths["law"])}
+    routes, unload = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), {"lora_name": "law"}
+    if spelling == "admin":
+        load = {"name": "law", "path": str(world.paths["law"])}
+        routes, unload = ("/admin/adapters/load", "/admin/adapters/unload"), {"name": "law"}
+    asked = {"model": "law", "messages": MESSAGES}
+    assert post(world, "/v1/chat/completions", asked).status_code == 404
+    assert post(world, routes[0], load).status_code == 401
+    loaded = post(world, routes[0], load, **ADMIN)
+    assert loaded.status_code == 200, loaded.text
+    for _ in range(4):
+        assert complete(world, "law") == world.texts["law"][0]
+    assert post(world, routes[0], load, **ADMIN).status_code == 409
+    assert post(world, routes[1], unload).status_code == 401
+    assert post(world, routes[1], unload, **ADMIN).status_code == 200
+    assert post(world, routes[1], unload, **ADMIN).status_code == 404
+    for _ in range(4):
+        assert post(world, "/v1/chat/completions", asked).status_code == 404
+    assert complete(world, "sql") == world.texts["sql"][0]
+
+
+def test_adapter_is_replaced_in_place(world: World) -> None:
+    for name in ("law", "sql"):
+        body = {"lora_name": "law", "lora_path": str(world.paths[name]), "load_inplace": True}
+        assert post(world, "/v1/load_lora_adapter", body, **ADMIN).status_code == 200
+        assert complete(world, "law") == world.texts[name][0]
+    assert post(world, "/v1/unload_lora_adapter", {"lora_name": "law"}, **ADMIN).status_code == 200
+
+
+def test_bad_loads_are_refused_and_change_nothing(world: World, tmp_path: Path) -> None:
+    base = world.paths["sql"]
+    for body, status in (
+        ({"name": "x", "path": str(tmp_path / "nowhere")}, 400),
+        ({"name": "tiny", "path": str(base)}, 409),
+        ({"name": "x", "path": str(base), "model": "nobody"}, 404),
+        ({"name": "x"}, 400),
+    ):
+        answer = post(world, "/admin/adapters/load", body, **ADMIN)
+        assert answer.status_code == status, answer.text
+    assert post(world, "/admin/models/alias", {"alias": "sql", "name": "tiny"}, **ADMIN).status_code == 409
+    names = {card["id"] for card in httpx.get(f"{world.server.url}/v1/models").json()["data"]}
+    assert names == {"tiny", "sql"}
+
+
+def test_unloading_lets_a_running_request_end(world: World) -> None:
+    load = {"lora_name": "law", "lora_path": str(world.paths["law"])}
+    assert post(world, "/v1/load_lora_adapter", load, **ADMIN).status_code == 200
+    body = {"model": "law", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = post(world, "/v1/completions", body).json()["choices"][0]["text"]
+    with contextlib.ExitStack() as stack:
+        streamed = stack.enter_context(
+            httpx.stream(
+                "POST", f"{world.server.url}/v1/completions", json=body | {"stream": True}, timeout=120
+            )
+        )
+        lines = (line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: {"))
+        pieces = [next(lines)]
+        assert post(world, "/v1/unload_lora_adapter", {"lora_name": "law"}, **ADMIN).status_code == 200
+        pieces += lines
+    texts = [httpx.Response(200, content=piece).json()["choices"] for piece in pieces]
+    assert "".join(choices[0]["text"] for choices in texts if choices) == whole
