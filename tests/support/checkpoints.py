@@ -51,10 +51,22 @@ _TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
+    "qwen3_5": _COMMON
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
-FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES)
+HYBRID_FAMILIES = ("qwen3_5",)  # apart as well: their blocks hold states, and have other sizes
+FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES + HYBRID_FAMILIES)
 
 
 def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -69,6 +81,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]

@@ -123,6 +123,8 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.world_size == 1:
         return config
+    if config.delta is not None:
+        raise ConfigError("a model whose layers keep a state cannot be shared by ranks")
     experts, size = config.experts, config.intermediate_size
     if experts is not None:
         share = len(_share("the size of experts", experts.size, config, rank))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -43,6 +43,8 @@ FAMILIES: tuple[Family, ...] = (
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
     Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),
            qwen3_moe.read_config, mixtral.Mixtral, qwen3_moe.WEIGHT_MAP),
+    Family("qwen3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"),
+           qwen3_5.read_config, qwen3_5.Qwen35, qwen3_5.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
            gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),

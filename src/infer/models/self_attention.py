@@ -61,9 +61,17 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor | PendingProduct:
         """Let each token look at its sequence up to itself; returns [T, D]."""
-        qkv_TX = as_tensor(self.qkv(x_TD))
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
+        seen_TNH = self.attend(as_tensor(self.qkv(x_TD)), norms, step)
+        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
+        return y_TD
+
+    def attend(
+        self, qkv_TX: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext
+    ) -> torch.Tensor:
+        """Norm, with these weights, and rotate the heads of a projection, then attend: [T, N, H]."""
         transform = HeadTransform(
-            norm_weights=(self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
+            norm_weights=norms,
             cos_PR=self.rotary.cos_PR,
             sin_PR=self.rotary.sin_PR,
             num_heads=self.num_heads,
@@ -76,5 +84,4 @@ class SelfAttention(nn.Module):
             cache = step.slots(self.layer.number)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH)
-        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
-        return y_TD
+        return seen_TNH
