@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import Target, WeightMap, names_an_expert
 
+BARE_NAMES = (".A_log", ".dt_bias")  # tensors without a leaf
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CORPUS = """\
@@ -69,11 +70,19 @@ class FamilyTokens:
 _MISTRAL = FamilyTokens(
     ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
 )
+_QWEN2 = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>"))
 _QWEN3 = FamilyTokens(
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     eos=("<|im_end|>", "<|endoftext|>"),
     plain=("<think>", "</think>"),
 )
+_GEMMA = FamilyTokens(
+    ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+    eos=("<end_of_turn>", "<eos>"),
+    bos="<bos>",
+    adds_bos=True,
+)
+_OLMO = FamilyTokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|endoftext|>", "<|im_end|>"))
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -83,17 +92,18 @@ TOKENS = {
     ),
     "mistral": _MISTRAL,
     "mixtral": _MISTRAL,
-    "qwen2": FamilyTokens(
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>")
-    ),
+    "qwen2": _QWEN2,
+    "qwen2_moe": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "gemma3": FamilyTokens(
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
-        eos=("<end_of_turn>", "<eos>"),
-        bos="<bos>",
-        adds_bos=True,
-    ),
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_next": _QWEN3,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "olmoe": _OLMO,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -184,6 +194,23 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         "vocab_size": sizes.vocab_size,
     }
     head_dim = sizes.hidden_size // sizes.num_heads
+    hybrid = {
+        "head_dim": head_dim,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": head_dim // 2,
+        "linear_value_head_dim": head_dim // 2,
+        "linear_num_key_heads": sizes.num_kv_heads,
+        "linear_num_value_heads": sizes.num_heads,
+    }
+    experts = {
+        "moe_intermediate_size": sizes.hidden_size // 2,
+        "shared_expert_intermediate_size": sizes.hidden_size // 2,
+        "norm_topk_prob": True,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.num_choices,
+    }
     of_family: dict[str, dict[str, Any]] = {
         "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": head_dim},
         "mistral": {
@@ -200,6 +227,16 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "num_experts_per_tok": sizes.num_choices,
             "sliding_window": None,
         },
+        "qwen2_moe": {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": sizes.hidden_size // 2,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+            "shared_expert_intermediate_size": sizes.hidden_size,
+        },
         "qwen3_moe": {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -210,6 +247,30 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "norm_topk_prob": True,
             "num_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.num_choices,
+        },
+        "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **hybrid},
+        "qwen3_5_moe": {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            **hybrid,
+            **experts,
+        },
+        "qwen3_next": {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            **hybrid,
+            **experts,
+        },
+        "gemma2": {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "head_dim": head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 4,
+            "sliding_window": sizes.window,
+            "attn_logit_softcapping": 2.5,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": True,
         },
         "gemma3": {
             "architectures": ["Gemma3ForCausalLM"],
@@ -223,10 +284,35 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
+        "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        "olmoe": {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "clip_qkv": 4.0,
+            "norm_topk_prob": False,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+        },
+        "olmo3": {
+            "architectures": ["Olmo3ForCausalLM"],
+            "model_type": "olmo3",
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            },
+            "sliding_window": sizes.window,
+        },
     }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]
+
+
+def _types(num_layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """The `layer_types` of a config."""
+    return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
 
 
 def random_tensors(
@@ -252,7 +338,9 @@ def random_tensors(
                 for leaf, parameter in module.named_parameters(recurse=False):
                     shape = _shape(module, parameter[expert] if is_stack else parameter, target)
                     tensor = _random_tensor(module, leaf, shape, generator)
-                    yield f"{key.format(layer, expert)}.{leaf}", tensor.to(dtype)
+                    name = key.format(layer, expert)
+                    tensor -= 3.0 * name.endswith(".A_log")  # so that states forget slowly
+                    yield name if name.endswith(BARE_NAMES) else f"{name}.{leaf}", tensor.to(dtype)
 
 
 def _shape(module: Any, parameter: torch.Tensor, target: Target) -> tuple[int, ...]:

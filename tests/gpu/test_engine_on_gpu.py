@@ -26,7 +26,18 @@ from tests.gpu.graphs import FEW_SIZES
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+)
 EVERYTHING = ("qwen3", "gemma3")  # one group of layers, and several; the other families share the rest
 PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * i)] for i in range(5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

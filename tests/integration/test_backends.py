@@ -38,7 +38,7 @@ def expected(family: str) -> list[list[list[int]]]:
     return run_engine(make_engine(family, attention_backend="sdpa"), REQUESTS)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has windows
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])  # with soft caps, with windows
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("decode", ATTENTION)
 def test_no_backend_of_attention_changes_a_token(family: str, attention: str, decode: str) -> None:

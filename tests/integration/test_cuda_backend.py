@@ -181,6 +181,18 @@ def test_what_a_kernel_cannot_serve_is_known_before_any_is_compiled(emulated: li
     assert not emulated
 
 
+@pytest.mark.parametrize("bend", [{"attention_softcap": 50.0}, {"attention_sinks": True}], ids=str)
+def test_scores_that_are_not_plain_are_left_to_triton(
+    emulated: list[EmulatedLaunch], bend: dict[str, Any]
+) -> None:
+    store: Any = GpuStore()
+    config = replace(load("qwen3", "float16").config, **bend)
+    assert device_step.choose_backend(("triton", "auto"), config, store, 16) == "triton"
+    with pytest.raises(ConfigError, match="attention_backend=cuda cannot be had with qwen3"):
+        device_step.choose_backend(("triton", "cuda"), config, store, 16)
+    assert not emulated
+
+
 def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
     emulated: list[EmulatedLaunch],
 ) -> None:

@@ -27,12 +27,12 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
-from tests.support.checkpoints import VOCAB_SIZE, reference_model
+from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, reference_model
 from tests.support.kv_store import fill_store
 from tests.support.tiny import drain, greedy, run_engine
 
 CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 8, 20
-FAMILIES = ["qwen3_5"]
+FAMILIES = list(HYBRID_FAMILIES)
 
 
 @functools.cache
@@ -91,7 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
     engine = make_engine(family, **WAYS[way])
@@ -102,6 +102,14 @@ def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers(family: str) -> None:
+    engine = make_engine(family)
+    serve(engine, family, REQUESTS[:5])
+    serve(engine, family, REQUESTS[:5])
+    assert engine.scheduler.usage().num_hit_tokens > 200
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
 @pytest.mark.parametrize("swap_blocks", [0, 80])
 def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
     preemption = "swap" if swap_blocks else "recompute"
@@ -147,7 +155,7 @@ def test_keys_without_a_state_are_no_hit() -> None:
     assert engine.scheduler.usage().num_hit_tokens == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5"])
 @pytest.mark.parametrize("kind", ["n", "beams"])
 @pytest.mark.parametrize("knobs", [{}, {"num_blocks": 30}], ids=["roomy", "squeezed"])
 def test_forks_have_states_of_their_own(family: str, kind: str, knobs: dict[str, Any]) -> None:

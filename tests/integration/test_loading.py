@@ -50,13 +50,15 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path: Path, family: str, num_shards
 def test_a_gguf_file_loads_bit_for_bit(tmp_path: Path, family: str) -> None:
     """The converter's reordered rows, added ones and transposed matrices are all undone."""
     changes: dict[str, dict[str, Any]] = {
+        "gemma2": {"query_pre_attn_scalar": 16},
         "gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "layer_types": None},
         "qwen3_moe": {"mlp_only_layers": []},  # the format knows no plain layers
+        "qwen2_moe": {"mlp_only_layers": []},
     }
     reference = reference_model(family, **changes.get(family, {}))
     loaded = load(write_gguf(tmp_path / "model.gguf", reference))
     expected = build_like(reference)
-    if family == "gemma3":  # w + 1 - 1 is not w in float32
+    if family in ("gemma2", "gemma3"):  # w + 1 - 1 is not w in float32
         for ours, theirs in zip(loaded.model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-7)
     else:

@@ -30,7 +30,7 @@ from tests.support.tiny import SIZES, make_engine, random_prompts, run_engine
 from tests.support.toggles import pairwise_rows
 from tests.unit.loader.tiny_files import write_directory, write_gguf
 
-both_families = pytest.mark.parametrize("family", MOE_FAMILIES)
+every_family = pytest.mark.parametrize("family", MOE_FAMILIES)
 needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
 
@@ -40,11 +40,11 @@ def load(path: Path, **knobs: Any) -> LoadedModel:
 
 @pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 5), ids=lambda number: f"row {number + 1}")
 def test_no_toggle_changes_a_token(number: int) -> None:
-    family = MOE_FAMILIES[number % 2]
+    family = MOE_FAMILIES[number % len(MOE_FAMILIES)]
     assert run_row(family, number) == expected(family)
 
 
-@both_families
+@every_family
 def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
     assert run_engine(make_engine(family), REQUESTS) == expected(family)
     engine = make_engine(family, block_size=2, num_blocks=30, prefill_chunk_size=5, preemption="recompute")
@@ -52,7 +52,7 @@ def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
     assert engine.scheduler.num_preemptions > 0
 
 
-@both_families
+@every_family
 def test_the_device_half_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(family)
@@ -61,7 +61,7 @@ def test_the_device_half_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch
 
 
 @needs_c
-@both_families
+@every_family
 def test_packed_experts_are_near_to_what_they_stand_for(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
     packed, dense = load(tmp_path, quantization="int8").model, load(tmp_path, quantization="fp32").model
@@ -112,7 +112,7 @@ def test_a_stack_is_packed_as_its_matrices_are(tmp_path: Path) -> None:
             torch.testing.assert_close(a, c, atol=0.01, rtol=0)
 
 
-@both_families
+@every_family
 def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
     headers = read_headers(resolve_model(str(tmp_path), show_progress=False))
@@ -122,9 +122,10 @@ def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str,
     assert num_parameters == sum(parameter.numel() for parameter in model.parameters())
     config, experts = headers.config, headers.config.experts
     assert experts is not None and num_parameters > 2 * 6 * 3 * 64 * experts.size  # layers, experts, matrices
-    assert token_elements(config) == 4 * 64 + 4 * 2 * (experts.size + 64)
+    mlp_size = 2 * experts.size + experts.shared_size
+    assert token_elements(config) == 4 * 64 + 4 * (mlp_size + 2 * 64)
     shape = shape_of(config, weight_bytes=2, kv_bytes=2)
-    assert shape.layer_params == 2 * (64 * (2 * 64 + 2 * 32) + 2 * 3 * 64 * experts.size)
+    assert shape.layer_params == 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * mlp_size)
 
 
 @needs_c

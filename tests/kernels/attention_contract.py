@@ -53,6 +53,14 @@ class Paged:
     tables: torch.Tensor
     block_size: int
     scales: KVScales | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def bend(self, num_heads: int) -> None:
+        """Let scores have a cap that bites, and each head a sink: loud, quiet and ordinary ones."""
+        self.softcap, sinks = 1.5, torch.randn(num_heads, device=self.keys.device)
+        sinks[:2] = torch.tensor([200.0, -200.0])[: min(num_heads, 2)]
+        self.sinks = sinks
 
     def keep_as(self, dtype: torch.dtype) -> None:
         """Keep keys and values as codes; what was not a number is a code and a scale that are none."""
@@ -72,7 +80,8 @@ class Paged:
 
     def kv(self, scale: float, window: int | None = None) -> PagedKV:
         """What kernels are given of it."""
-        return PagedKV(self.keys, self.values, self.tables, self.block_size, scale, window, self.scales)
+        kv = PagedKV(self.keys, self.values, self.tables, self.block_size, scale, window, self.scales)
+        return kv._replace(softcap=self.softcap, sinks_N=self.sinks)
 
     def forget(self, row: int, num_tokens: int) -> None:
         """Put NaN where the first tokens of a row were: behind a window a block may be another sequence's."""
@@ -147,11 +156,14 @@ class DecodeContract(OnDevice):
         dtype: torch.dtype = torch.float32,
         num_layers: int = 1,
         kept_as: torch.dtype | None = None,
+        is_bent: bool = False,
     ) -> None:
         """The kernel equals its reference, on scratch that is NaN and then on what the last layer left."""
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
         if kept_as is not None:
             paged.keep_as(kept_as)
+        if is_bent:
+            paged.bend(heads.num_heads)
         rows = torch.randperm(len(lens)).to(self.device, torch.int32)  # not the order of the tables
         lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)[rows.long()]
         work = DecodeWork(
@@ -181,6 +193,10 @@ class DecodeContract(OnDevice):
     )
     def test_decode_at_lengths_around_a_block_and_a_split(self, heads: Heads) -> None:
         self.check([1, 15, 17, 32, 33, 70], heads)
+
+    def test_decode_with_a_soft_cap_and_sinks(self) -> None:
+        self.check([1, 15, 33, 70, 0], Heads(4, 2, 32), is_bent=True)
+        self.check([1, 41, 100], Heads(8, 1, 64), window=40, is_bent=True, kept_as=torch.int8)
 
     def test_decode_in_half_precision(self) -> None:
         for dtype in self.half_precision:
@@ -281,12 +297,15 @@ class PrefillContract(OnDevice):
         dtype: torch.dtype = torch.float32,
         num_spare_tiles: int = 0,
         kept_as: torch.dtype | None = None,
+        is_bent: bool = False,
     ) -> None:
         """The kernel equals its reference and leaves the tokens between the chunks alone."""
         lens = [start + num for start, num in spans]
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
         if kept_as is not None:
             paged.keep_as(kept_as)
+        if is_bent:
+            paged.bend(heads.num_heads)
         chunks, first = [], 1
         for row, (start, num) in enumerate(spans):
             chunks.append(PrefillChunk(first=first, num=num, row=row, start=start))
@@ -311,6 +330,10 @@ class PrefillContract(OnDevice):
     )
     def test_prefill_of_whole_prompts_and_of_chunks(self, heads: Heads) -> None:
         self.check([(0, 1), (0, 17), (15, 20), (130, 3)], heads)
+
+    def test_prefill_with_a_soft_cap_and_sinks(self) -> None:
+        self.check([(0, 1), (0, 17), (15, 20), (130, 3)], Heads(4, 2, 32), is_bent=True)
+        self.check([(0, 9), (90, 30)], Heads(8, 1, 64), window=20, is_bent=True, kept_as=torch.int8)
 
     def test_prefill_over_several_tiles(self) -> None:
         self.check([(0, 80), (70, 70)], Heads(2, 1, 16), num_spare_tiles=3)

@@ -204,7 +204,7 @@ static void run_attention(word H, word window) {
     float *kept = room((size_t)(parts * (N * (H + 2) + G)) * 4);
     float *keys = random_floats(BLOCKS * BLOCK * G * H), *values = random_floats(BLOCKS * BLOCK * G * H);
     RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), ROW, p(items), N, G, H, BLOCK,
-        window, d(1.0 / sqrt((double)H)), p(kept), 0, 0, 0);
+        window, d(1.0 / sqrt((double)H)), p(kept), 0, 0, 0, d(0.0), 0);
     emit_floats("attention", out, T * N * H);
 
     /* Over codes of 8 bits; then codes of tiny heads, and of heads with NaN or infinity. */
@@ -218,7 +218,7 @@ static void run_attention(word H, word window) {
         emit("key_codes", "bytes", k_codes, size);
         emit_floats("key_scales", k_scales, num * G);
         RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(k_codes), p(v_codes), p(table), ROW, p(items), N, G, H,
-            BLOCK, window, d(1.0 / sqrt((double)H)), p(kept), kind, p(k_scales), p(v_scales));
+            BLOCK, window, d(1.0 / sqrt((double)H)), p(kept), kind, p(k_scales), p(v_scales), d(0.0), 0);
         emit_floats("attention_over_codes", out, T * N * H);
         float odd[4 * G * 256];
         for (word i = 0; i < 4 * G * H; i++) odd[i] = keys[i] * (i / (G * H) < 2 ? i < G * H ? 1e-37f : 1e-44f : 1.0f);

@@ -120,6 +120,19 @@ class KernelContract:
         assert_same(y, rms_norm_reference(x.view, weight, EPS, offset))
         x.assert_untouched()
 
+    @every_dtype
+    @pytest.mark.parametrize("shape", [(5, 123), (3, 4, 64)], ids=str)
+    def test_rms_norm_in_place(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Part of a wider projection is written over, and nothing beside it."""
+        width = torch.Size(shape[1:]).numel()
+        wide = torch.randn(shape[0], width + 40, device=self.device, dtype=dtype)
+        before, weight = wide.clone(), self.weight(shape[-1], dtype)
+        part = wide[:, 8 : 8 + width].unflatten(1, shape[1:])
+        assert rms_norm(part, weight, eps=EPS, out=part) is part
+        expected = rms_norm_reference(before[:, 8 : 8 + width].unflatten(1, shape[1:]), weight, EPS, 0.0)
+        assert_same(part, expected)
+        assert torch.equal(wide[:, :8], before[:, :8]) and torch.equal(wide[:, -32:], before[:, -32:])
+
     def test_rms_norm_takes_a_weight_of_another_dtype(self) -> None:
         x, weight = self.framed(3, 96, dtype=torch.bfloat16), self.weight(96, torch.float32)
         y = rms_norm(x.view, weight, eps=EPS)

@@ -114,6 +114,7 @@ class ProjectedContract(OnDevice):
         offset: float = 0.0,
         num_layers: int = 1,
         kept_as: torch.dtype | None = None,
+        is_bent: bool = False,
     ) -> None:
         """Output and cache are those of the reference, on scratch that is NaN and on what a layer left."""
         device, num_rows = self.device, len(lens)
@@ -146,6 +147,8 @@ class ProjectedContract(OnDevice):
             paged.keys[newest] = paged.values[newest] = torch.nan
             if kept_as is not None:
                 paged.keep_as(kept_as)
+            if is_bent:
+                paged.bend(heads.num_heads)
             stores = [store.clone() for store in (paged.keys, paged.values)]
             scales = None if paged.scales is None else KVScales(*(side.clone() for side in paged.scales))
             num_heads = heads.num_heads + 2 * heads.num_kv_heads
@@ -153,6 +156,7 @@ class ProjectedContract(OnDevice):
             with nan_in_fresh_memory():
                 actual = attend_projected(qkv.view, transform, paged.kv(0.3, window), rows, lens_S, work)
             kv = PagedKV(stores[0], stores[1], paged.tables, block_size, 0.3, window, scales)
+            kv = kv._replace(softcap=paged.softcap, sinks_N=paged.sinks)
             expected = attend_projected_reference(qkv.view, transform, kv, rows, lens_S)
             if paged.scales is not None and scales is not None:
                 written = attend_written(qkv.view, transform, paged, rows, lens_S, scale=0.3, window=window)
@@ -193,6 +197,10 @@ class ProjectedContract(OnDevice):
     def test_projected_in_half_precision(self, has_norm: bool) -> None:
         for dtype in self.half_precision:
             self.check([5, 33, 70], Heads(6, 2, 64), dtype=dtype, has_norm=has_norm)
+
+    def test_projected_with_a_soft_cap_and_sinks(self) -> None:
+        self.check([1, 2, 33, 70, 0], Heads(4, 2, 32), is_bent=True)
+        self.check([1, 41, 100], Heads(8, 1, 64), window=40, is_bent=True, has_norm=False)
 
     def test_projected_with_a_norm_centred_on_zero(self) -> None:
         self.check([1, 40], Heads(4, 1, 32), offset=1.0)

@@ -47,6 +47,8 @@ def run(
     q: torch.Tensor,
     window: int | None,
     tokens: int = 16,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the last `count` tokens of each row, (row, count), in items of at most so many tokens.
 
@@ -70,14 +72,21 @@ def run(
     parts = torch.zeros(operations.parts_shape(len(items), N, G, H))
     out = operations.attend(
         c, q, cache.keys, cache.values, cache.table, torch.tensor(items), block_size=cache.block_size,
-        scale=0.3, window=window, parts=parts,
+        scale=0.3, window=window, parts=parts, softcap=softcap, sinks_N=sinks_N,
     )  # fmt: skip
     assert not parts[:, -G:].any()  # the counters are ready for the next step
     return out
 
 
 def attend_exactly(
-    q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
+    q_QNH: torch.Tensor,
+    k_KGH: torch.Tensor,
+    v_KGH: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last Q of K positions; [Q, N, H]."""
     num_queries, num_heads, _ = q_QNH.shape
@@ -87,7 +96,13 @@ def attend_exactly(
     of_query = torch.arange(num_positions - num_queries, num_positions).unsqueeze(1)
     distance = of_query - torch.arange(num_positions)
     is_seen = (distance >= 0) & (distance < (window or num_positions))
-    weights_NQK = scores_NQK.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+    if softcap is not None:
+        scores_NQK = softcap * torch.tanh(scores_NQK / softcap)
+    scores_NQK = scores_NQK.masked_fill(~is_seen, -torch.inf)
+    if sinks_N is not None:
+        sinks_NQ1 = sinks_N.double()[:, None, None].expand(-1, num_queries, 1)
+        scores_NQK = torch.cat((scores_NQK, sinks_NQ1), dim=-1)
+    weights_NQK = scores_NQK.softmax(dim=-1)[..., :num_positions]
     return torch.einsum("nqk,knh->qnh", weights_NQK, v_KNH).float()
 
 
@@ -104,6 +119,19 @@ def test_equals_one_query_at_a_time(c: Library, head_dim: int, window: int | Non
         expected = attend_exactly(part, keys, values, scale=0.3, window=window)
         first = sum(counts[:row])
         torch.testing.assert_close(ours[first : first + counts[row]], expected, rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("length", [50, 1100])
+def test_scores_may_be_capped_and_heads_have_sinks(c: Library, length: int, window: int | None) -> None:
+    cache = Cache([length], block_size=16, num_kv_heads=2, head_dim=20)
+    q, sinks = 3 * torch.randn(37, 6, 20), torch.tensor([0.3, -200.0, 200.0, -1.0, 4.0, 0.0])
+    for how in ({"softcap": 1.5}, {"sinks_N": sinks}, {"softcap": 50.0, "sinks_N": sinks}):
+        ours = run(c, cache, [(0, 37)], q, window, **how)
+        keys, values = cache.keys[cache.slots[0]], cache.values[cache.slots[0]]
+        expected = attend_exactly(q, keys, values, scale=0.3, window=window, **how)
+        torch.testing.assert_close(ours, expected, rtol=5e-5, atol=1e-5)
+        assert torch.equal(run(c, cache, [(0, 37)], q, window, tokens=0, **how), ours)
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -60,7 +60,8 @@ class ListStep(StepContext):
         for cache, (q, k, v) in zip(self.caches, parts, strict=True):
             cache.extend(layer.number, k, v)
             seen = cache.keys[layer.number], cache.values[layer.number]
-            outputs.append(attend_naive(q, *seen, scale=layer.scale, window=layer.window))
+            how = {"softcap": layer.softcap, "sinks_N": layer.sinks_N}
+            outputs.append(attend_naive(q, *seen, scale=layer.scale, window=layer.window, **how))
         return torch.cat(outputs)
 
     def recur(

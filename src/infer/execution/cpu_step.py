@@ -125,7 +125,7 @@ class CpuStep(StepContext):
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        store, (number, scale, window) = self._store, layer
+        store, (number, scale, window, softcap, sinks_N) = self._store, layer
         keys, values, slots_T, _, scales, fixed = store.slots(number, self._slots_KT)
         operations.write_cache(self._library, k_TGH, v_TGH, keys, values, slots_T, scales, fixed)
         return operations.attend(
@@ -140,6 +140,8 @@ class CpuStep(StepContext):
             window=window,
             parts=self._parts,
             scales=scales,
+            softcap=softcap,
+            sinks_N=sinks_N,
         )
 
 

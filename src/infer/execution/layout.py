@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -169,7 +169,8 @@ class PagedStep(StepContext):
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        number, scale, window = layer
+        number, scale, window, softcap, sinks_N = layer
+        how: dict[str, Any] = {"softcap": softcap, "sinks_N": sinks_N}
         cache, table = self._store.slots(number, self.slots_KT), self._store.tables[number]
         keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
         write_slots_reference(k_TGH, v_TGH, cache)
@@ -178,10 +179,12 @@ class PagedStep(StepContext):
             slots_SL, is_seen_SL = self._slots_of(place, group, window, table)
             q = q_TNH[group.tokens]
             if group.decodes:
-                out = self._attend_rows(q, keys, values, slots_SL, is_seen_SL, scale=scale, scales=scales)
+                out = self._attend_rows(
+                    q, keys, values, slots_SL, is_seen_SL, scale=scale, scales=scales, **how
+                )
             else:
                 seen = read_both(keys, values, scales, slots_SL[0], q.dtype)
-                out = self._attend_one(q, *seen, scale=scale, window=window)
+                out = self._attend_one(q, *seen, scale=scale, window=window, **how)
             out_TNH[group.tokens] = out
         return out_TNH
 

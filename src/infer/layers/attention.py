@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from infer.errors import EngineError
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.quant.residual import ResidualStream
@@ -40,6 +41,8 @@ class AttentionLayer(NamedTuple):
     number: int  # whose keys and values it reads
     scale: float  # scores are multiplied by it
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: it stays
+    sinks_N: torch.Tensor | None = None  # a score of each query head that belongs to no position (gpt-oss)
 
 
 class LayerInputs:
@@ -94,7 +97,7 @@ class StepContext(Protocol):
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
         """Let the layer's state of each sequence go through its tokens: what each of them sees, [T, V, H]."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no states")
+        raise EngineError(f"{type(self).__name__} keeps no states")
 
     def needed(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The rows of all tokens that `attend` and `recur` return: all of them, but in the last layer."""

@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule: a layer whose past is a state of fixed size.
 
-    x ──► projected ──┬─ q k v ──► step.recur: convolution, delta rule ──► norm ──► (x) ──► out
+    x ──► projected ──┬─ q k v ──► step.recur: convolution, delta rule ──► norm ──► (x) ──► output
                       ├─ b a ─────────┘                                             │
                       └─ z ──────────────────────────────── silu ───────────────────┘
 
@@ -67,7 +67,7 @@ class DeltaAttention(nn.Module):
         self.decay = Weights(num_value_heads, dtype=torch.float32)
         self.dt_bias = Weights(num_value_heads, dtype=torch.float32)
         self.norm = Weights(value_dim)
-        self.out = Linear(values, hidden_size, bias=False)
+        self.output = Linear(values, hidden_size, bias=False)
         self.order: torch.Tensor | None
         self.register_buffer("order", None if order is None else torch.tensor(order), persistent=False)
 
@@ -88,5 +88,5 @@ class DeltaAttention(nn.Module):
         seen_TVH = step.recur(self.layer, rule, qkv_TC, b_TV, a_TV)
         gate_TVH = functional.silu(step.needed(z_TX).float()).view(seen_TVH.shape)
         normed_TVH = rms_norm(seen_TVH.contiguous(), self.norm.weight, eps=self.eps)
-        y_TD: torch.Tensor | PendingProduct = self.out((normed_TVH * gate_TVH).to(y_TX.dtype).flatten(-2))
+        y_TD: torch.Tensor | PendingProduct = self.output((normed_TVH * gate_TVH).to(y_TX.dtype).flatten(-2))
         return y_TD

@@ -11,8 +11,13 @@ them. Their matrices are stacked, so that one kernel can reach every expert from
     gate_up   [E, 2F, D]      rows of the gate, then rows of up
     down      [E, D, F]
 
+A shared expert is one that every token goes through, whatever the router says (Qwen 2 MoE, Qwen 3.5); what
+comes out of it is multiplied by a gate, one number for each token:
+
+    y = sum of the chosen experts + sigmoid(shared_gate x) * shared(x)
+
 The router is a plain matrix in the model's dtype, whatever form the experts have: its rounding errors
-would not make a result a little worse, but send a token to another expert.
+would not make a result a little worse, but send a token to another expert. So is the gate: one row.
 
 Shapes:  T tokens, M tokens of one expert, E experts, D hidden size, F intermediate size of one expert.
 """
@@ -24,14 +29,17 @@ from torch import nn
 
 from infer.kernels.moe.grouped import route
 from infer.layers.linear import ExpertLinear, Linear
+from infer.layers.mlp import GatedMLP
 from infer.quant.projection import Choices
 from infer.quant.residual import NormedInput, as_tensor
+
+ALWAYS_DENSE = (".router", ".shared_gate")  # how the names of modules end that no scheme packs
 
 
 class MixtureOfExperts(nn.Module):
     """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
 
-    `normalized`: the weights of a token's experts add up to 1.
+    `normalized`: the weights of a token's experts add up to 1. `shared_size`: of the shared expert; 0: none.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class MixtureOfExperts(nn.Module):
         num_choices: int,
         normalized: bool,
         activation: str,
+        shared_size: int = 0,
     ) -> None:
         super().__init__()
         self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
@@ -50,6 +59,10 @@ class MixtureOfExperts(nn.Module):
         halves = {"gate": expert_size, "up": expert_size}
         self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves)
         self.down = ExpertLinear(num_experts, expert_size, hidden_size)
+        if shared_size:
+            self.shared = GatedMLP(hidden_size, shared_size, activation=activation, bias=False)
+            self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
+        self.has_shared = shared_size > 0
 
     def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor:
         """Return [T, D]."""
@@ -57,4 +70,9 @@ class MixtureOfExperts(nn.Module):
         logits_TE = as_tensor(self.router(x_TD))
         choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
         gate_up, down = self.gate_up.projection, self.down.projection
-        return down.reduced(gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation))
+        y_TD = gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation)
+        if self.has_shared:  # both are shares of one sum where several ranks have parts of the experts
+            gated_TF = self.shared.gate_up.gated(x_TD, self.activation)
+            shared_TD = self.shared.down.projection.unreduced.project(gated_TF)
+            y_TD = torch.addcmul(y_TD, as_tensor(self.shared_gate(x_TD)).sigmoid(), shared_TD)
+        return down.reduced(y_TD)

@@ -25,8 +25,8 @@ from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected
 from infer.quant.projection import Neighbours, Projection
 
-BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up")
-BY_COLUMNS = ("attention.out", "mlp.down")
+BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up", "shared.gate_up")
+BY_COLUMNS = ("attention.out", "mlp.down", "shared.down")
 BY_VOCABULARY = ("embedding", "head")
 
 

@@ -18,14 +18,27 @@ A model can be stretched beyond the context it was trained on by slowing its fre
                  ├───── low ─────┼──── blend ────┼──── high ──────►
                   / factor                          unchanged
 
-Shapes:  H head size, P positions, R = H/2 pairs.
+    yarn      the same idea, blended by the number of the pair and not by its turns
+    longrope  every pair has a divisor of its own: one list within the trained context, one beyond it
+    dynamic   theta grows with the length, so that the slowest pair is divided by the stretch
+
+The last two depend on the length of the text. Keys stay in the cache as they were turned, so the tables are
+made once, for the longest sequence that is served. With yarn and longrope a turned pair is also made longer
+by an attention factor, which sharpens the scores: cosines and sines are multiplied by it.
+
+Pairs that never turn (a layer without positions, the rest of a head that turns in part) have cosine 1 and
+sine 0, whatever the attention factor.
+
+Shapes:  H head size, P positions, R = H/2 pairs, of which the first ones turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from infer.kernels.runtime.dispatch import device_kind
@@ -56,15 +69,64 @@ def stretch_llama3(
     return frequencies_R * (keep_R + (1 - keep_R) / factor)
 
 
+def stretch_yarn(
+    frequencies_R: torch.Tensor,
+    *,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+    original_context_len: int,
+) -> torch.Tensor:
+    """Slow pairs down by their number: none before the fast bound, all of them after the slow one."""
+    size = 2 * len(frequencies_R)
+
+    def pair_of(turns: float) -> float:
+        """The pair, as a fraction, that turns this often within the trained context."""
+        return size * math.log(original_context_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(beta_fast), pair_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    pairs_R = torch.arange(len(frequencies_R), dtype=torch.float32, device=frequencies_R.device)
+    slow_R = ((pairs_R - low) / width).clamp(0.0, 1.0)  # 1: fully stretched, 0: untouched
+    return frequencies_R / factor * slow_R + frequencies_R * (1 - slow_R)
+
+
+def stretch_longrope(frequencies_R: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    """Divide every frequency by its own factor."""
+    return frequencies_R / torch.tensor(factors, dtype=torch.float32, device=frequencies_R.device)
+
+
+def dynamic_theta(theta: float, size: int, *, factor: float, original_context_len: int, length: int) -> float:
+    """The base for texts of `length` tokens, in heads of which `size` channels turn."""
+    stretch = factor * max(length, original_context_len) / original_context_len - (factor - 1)
+    return float(theta * stretch ** (size / (size - 2)))
+
+
 class Rotary(nn.Module):
-    """The tables of one set of frequencies, for positions 0 .. context_len - 1."""
+    """The tables of one set of frequencies, for positions 0 .. context_len - 1.
+
+    `num_pairs` is R, where not all pairs turn. Turned pairs are made `scale` times as long.
+    """
 
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
-    def __init__(self, frequencies_R: torch.Tensor, context_len: int) -> None:
+    def __init__(
+        self,
+        frequencies_R: torch.Tensor,
+        context_len: int,
+        *,
+        num_pairs: int | None = None,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        cos_PR, sin_PR = _tables(frequencies_R.float(), context_len)
+        num_still = 0 if num_pairs is None else num_pairs - len(frequencies_R)
+        cos_PR, sin_PR = _tables(frequencies_R.float(), context_len, num_still, scale)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
 
@@ -73,12 +135,15 @@ class Rotary(nn.Module):
         return f"{self.cos_PR.shape[0]} positions, {self.cos_PR.shape[1]} pairs"
 
 
-def _tables(frequencies_R: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(
+    frequencies_R: torch.Tensor, context_len: int, num_still: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of all angles; of a model that is built without memory, tables of that size."""
     if torch.get_default_device().type == "meta":
         # to compute on the meta device, were it `empty_like`, would import PyTorch's compiler: a second
-        shape = (context_len, frequencies_R.shape[0])
+        shape = (context_len, frequencies_R.shape[0] + num_still)
         return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     positions_P = torch.arange(context_len, dtype=torch.float32)
     angles_PR = positions_P[:, None] * frequencies_R
-    return angles_PR.cos(), angles_PR.sin()
+    cos_PR, sin_PR = angles_PR.cos() * scale, angles_PR.sin() * scale
+    return F.pad(cos_PR, (0, num_still), value=1.0), F.pad(sin_PR, (0, num_still))

@@ -41,7 +41,8 @@ class WholeSequence(StepContext):
             keys_KGH, values_KGH = self._kept[layer.number]
             k_TGH, v_TGH = torch.cat([keys_KGH, k_TGH]), torch.cat([values_KGH, v_TGH])
         self._kept[layer.number] = k_TGH, v_TGH
-        return self._attend(q_TNH, k_TGH, v_TGH, scale=layer.scale, window=layer.window)
+        _, scale, window, softcap, sinks_N = layer
+        return self._attend(q_TNH, k_TGH, v_TGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)
 
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor

@@ -155,6 +155,14 @@ def load_model(
     published = published_as(headers.tensors)
     check(LoadChoice(plan=plan, weights=rule.label, published_as=published, max_seq_len=context_len))
 
+    scaling = headers.config.rope_scaling
+    if scaling is not None and scaling.depends_on_length and context_len > scaling.original_context_len:
+        log.info(
+            "%s: all texts have the positions of %d tokens; max_seq_len=%d keeps those of the training",
+            scaling.kind,
+            context_len,
+            scaling.original_context_len,
+        )
     model = plan.build(context_len)
     moves = plan_moves(model, headers, plan.slices)
     codes, left = CodeCache.open(plan, model, moves)

@@ -4,7 +4,8 @@
     attention.qkv          rows of each part    heads of q, and the heads of k and v that serve them
     attention.out          columns              the columns of its heads of q
     mlp.gate_up, mlp.up    rows of each part    an equal share; of experts, a share of each expert
-    mlp.down               columns              the same share: the columns that its rows of gate and up feed
+    shared.gate_up         rows of each part    an equal share of the expert that all tokens go through
+    mlp.down, shared.down  columns              the same share: the columns that its rows of gate and up feed
     embedding, head        rows                 a range of the vocabulary; the last rank a shorter one
     all others             neither              everything: norms, routers, positions
 
@@ -32,7 +33,9 @@ from infer.loader.headers import WeightSource
 from infer.models.config import ModelConfig
 from infer.quant.projection import WeightSpec
 
-_SIZES = ("intermediate_size", "the size of experts")
+PROJECTION_NORMS = ("attention.q_norm", "attention.k_norm")
+_NEEDS_ALL_HEADS = "queries and keys are normalised over all heads, and no rank has all of them"
+_SIZES = ("intermediate_size", "the size of experts", "the size of the shared expert")
 
 
 class Rank(NamedTuple):
@@ -96,6 +99,8 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
     num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
+    if kind in PROJECTION_NORMS and config.projection_norm:
+        raise ConfigError(_NEEDS_ALL_HEADS)
     rows: Ranges = (range(num_rows),)
     columns: Ranges = (range(size[0]),) if size else ()
     if kind in BY_VOCABULARY:
@@ -125,10 +130,13 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
         return config
     if config.delta is not None:
         raise ConfigError("a model whose layers keep a state cannot be shared by ranks")
+    if config.projection_norm:
+        raise ConfigError(_NEEDS_ALL_HEADS)
     experts, size = config.experts, config.intermediate_size
     if experts is not None:
         share = len(_share("the size of experts", experts.size, config, rank))
-        experts = replace(experts, size=share)
+        shared = len(_share("the size of the shared expert", experts.shared_size, config, rank))
+        experts = replace(experts, size=share, shared_size=shared)
     if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
         size = len(_share("intermediate_size", size, config, rank))
     if len(_vocabulary(config.vocab_size, Rank(rank.world_size - 1, rank.world_size))) == 0:

@@ -38,6 +38,7 @@ from infer.errors import ConfigError
 from infer.kernels.linear.coded import FORMS, CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected, without_weights
+from infer.layers.moe import ALWAYS_DENSE
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, published_as, short_bytes
@@ -329,7 +330,7 @@ def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
     return {
         module: tensors
         for module, tensors in found.items()
-        if not module.endswith(".router") and any(len(tensor.shape) >= 2 for tensor in tensors)
+        if not module.endswith(ALWAYS_DENSE) and any(len(tensor.shape) >= 2 for tensor in tensors)
     }
 
 

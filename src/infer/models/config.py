@@ -12,17 +12,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context the model was trained on.
+    """How rotary frequencies are stretched beyond the context the model was trained on (layers/rotary.py).
 
-    `linear` divides every frequency by `factor`; `llama3` divides only the slow ones, leaves the fast
-    ones alone and blends in between (Llama 3.1 and later).
+    `dynamic` and `longrope` depend on the length that is served: the tables are made for one length, because
+    keys in the cache keep the rotation that they were written with.
     """
 
-    kind: str  # "linear" or "llama3"
+    kind: str  # "linear", "dynamic", "llama3", "yarn" or "longrope"
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_context_len: int = 0
+    original_context_len: int = 0  # tokens that the model was trained on; not used by linear
+    low_freq_factor: float = 1.0  # llama3: turns within that context up to which a pair is slowed down fully
+    high_freq_factor: float = 1.0  # llama3: turns from which a pair keeps its frequency
+    beta_fast: float = 32.0  # yarn: turns from which a pair keeps its frequency
+    beta_slow: float = 1.0  # yarn: turns up to which a pair is slowed down fully
+    truncate: bool = True  # yarn: the two bounds are rounded outwards to whole pairs
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of each pair's frequency, up to that context
+    long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
+    attention_factor: float = 1.0  # yarn, longrope: the length of turned pairs is multiplied by it
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the tables depend on the longest sequence that is served."""
+        return self.kind in ("dynamic", "longrope")
+
+    def stretched(self, context_len: int) -> int:
+        """The context of a model whose config says `context_len`: some configs name the unstretched one."""
+        if self.kind == "dynamic":
+            return int(context_len * max(self.factor, 1.0))
+        return (
+            max(context_len, int(self.original_context_len * self.factor))
+            if self.kind == "yarn"
+            else context_len
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +54,7 @@ class ExpertConfig:
     num_choices: int  # experts that a token is sent to
     size: int  # the intermediate size of one expert
     normalized: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # of the expert that every token goes through, times a gate of its own; 0: none
     dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP of `intermediate_size` instead
 
 
@@ -57,7 +79,7 @@ class DeltaConfig:
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3, gpt2
+    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -72,21 +94,27 @@ class ModelConfig:
 
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # channels of a head that turn, the first ones; None: all
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
     mlp_bias: bool = False
     gated_mlp: bool = True  # GPT-2: up and down alone
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
+    projection_norm: bool = False  # OLMo: normalise all queries of a token at once, and all keys
+    clip_qkv: float | None = None  # OLMoE: queries, keys and values are cut off at this size
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
+    attention_softcap: float | None = None  # Gemma 2: c, of scores: s becomes c tanh(s / c)
+    attention_sinks: bool = False  # gpt-oss: each query head has a score that belongs to no position
+    logit_softcap: float | None = None  # Gemma 2: the same of logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
-    local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
+    local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
+    still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
-    experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE
+    experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
 
     delta: DeltaConfig | None = None  # Qwen 3 Next and Qwen 3.5
-    rotated_dim: int | None = None  # numbers of each head that turn with its position; None: all
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -108,7 +136,9 @@ class ModelConfig:
     def mlp_size(self, layer: int) -> int:
         """The intermediate numbers of one token in one layer: of all experts it is sent to."""
         experts = self.experts_of(layer)
-        return self.intermediate_size if experts is None else experts.num_choices * experts.size
+        if experts is None:
+            return self.intermediate_size
+        return experts.num_choices * experts.size + experts.shared_size
 
     def layer_weights(self, layer: int) -> int:
         """The weights that one token is multiplied with in one layer; of experts, of those it is sent to.
@@ -127,6 +157,11 @@ class ModelConfig:
     def all_layer_weights(self) -> int:
         """The weights of all layers that one token is multiplied with; of experts, of those it is sent to."""
         return sum(map(self.layer_weights, range(self.num_layers)))
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """True if scores are neither capped nor joined by sinks: some kernels know nothing else."""
+        return self.attention_softcap is None and not self.attention_sinks
 
     @property
     def scale(self) -> float:

@@ -27,15 +27,14 @@ from typing import Any
 
 from torch import nn
 
-from infer.errors import CheckpointError, ConfigError
 from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models import llama, qwen3
-from infer.models.config import ModelConfig, RopeScaling
-from infer.models.model import Model, make_rotary
-from infer.models.raw_config import RawConfig, read_rope_scaling, read_window
+from infer.models.config import ModelConfig
+from infer.models.model import Model, layer_rotaries
+from infer.models.raw_config import RawConfig, read_two_ropes, read_window
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
@@ -65,12 +64,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     shared = llama.read_shared_config(
         keys, family="gemma3", window=read_window(text), slides=lambda layer: (layer + 1) % pattern != 0
     )
-    global_theta, local_theta, rope_scaling = _read_rope(keys, shared.context_len)
+    context_len = keys.size("max_position_embeddings")
+    local_theta = keys.number("rope_local_base_freq", default=10_000.0)
+    global_theta, local_theta, rope_scaling = read_two_ropes(
+        keys, context_len, shared.head_dim, theta=1_000_000.0, local_theta=local_theta
+    )
     has_bias = keys.flag("attention_bias", default=False)
     eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
     bos_ids = top.token_ids("bos_token_id", shared.vocab_size)
     return replace(
         shared,
+        context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
         tie_embeddings=top.flag("tie_word_embeddings", default=True),
         rope_theta=global_theta,
         rope_scaling=rope_scaling,
@@ -81,29 +85,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
         bos_id=next(iter(bos_ids), None) if shared.bos_id is None else shared.bos_id,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
-    )
-
-
-def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScaling | None]:
-    """Base of the global layers, base of the local ones, and the scaling, which only global layers have."""
-    global_theta = raw.number("rope_theta", default=1_000_000.0)
-    local_theta = raw.number("rope_local_base_freq", default=10_000.0)
-    if raw.get("rope_parameters") is None:
-        return global_theta, local_theta, read_rope_scaling(raw.section("rope_scaling"), context_len)
-    both = raw.section("rope_parameters")
-    if "full_attention" not in both.raw and "sliding_attention" not in both.raw:
-        raise CheckpointError(
-            f"{both.where} must hold 'full_attention' and 'sliding_attention', got {sorted(both.raw)}"
-        )
-    of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
-    if read_rope_scaling(of_local, context_len) is not None:
-        raise ConfigError(
-            f"rope scaling in {of_local.where} is not supported: only global layers may have it"
-        )
-    return (
-        of_global.number("rope_theta", default=global_theta),
-        of_local.number("rope_theta", default=local_theta),
-        read_rope_scaling(of_global, context_len),
     )
 
 
@@ -131,23 +112,20 @@ class Gemma3(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, embedding_scale=config.hidden_size**0.5)
-        assert config.local_rope_theta is not None, config
-        self.global_rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
-        self.local_rotary = make_rotary(config, config.local_rope_theta, None)
-        self.layers = nn.ModuleList(Block(config, i, self._rotary(i)) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
 
-    def _rotary(self, layer: int) -> Rotary:
-        return self.global_rotary if self.config.window(layer) is None else self.local_rotary
 
-
-# Qwen 3's names, and a norm behind each half, whose names make Llama's second norm another one.
-_TEXT: WeightMap = {
-    **{key.removeprefix("model."): target for key, target in qwen3.WEIGHT_MAP.items() if key != "lm_head"},
-    "layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
-    "layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
-    "layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
+# A norm behind each half, whose names make Llama's second norm another one; else Qwen 3's names.
+SANDWICH_NORMS: WeightMap = {
+    "model.layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
+    "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
+    "model.layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
 }
+_ALL: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
+_TEXT: WeightMap = {key.removeprefix("model."): target for key, target in _ALL.items() if key != "lm_head"}
 
 # The text-only checkpoints' prefix, then the two that multimodal ones have had.
 _PREFIXES = ("model", "language_model.model", "model.language_model")

@@ -34,8 +34,16 @@ from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
-from infer.models.model import Model, make_rotary
-from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
+from infer.models.model import Model, layer_rotaries
+from infer.models.raw_config import (
+    MAX_LAYERS,
+    RawConfig,
+    read_head_dim,
+    read_heads,
+    read_rope,
+    read_rotary_dim,
+    read_windows,
+)
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
@@ -57,16 +65,20 @@ def read_shared_config(
     default_head_dim: int | None = None,
     window: int | None = None,
     slides: Callable[[int], bool] | None = None,
+    rotary_share: float | None = None,
 ) -> ModelConfig:
     """Read what the families of this block spell alike.
 
     A `window` is that of all layers, or of those that `slides` says, where the config has no list of them.
+    `rotary_share` is the share of a head that turns where the config does not say; None: always all of it.
     """
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
     num_heads, num_kv_heads = read_heads(raw)
     context_len = raw.size("max_position_embeddings")
-    rope_theta, rope_scaling = read_rope(raw, context_len)
+    head_dim = read_head_dim(raw, hidden_size, num_heads, default_head_dim)
+    rotary_dim = read_rotary_dim(raw, head_dim, default=rotary_share)
+    rope_theta, rope_scaling = read_rope(raw, context_len, rotary_dim)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -75,13 +87,14 @@ def read_shared_config(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=read_head_dim(raw, hidden_size, num_heads, default_head_dim),
-        context_len=context_len,
+        head_dim=head_dim,
+        context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
         norm_eps=raw.number("rms_norm_eps", default=1e-6),
         activation=raw.activation("hidden_act", default="silu"),
         tie_embeddings=raw.flag("tie_word_embeddings", default=False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         layer_windows=read_windows(raw, num_layers, window, slides or (lambda layer: window is not None)),
         bos_id=next(iter(raw.token_ids("bos_token_id", vocab_size)), None),
         eos_ids=raw.token_ids("eos_token_id", vocab_size),
@@ -111,10 +124,9 @@ class Llama(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
         self.layers = nn.ModuleList(
-            Block(config, layer, self.rotary, self.make_mlp(config, layer))
-            for layer in range(config.num_layers)
+            Block(config, layer, rotary, self.make_mlp(config, layer))
+            for layer, rotary in enumerate(layer_rotaries(config))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's block with a mixture of experts for its MLP; Qwen 3 MoE shares the network.
+"""Mixtral: Mistral's block with a mixture of experts for its MLP; the MoE of Qwen 2 and 3 share the network.
 
     router  ──►  2 of 8 experts, whose weights are made to add up to 1  ──►  weighted sum
 
@@ -63,6 +63,7 @@ class Mixtral(llama.Llama):
             num_choices=experts.num_choices,
             normalized=experts.normalized,
             activation=config.activation,
+            shared_size=experts.shared_size,
         )
 
 

@@ -37,7 +37,14 @@ from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.layers.norm import LayerNorm, RMSNorm
-from infer.layers.rotary import Rotary, frequencies, stretch_llama3
+from infer.layers.rotary import (
+    Rotary,
+    dynamic_theta,
+    frequencies,
+    stretch_llama3,
+    stretch_longrope,
+    stretch_yarn,
+)
 from infer.models.config import ModelConfig, RopeScaling
 from infer.quant.residual import ResidualStream, as_tensor
 
@@ -94,21 +101,64 @@ class Model(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        return as_tensor(self.head(hidden_SD))
+        logits_SV, cap = as_tensor(self.head(hidden_SD)), self.config.logit_softcap
+        return logits_SV if cap is None else (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
+
+
+def layer_rotaries(config: ModelConfig) -> list[Rotary]:
+    """The rotary tables of each layer; layers that turn alike share theirs."""
+    plain = local = make_rotary(config, config.rope_theta, config.rope_scaling)
+    if config.local_rope_theta is not None:
+        local = make_rotary(config, config.local_rope_theta, None)
+    found = [plain if config.window(layer) is None else local for layer in range(config.num_layers)]
+    if config.still_layers:
+        still = Rotary(torch.empty(0), config.context_len, num_pairs=config.head_dim // 2)
+        found = [still if layer in config.still_layers else each for layer, each in enumerate(found)]
+    return found
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
-    """The rotary tables of one base, stretched as the config says."""
-    frequencies_R = frequencies(config.head_dim, theta)
-    if scaling is not None and scaling.kind == "linear":
-        frequencies_R = frequencies_R / scaling.factor
-    elif scaling is not None:
-        assert scaling.kind == "llama3", scaling
-        frequencies_R = stretch_llama3(
+    """The rotary tables of one base, stretched as the config says, for texts up to `config.context_len`."""
+    size, scale = config.rotary_dim or config.head_dim, 1.0
+    if scaling is not None:
+        original, scale = scaling.original_context_len, scaling.attention_factor
+        if scaling.kind == "dynamic":
+            theta = dynamic_theta(
+                theta, size, factor=scaling.factor, original_context_len=original, length=config.context_len
+            )
+    frequencies_R = frequencies(size, theta)
+    if scaling is not None:
+        frequencies_R = _stretch(frequencies_R, theta, scaling, config.context_len)
+    return Rotary(frequencies_R, config.context_len, num_pairs=config.head_dim // 2, scale=scale)
+
+
+def _stretch(
+    frequencies_R: torch.Tensor, theta: float, scaling: RopeScaling, context_len: int
+) -> torch.Tensor:
+    """Frequencies for a longer context than the model was trained on; a dynamic base has them already."""
+    factor, original = scaling.factor, scaling.original_context_len
+    if scaling.kind == "linear":
+        return frequencies_R / factor
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if context_len > original else scaling.short_factors
+        return stretch_longrope(frequencies_R, factors)
+    if scaling.kind == "llama3":
+        return stretch_llama3(
             frequencies_R,
-            factor=scaling.factor,
+            factor=factor,
             low_freq_factor=scaling.low_freq_factor,
             high_freq_factor=scaling.high_freq_factor,
-            original_context_len=scaling.original_context_len,
+            original_context_len=original,
         )
-    return Rotary(frequencies_R, config.context_len)
+    if scaling.kind == "yarn":
+        return stretch_yarn(
+            frequencies_R,
+            theta=theta,
+            factor=factor,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+            truncate=scaling.truncate,
+            original_context_len=original,
+        )
+    assert scaling.kind == "dynamic", scaling
+    return frequencies_R

@@ -31,16 +31,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from infer.errors import CheckpointError, ConfigError
+from infer.errors import ConfigError
 from infer.layers.attention import StepContext
 from infer.layers.delta import DeltaAttention
 from infer.layers.linear import Linear
-from infer.layers.mlp import GatedMLP
 from infer.layers.norm import RMSNorm
-from infer.layers.rotary import Rotary, frequencies
+from infer.layers.rotary import Rotary
 from infer.models import llama
 from infer.models.config import DeltaConfig, ModelConfig
-from infer.models.model import Model
+from infer.models.mixtral import Mixtral
+from infer.models.model import Model, make_rotary
 from infer.models.raw_config import RawConfig
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
@@ -79,22 +79,12 @@ def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
 
 def read_hybrid_config(text: RawConfig, *, family: str) -> ModelConfig:
     """Read what the families of this block spell alike."""
-    given = {name: value for name, value in text.raw.items() if value is not None}
-    keys = RawConfig(_DEFAULTS | given, text.where)
-    rope = keys.section("rope_parameters" if "rope_parameters" in given else "rope_scaling")
-    share = rope.number("partial_rotary_factor", default=keys.number("partial_rotary_factor", default=0.25))
-    plain = {**rope.raw, "partial_rotary_factor": None}
-    others = {**keys.raw, "layer_types": None, "rope_parameters": plain}
-    shared = llama.read_shared_config(RawConfig(others, keys.where), family=family)
+    keys = text.with_defaults(**_DEFAULTS)
+    others = RawConfig({**keys.raw, "layer_types": None}, keys.where)
+    shared = llama.read_shared_config(others, family=family, rotary_share=0.25)
     if keys.flag("attention_bias", default=False):
         raise ConfigError(f"attention_bias in {keys.where} is not supported")
-    rotated = int(shared.head_dim * share)
-    if rotated % 2 or not 0 < rotated <= shared.head_dim:
-        raise CheckpointError(
-            f"partial_rotary_factor in {keys.where} must turn an even part of {shared.head_dim} numbers, got "
-            f"{share}"
-        )
-    return replace(shared, qk_norm=True, rotated_dim=rotated, delta=_read_delta(keys, shared.num_layers))
+    return replace(shared, qk_norm=True, delta=_read_delta(keys, shared.num_layers))
 
 
 def _read_delta(keys: RawConfig, num_layers: int) -> DeltaConfig:
@@ -133,7 +123,7 @@ class GatedAttention(SelfAttention):
         self.qkv = Linear(
             config.hidden_size, 2 * (N + G) * H, bias=False, parts={"q": 2 * N * H, "k": G * H, "v": G * H}
         )
-        turned = _turned_order(H, config.rotated_dim or H)
+        turned = _turned_order(H, config.rotary_dim or H)
         first_k = 2 * N * H
         q = [2 * H * head + place for head in range(N) for place in turned]
         k = [first_k + H * head + place for head in range(G) for place in turned]
@@ -191,12 +181,9 @@ class Qwen35(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        assert config.rotated_dim is not None, config
-        turning = frequencies(config.rotated_dim, config.rope_theta)
-        resting = turning.new_zeros((config.head_dim - config.rotated_dim) // 2)
-        self.rotary = Rotary(torch.cat([turning, resting]), config.context_len)
+        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
         self.layers = nn.ModuleList(
-            HybridBlock(config, self._attention(config, layer), self.make_mlp(config, layer))
+            HybridBlock(config, self._attention(config, layer), Mixtral.make_mlp(config, layer))
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
@@ -220,13 +207,6 @@ class Qwen35(Model):
         sizes = delta.num_channels, num_values * delta.value_dim, num_values, num_values
         return dict(zip(("qkv", "z", "b", "a"), sizes, strict=True)), None
 
-    @staticmethod
-    def make_mlp(config: ModelConfig, layer: int) -> nn.Module:
-        """The MLP of one layer."""
-        return GatedMLP(
-            config.hidden_size, config.intermediate_size, activation=config.activation, bias=False
-        )
-
 
 # fmt: off
 LAYER_MAP: WeightMap = {
@@ -237,20 +217,27 @@ LAYER_MAP: WeightMap = {
     "layers.{}.linear_attn.A_log":               Target("layers.{}.attention.decay"),
     "layers.{}.linear_attn.dt_bias":             Target("layers.{}.attention.dt_bias"),
     "layers.{}.linear_attn.norm":                Target("layers.{}.attention.norm"),
-    "layers.{}.linear_attn.out_proj":            Target("layers.{}.attention.out"),
+    "layers.{}.linear_attn.out_proj":            Target("layers.{}.attention.output"),
 }
-_TEXT: WeightMap = {
+TEXT_MAP: WeightMap = {
     **LAYER_MAP,
     "layers.{}.linear_attn.in_proj_qkv":         Target("layers.{}.attention.projected", part="qkv"),
     "layers.{}.linear_attn.in_proj_z":           Target("layers.{}.attention.projected", part="z"),
     "layers.{}.linear_attn.in_proj_b":           Target("layers.{}.attention.projected", part="b"),
     "layers.{}.linear_attn.in_proj_a":           Target("layers.{}.attention.projected", part="a"),
 }
-WEIGHT_MAP: WeightMap = {
-    **{f"{prefix}.{name}": target for prefix in ("model", "model.language_model")
-       for name, target in _TEXT.items()},
-    "lm_head":                                   Target("head"),
-    "model.visual.*":                            IGNORED,
-    "mtp.*":                                     IGNORED,  # layers that draft
-}
 # fmt: on
+
+
+def with_prefixes(names: WeightMap) -> WeightMap:
+    """The map of a checkpoint whose text part has these names, by itself or beside a part for images."""
+    prefixes = "model", "model.language_model"
+    others = {
+        "lm_head": Target("head"),
+        "model.visual.*": IGNORED,
+        "mtp.*": IGNORED,
+    }  # mtp: layers that draft
+    return {f"{prefix}.{name}": target for prefix in prefixes for name, target in names.items()} | others
+
+
+WEIGHT_MAP = with_prefixes(TEXT_MAP)

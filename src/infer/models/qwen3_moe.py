@@ -31,12 +31,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_choices=num_choices,
         size=keys.size("moe_intermediate_size", default=768),
         normalized=keys.flag("norm_topk_prob", default=False),
-        dense_layers=_read_dense_layers(keys, shared.num_layers),
+        dense_layers=read_dense_layers(keys, shared.num_layers),
     )
     return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, qk_norm=True, experts=experts)
 
 
-def _read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+    """The layers that have a plain MLP: those that are named, and all but every so many."""
     every = raw.size("decoder_sparse_step", default=1)
     named = raw.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
@@ -47,11 +48,11 @@ def _read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 
 
 # fmt: off
-WEIGHT_MAP: WeightMap = {
-    **qwen3.WEIGHT_MAP,
+EXPERTS: WeightMap = {  # one by one, and stacked
     "model.layers.{}.mlp.experts.{}.gate_proj":   Target("layers.{}.mlp.gate_up", part="gate"),
     "model.layers.{}.mlp.experts.{}.up_proj":     Target("layers.{}.mlp.gate_up", part="up"),
     "model.layers.{}.mlp.experts.{}.down_proj":   Target("layers.{}.mlp.down"),
     **STACKED_EXPERTS,
 }
 # fmt: on
+WEIGHT_MAP: WeightMap = {**qwen3.WEIGHT_MAP, **EXPERTS}

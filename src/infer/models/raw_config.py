@@ -21,8 +21,9 @@ from infer.models.config import RopeScaling
 MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 4096
+MAX_STRETCH = 4096.0  # times the trained context
 DEFAULT_WINDOW = 4096  # what the references of all families take a missing key for
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")  # of a layer that does not slide, and of one that does
 ACTIVATIONS = {
     "silu": "silu",
@@ -39,6 +40,11 @@ class RawConfig:
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self.raw = raw
         self.where = where
+
+    def with_defaults(self, **defaults: Any) -> RawConfig:
+        """The same keys, with a value for those that are absent or null."""
+        given = {name: value for name, value in self.raw.items() if value is not None}
+        return RawConfig(defaults | given, self.where)
 
     def get(self, *names: str) -> Any:
         """The first of these keys that is present and not null, or None."""
@@ -58,6 +64,13 @@ class RawConfig:
         if not is_number or not math.isfinite(value) or value <= 0:
             raise CheckpointError(f"{self._key(names)} must be a positive number, got {value!r}")
         return float(value)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of `count` positive finite numbers."""
+        value = self._required((name,), None)
+        if not isinstance(value, list) or len(value) != count:
+            raise CheckpointError(f"{self._key((name,))} must be a list of {count} numbers, got {value!r}")
+        return tuple(RawConfig({name: each}, self.where).number(name) for each in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """The boolean of a key, or the default where it is absent or null."""
@@ -142,16 +155,77 @@ def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int
     return head_dim
 
 
-def read_rope(raw: RawConfig, context_len: int) -> tuple[float, RopeScaling | None]:
+def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float, RopeScaling | None]:
     """Base and scaling: from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    section = raw.section(name)
+    section = rope_section(raw)
     theta = raw.number("rope_theta", default=10_000.0)
-    return section.number("rope_theta", default=theta), read_rope_scaling(section, context_len)
+    theta = section.number("rope_theta", default=theta)
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta in {raw.where} must exceed 1, got {theta!r}")
+    return theta, read_rope_scaling(section, context_len, rotary_dim, top=raw)
 
 
-def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | None:
-    """The scaling that one rope section describes, or None for plain rotary positions."""
+def read_two_ropes(
+    raw: RawConfig, context_len: int, head_dim: int, *, theta: float, local_theta: float
+) -> tuple[float, float, RopeScaling | None]:
+    """Base of the layers that see everything, base of those with a window, and the scaling of the first.
+
+    Newer configs have a section for each kind of layer; in older ones the scaling is never that of windows.
+    """
+    theta = raw.number("rope_theta", default=theta)
+    if raw.get("rope_parameters") is None:
+        scaling = read_rope_scaling(raw.section("rope_scaling"), context_len, head_dim, top=raw)
+        return theta, local_theta, scaling
+    both = raw.section("rope_parameters")
+    if "full_attention" not in both.raw and "sliding_attention" not in both.raw:
+        raise CheckpointError(
+            f"{both.where} must hold 'full_attention' and 'sliding_attention', got {sorted(both.raw)}"
+        )
+    of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
+    for section in (of_global, of_local):
+        read_rotary_dim(section, head_dim)  # refuses heads that turn in part
+    if read_rope_scaling(of_local, context_len, head_dim) is not None:
+        raise ConfigError(
+            f"rope scaling in {of_local.where} is not supported: only global layers may have it"
+        )
+    return (
+        of_global.number("rope_theta", default=theta),
+        of_local.number("rope_theta", default=local_theta),
+        read_rope_scaling(of_global, context_len, head_dim),
+    )
+
+
+def rope_section(raw: RawConfig) -> RawConfig:
+    """What a config says about its rotary positions, in the newer place or in the older one."""
+    return raw.section("rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling")
+
+
+def read_rotary_dim(raw: RawConfig, head_dim: int, *, default: float | None = None) -> int:
+    """The channels of a head that turn; a `default` share, or None for a family whose whole heads turn."""
+    section = rope_section(raw)
+    share = raw.number("partial_rotary_factor", default=default or 1.0)
+    share = section.number("partial_rotary_factor", default=share)
+    if default is None and share != 1.0:
+        raise ConfigError(
+            f"partial_rotary_factor in {section.where} is {share:g}, which is not supported: in this family "
+            "the whole head turns"
+        )
+    rotary_dim = int(head_dim * share)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor in {raw.where} is {share:g}, so {rotary_dim} of {head_dim} channels "
+            "turn; an even number of them must"
+        )
+    return rotary_dim
+
+
+def read_rope_scaling(
+    section: RawConfig, context_len: int, rotary_dim: int, *, top: RawConfig | None = None
+) -> RopeScaling | None:
+    """The scaling that one rope section describes, or None for plain rotary positions.
+
+    A trained context that the `top` of the config names counts more than the section's.
+    """
     kind = section.get("rope_type", "type")
     if kind is None:
         kind = "default"
@@ -160,20 +234,58 @@ def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | Non
             f"rope type {kind!r} in {section.where} is not supported; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    if section.number("partial_rotary_factor", default=1.0) != 1.0:
-        raise ConfigError(
-            f"partial_rotary_factor in {section.where} is not supported: the whole head must turn"
-        )
     if kind == "default":
         return None
     if kind == "linear":
         return RopeScaling(kind=kind, factor=section.number("factor"))
+    if kind == "dynamic":
+        if rotary_dim == 2:
+            raise CheckpointError(f"{section.where} is dynamic, which heads of one pair cannot be")
+        return RopeScaling(kind=kind, factor=_read_stretch(section), original_context_len=context_len)
+    name = "original_max_position_embeddings"
+    original = section.size(name, default=context_len)
+    original = original if top is None else top.size(name, default=original)
+    if kind == "llama3":
+        return _read_llama3(section, original)
+    factor = _read_stretch(section, default=context_len / original)
+    if kind == "yarn":
+        return RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_context_len=original,
+            beta_fast=section.number("beta_fast", default=32.0),
+            beta_slow=section.number("beta_slow", default=1.0),
+            truncate=section.flag("truncate", default=True),
+            attention_factor=_yarn_attention_factor(section, factor),
+        )
+    if original == 1:
+        raise CheckpointError(f"{name} in {section.where} must exceed 1 for longrope")
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_context_len=original,
+        short_factors=section.numbers("short_factor", rotary_dim // 2),
+        long_factors=section.numbers("long_factor", rotary_dim // 2),
+        attention_factor=section.number("attention_factor", default=default),
+    )
+
+
+def _read_stretch(section: RawConfig, default: float | None = None) -> float:
+    """How many times as long as the trained context a text may be."""
+    factor = section.number("factor", default=default)
+    if factor > MAX_STRETCH:
+        raise CheckpointError(f"'factor' in {section.where} must be at most {MAX_STRETCH}, got {factor!r}")
+    return factor
+
+
+def _read_llama3(section: RawConfig, original_context_len: int) -> RopeScaling:
     scaling = RopeScaling(
-        kind=kind,
+        kind="llama3",
         factor=section.number("factor"),
         low_freq_factor=section.number("low_freq_factor"),
         high_freq_factor=section.number("high_freq_factor"),
-        original_context_len=section.size("original_max_position_embeddings", default=context_len),
+        original_context_len=original_context_len,
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise CheckpointError(
@@ -181,6 +293,18 @@ def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | Non
             f"got {scaling.high_freq_factor} and {scaling.low_freq_factor}"
         )
     return scaling
+
+
+def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
+    """The attention factor of yarn: given, or from the stretch and its two weights."""
+
+    def sharpening(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    default = sharpening(1.0)
+    if section.get("mscale") and section.get("mscale_all_dim"):
+        default = sharpening(section.number("mscale")) / sharpening(section.number("mscale_all_dim"))
+    return section.number("attention_factor", default=default)
 
 
 def read_window(raw: RawConfig) -> int | None:

@@ -11,7 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe
+from infer.models import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -39,14 +56,29 @@ FAMILIES: tuple[Family, ...] = (
            mixtral.read_config, mixtral.Mixtral, mixtral.WEIGHT_MAP),
     Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",),
            qwen2.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("qwen2_moe", ("Qwen2MoeForCausalLM",), ("qwen2_moe",),
+           qwen2_moe.read_config, mixtral.Mixtral, qwen2_moe.WEIGHT_MAP),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",),
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
     Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),
            qwen3_moe.read_config, mixtral.Mixtral, qwen3_moe.WEIGHT_MAP),
     Family("qwen3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"),
            qwen3_5.read_config, qwen3_5.Qwen35, qwen3_5.WEIGHT_MAP),
+    Family("qwen3_5_moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+           ("qwen3_5_moe_text", "qwen3_5_moe"),
+           qwen3_5_moe.read_config, qwen3_5.Qwen35, qwen3_5_moe.WEIGHT_MAP),
+    Family("qwen3_next", ("Qwen3NextForCausalLM",), ("qwen3_next",),
+           qwen3_next.read_config, qwen3_next.Qwen3Next, qwen3_next.WEIGHT_MAP),
+    Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",),
+           gemma2.read_config, gemma2.Gemma2, gemma2.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
            gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
+    Family("olmo2", ("Olmo2ForCausalLM",), ("olmo2",),
+           olmo2.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("olmo3", ("Olmo3ForCausalLM",), ("olmo3",),
+           olmo3.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("olmoe", ("OlmoeForCausalLM",), ("olmoe",),
+           olmoe.read_config, mixtral.Mixtral, olmoe.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )

@@ -5,8 +5,11 @@
 The second box is one pass over the projection (kernels/elementwise/heads.py). Where the step can do it, the
 second and the third are one kernel (`attend_projected`).
 
+OLMo normalises all queries of a token together, and all keys, which no kernel does with a head at a time: two
+norms of their own come before the box.
+
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
-X = (N + 2 G) H.
+X = (N + 2 G) H, Y rows of one part.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
+from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
@@ -41,7 +45,12 @@ class SelfAttention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer = AttentionLayer(layer, config.scale, config.window(layer))
+        self.sinks = (
+            nn.Parameter(torch.empty(config.num_heads), requires_grad=False)
+            if config.attention_sinks
+            else None
+        )
+        self._layer = AttentionLayer(layer, config.scale, config.window(layer), config.attention_softcap)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps, self.norm_offset = config.norm_eps, norm_offset
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -51,27 +60,40 @@ class SelfAttention(nn.Module):
             bias=config.qkv_bias,
             parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
         )
-        self.q_norm = self._head_norm(config) if config.qk_norm else None
-        self.k_norm = self._head_norm(config) if config.qk_norm else None
+        self.norms_projection, self.clip = config.projection_norm, config.clip_qkv
+        has_norm = config.qk_norm or config.projection_norm
+        self.q_norm = self._norm(q_rows if config.projection_norm else config.head_dim) if has_norm else None
+        self.k_norm = self._norm(kv_rows if config.projection_norm else config.head_dim) if has_norm else None
         self.rotary = rotary
         self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
 
-    def _head_norm(self, config: ModelConfig) -> RMSNorm:
-        return RMSNorm(config.head_dim, eps=self.eps, offset=self.norm_offset)
+    @property
+    def layer(self) -> AttentionLayer:
+        """What attention needs to know of this layer."""
+        return self._layer if self.sinks is None else self._layer._replace(sinks_N=self.sinks.data)
+
+    def _norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, eps=self.eps, offset=self.norm_offset)
 
     def forward(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor | PendingProduct:
         """Let each token look at its sequence up to itself; returns [T, D]."""
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
-        seen_TNH = self.attend(as_tensor(self.qkv(x_TD)), norms, step)
-        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
+        qkv_TX = as_tensor(self.qkv(x_TD))
+        norm_weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
+        if norm_weights is not None and self.norms_projection:
+            for part_TY, weight_Y in zip(self.qkv.split(qkv_TX), norm_weights, strict=False):  # not of values
+                rms_norm(part_TY, weight_Y, eps=self.eps, offset=self.norm_offset, out=part_TY)
+            norm_weights = None
+        if self.clip is not None:
+            qkv_TX = qkv_TX.clamp(-self.clip, self.clip)
+        y_TD: torch.Tensor | PendingProduct = self.out(self.attend(qkv_TX, norm_weights, step).flatten(-2))
         return y_TD
 
     def attend(
-        self, qkv_TX: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext
+        self, qkv_TX: torch.Tensor, norm_weights: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext
     ) -> torch.Tensor:
         """Norm, with these weights, and rotate the heads of a projection, then attend: [T, N, H]."""
         transform = HeadTransform(
-            norm_weights=norms,
+            norm_weights=norm_weights,
             cos_PR=self.rotary.cos_PR,
             sin_PR=self.rotary.sin_PR,
             num_heads=self.num_heads,

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from infer.kernels.elementwise.embedding import added
+
 
 class ResidualNorm(Protocol):
     """An RMS norm that reads the residual stream (layers/norm.py)."""
@@ -124,7 +126,7 @@ class ResidualStream:
         if self.unread is not None:
             self.unread.tensor()
         if self.update is not None:
-            self.residual_TD = self.residual_TD + as_tensor(self.update)
+            self.residual_TD = added(as_tensor(self.update), self.residual_TD)
             self.update = None
         self.tell_sum()
         return self.residual_TD

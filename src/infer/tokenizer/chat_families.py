@@ -49,7 +49,7 @@ def _is_special(tokenizer: Tokenizer, token: str) -> bool:
 _LLAMA = frozenset({"llama"})
 _QWEN2 = frozenset({"qwen2", "qwen2_moe"})
 _QWEN3 = frozenset({"qwen3", "qwen3_moe"})
-_GEMMA3 = frozenset({"gemma3", "gemma3_text"})
+_GEMMA3 = frozenset({"gemma2", "gemma3", "gemma3_text"})
 _MISTRAL = frozenset({"mistral", "mixtral"})
 
 FAMILIES = (

@@ -112,7 +112,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Recording:
             while key in recording:
                 calls += 1
                 key = f"{name}#{calls}"
-            recording[key] = tensor.detach().float().cpu()
+            recording[key] = tensor.detach().float().cpu().clone()  # a norm may write over it
 
         return keep
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from infer.errors import CheckpointError, ConfigError
+from infer.layers.moe import ALWAYS_DENSE
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import INDEX, SINGLE, StoredTensor, write_safetensors
 from infer.loader.formats.hf_config import read_hf_config
@@ -329,7 +330,7 @@ def _is_chosen(headers: ModelHeaders, name: str, tensor: StoredTensor) -> bool:
     except CheckpointError:
         return False
     is_matrix = leaf == "weight" and len(tensor.shape) == 2 and name.endswith(".weight")
-    return is_matrix and target.module.startswith("layers.") and not target.module.endswith(".router")
+    return is_matrix and target.module.startswith("layers.") and not target.module.endswith(ALWAYS_DENSE)
 
 
 def _tensors(

@@ -115,3 +115,20 @@ def test_strided_views_are_accepted(attend: Callable[..., torch.Tensor], num_que
     out = attend(q[-num_queries:], k, v, scale=0.3, window=None)
     copies = q[-num_queries:].contiguous(), k.contiguous(), v.contiguous()
     torch.testing.assert_close(out, attend(*copies, scale=0.3, window=None))
+
+
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_sink_takes_its_share_and_a_cap_bounds_scores(
+    attend: Callable[..., torch.Tensor], window: int | None
+) -> None:
+    """Each query by itself, with the sink as one more score whose value is zero."""
+    q, k, v, sinks = torch.randn(150, 4, 8), torch.randn(170, 2, 8), torch.randn(170, 2, 8), torch.randn(4)
+    out = attend(q, k, v, scale=2.0, window=window, softcap=3.0, sinks_N=sinks)
+    for query in (0, 1, 127, 128, 149):
+        for head in range(4):
+            last = 20 + query
+            seen = slice(0 if window is None else last - window + 1, last + 1)
+            scores = 2.0 * k[seen, head // 2] @ q[query, head]
+            weights = torch.cat((3.0 * torch.tanh(scores / 3.0), sinks[head : head + 1])).softmax(0)
+            torch.testing.assert_close(out[query, head], weights[:-1] @ v[seen, head // 2])

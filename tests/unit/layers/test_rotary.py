@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.elementwise.rope import rope
-from infer.layers.rotary import Rotary, frequencies, stretch_llama3
+from infer.layers.rotary import Rotary, frequencies, stretch_llama3, stretch_yarn
 
 
 def turn(rotary: Rotary, position: int, x: torch.Tensor) -> torch.Tensor:
@@ -76,3 +76,22 @@ def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
     assert stretched[0] == plain[0]
     assert float(stretched[-1] / plain[-1]) == pytest.approx(1 / 8)
     assert any(0.2 < ratio < 0.9 for ratio in (stretched / plain).tolist())  # some are blended
+
+
+def test_yarn_does_not_round_its_bounds_when_told_so() -> None:
+    """The bounds of gpt-oss, between pairs: 8.09 and 17.40, not 8 and 18."""
+    plain = frequencies(64, 150_000.0)
+    settings = {"theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    exact = stretch_yarn(plain, **settings, truncate=False, original_context_len=4096)
+    slowed = 1 - (exact / plain - 1 / 32) / (1 - 1 / 32)  # share of the stretch that each pair has
+
+    assert [float(share) for share in slowed[[8, 18]]] == pytest.approx([0.0, 1.0], abs=1e-5)
+    assert float(slowed[9]) == pytest.approx((9 - 8.0927) / (17.3980 - 8.0927), abs=1e-4)
+
+
+def test_pairs_that_do_not_turn_keep_their_length() -> None:
+    rotary = Rotary(frequencies(4, 10_000.0), 5, num_pairs=6, scale=1.5)
+
+    assert torch.equal(rotary.cos_PR[:, 2:], torch.ones(5, 4))
+    assert torch.equal(rotary.sin_PR[:, 2:], torch.zeros(5, 4))
+    assert float(rotary.cos_PR[0, 0]) == 1.5

@@ -32,12 +32,12 @@ from infer.models.registry import FAMILIES
 from infer.models.weight_map import Target
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
-from tests.support.checkpoints import reference_model
+from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
 from tests.unit.loader.test_stored_formats import K, Leaves, N, awq, compressed, numbers, opened
 from tests.unit.loader.tiny_files import write_gguf
 
 CPU = torch.device("cpu")
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in FAMILIES if family.name not in UNCUT_FAMILIES]
 WORLDS = (2, 4)  # kv heads are split, and repeated: tiny models have two
 SMALL = Sizes(hidden_size=128, vocab_size=300, num_layers=1, num_experts=3)
 BLOCKS = Sizes(hidden_size=512, vocab_size=300, num_layers=1, num_experts=2)  # heads of 128 rows
@@ -69,7 +69,7 @@ def checkpoint(root: Path, family: str, recipe: str = "", sizes: Sizes | None = 
     plain = root / f"{family}-{sizes.hidden_size}-{sizes.num_heads}"
     if not plain.exists():
         experts: dict[str, Any] = (
-            {"moe_intermediate_size": 2 * sizes.hidden_size} if family == "qwen3_moe" else {}
+            {"moe_intermediate_size": 2 * sizes.hidden_size} if family in ("qwen3_moe", "qwen2_moe") else {}
         )
         make_checkpoint(family, plain, sizes=sizes, seed=3, **experts)
     path = plain.with_name(f"{plain.name}-{recipe}") if recipe else plain
@@ -226,7 +226,9 @@ def gguf_reference(family: str) -> Any:
         return reference_model(family, n_embd=128, n_layer=1)
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     sizes |= {} if family == "gemma3" else {"num_hidden_layers": 1}
-    sizes |= {"moe_intermediate_size": 128, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+    is_qwen_moe = family in ("qwen3_moe", "qwen2_moe")
+    sizes |= {"moe_intermediate_size": 128, "mlp_only_layers": []} if is_qwen_moe else {}
+    sizes |= {"shared_expert_intermediate_size": 128} if family == "qwen2_moe" else {}
     return reference_model(family, **sizes)
 
 
@@ -405,7 +407,7 @@ def test_every_matrix_of_a_family_has_a_cut(family: str, root: Path) -> None:
     plan = plan_of(checkpoint(root, family), 0, 1)
     matrices = [name for name, module in plan.skeleton.named_modules() if isinstance(module, Projected)]
     whole = {kind_of(name) for name in matrices} - {*BY_ROWS, *BY_COLUMNS, *BY_VOCABULARY}
-    assert whole <= {"mlp.router"}
+    assert whole <= {"mlp.router", "mlp.shared_gate"}
     assert all(kept.slices == () for kept in plan.modules.values())  # one rank has all of everything
 
 

@@ -20,6 +20,7 @@ from tests.support.checkpoints import raw_config
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "gemma2": "gemma2"}
 
 
 def state(reference: Any) -> dict[str, torch.Tensor]:
@@ -122,13 +123,18 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
     writer.add_key_length(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if family in ("mixtral", "qwen3_moe"):
-        writer.add_expert_count(config.num_local_experts)
+    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen2_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if family in ("mistral", "gemma3"):
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if family in ("mistral", "gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def convert(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> np.ndarray[Any, Any]:
@@ -141,8 +147,10 @@ def convert(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> 
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         tensor = tensor + 1
+    if name.endswith("shared_expert_gate.weight"):
+        tensor = tensor[0]
     if architecture == "gpt2" and ".c_" in name and tensor.dim() == 2:
         tensor = tensor.T
     return tensor.float().contiguous().numpy()

@@ -52,7 +52,11 @@ def test_the_config_knows_the_weights_that_a_token_meets_in_a_layer(name: str) -
     """Those of the matrices that were built, of experts as many as a token is sent to."""
     model = build(name)
     for layer, block in enumerate(model.layers):
-        matrices = {part: p for part, p in block.named_parameters() if p.ndim > 1 and "router" not in part}
+        matrices = {
+            part: p
+            for part, p in block.named_parameters()
+            if p.ndim > 1 and not part.endswith(("router.weight", "shared_gate.weight"))
+        }
         shares = dict.fromkeys(matrices, 1.0)
         if (experts := model.config.experts_of(layer)) is not None:
             stacked = [part for part, matrix in matrices.items() if matrix.ndim == 3]

@@ -279,10 +279,42 @@ def test_both_spellings_of_rope_are_read_alike() -> None:
     assert read(gemma) == read(GEMMA_3_1B)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", 3])
+@pytest.mark.parametrize("kind", ["proportional", "mrope", 3])
 def test_other_rope_types_are_refused_with_the_supported_ones(kind: object) -> None:
-    with pytest.raises(ConfigError, match="default, linear, llama3"):
+    with pytest.raises(ConfigError, match="default, linear, dynamic, llama3, yarn, longrope"):
         read(LLAMA_3_2_1B, rope_scaling={"rope_type": kind, "factor": 2.0})
+
+
+def test_the_context_of_a_stretched_model_is_the_stretched_one() -> None:
+    """Published Qwen configs name the trained context and stretch it with yarn."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+    assert read(LLAMA_3_2_1B, max_position_embeddings=32768, rope_scaling=yarn).context_len == 131072
+    assert read(LLAMA_3_2_1B, max_position_embeddings=131072, rope_scaling=yarn).context_len == 131072
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    assert read(LLAMA_3_2_1B, max_position_embeddings=4096, rope_scaling=dynamic).context_len == 8192
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 31, "long_factor": [1.0] * 32},
+            "list of 32 numbers",
+        ),
+        ({"rope_type": "longrope", "short_factor": [0.0] * 32, "long_factor": [1.0] * 32}, "positive number"),
+        ({"rope_type": "dynamic", "factor": 1e9}, "at most 4096"),
+        ({"rope_type": "yarn", "factor": "4"}, "positive number"),
+    ],
+)
+def test_damaged_rope_sections_are_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(LLAMA_3_2_1B, rope_scaling=section)
+
+
+def test_a_head_that_turns_in_part_is_refused_where_the_family_has_none() -> None:
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        read(LLAMA_3_2_1B, partial_rotary_factor=0.5)
 
 
 def test_a_head_size_is_given_or_derived() -> None:
@@ -394,3 +426,44 @@ def test_a_damaged_config_is_read_or_refused_but_never_crashes(published: dict[s
     except InferError:
         return
     assert isinstance(config, ModelConfig)
+
+
+GEMMA_2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+
+
+def test_gemma_2_has_caps_and_windows_in_even_layers() -> None:
+    config = read(GEMMA_2_2B)
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    assert config.layer_windows == (4096, None) * 13
+    assert (config.scale, config.activation, config.tie_embeddings) == (1 / 16, "gelu_tanh", True)
+    assert not config.has_plain_scores and not config.qk_norm
+    assert read(GEMMA_2_2B, query_pre_attn_scalar=144).scale == 1 / 12
+    absent = read(without(GEMMA_2_2B, "attn_logit_softcapping", "final_logit_softcapping"))
+    assert (absent.attention_softcap, absent.logit_softcap) == (50.0, 30.0)
+    uncapped = read(GEMMA_2_2B, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert uncapped.has_plain_scores and uncapped.logit_softcap is None
+    with pytest.raises(CheckpointError, match="attn_logit_softcapping"):
+        read(GEMMA_2_2B, attn_logit_softcapping=-1.0)
+    with pytest.raises(ConfigError, match="use_bidirectional_attention"):
+        read(GEMMA_2_2B, use_bidirectional_attention=True)

@@ -37,6 +37,36 @@ QWEN_3_30B_A3B: dict[str, Any] = QWEN_3_0_6B | {
 }
 
 
+QWEN_1_5_MOE_A2_7B: dict[str, Any] = without(
+    QWEN_3_30B_A3B, "head_dim", "mlp_only_layers", "num_experts", "num_experts_per_tok"
+) | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "intermediate_size": 5632,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+
+
+def test_a_shared_expert_is_for_every_token() -> None:
+    config = read(QWEN_1_5_MOE_A2_7B)
+    experts = ExpertConfig(num_experts=60, num_choices=4, size=1408, normalized=False, shared_size=5632)
+    assert config.experts == experts
+    assert (config.qkv_bias, config.qk_norm, config.layer_windows) == (True, False, ())
+    assert config.mlp_size(0) == 4 * 1408 + 5632
+    windows = read(QWEN_1_5_MOE_A2_7B, use_sliding_window=True).layer_windows
+    assert windows[:2] == (32768, None) and windows[20:] == (32768, None, None, None)
+
+
 def test_mixtures_have_their_experts() -> None:
     mixtral, qwen = read(MIXTRAL_8X7B), read(QWEN_3_30B_A3B)
 
@@ -78,7 +108,9 @@ def test_a_damaged_mixture_is_refused_by_its_key(changes: dict[str, Any], messag
         read(QWEN_3_30B_A3B, **changes)
 
 
-@pytest.mark.parametrize("raw", [MIXTRAL_8X7B, QWEN_3_30B_A3B], ids=["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "raw", [MIXTRAL_8X7B, QWEN_3_30B_A3B, QWEN_1_5_MOE_A2_7B], ids=["mixtral", "qwen3_moe", "qwen2_moe"]
+)
 @pytest.mark.parametrize("damage", [-1, 0, True, "x", 2.5, [], {}, 2**40], ids=repr)
 def test_no_damage_to_any_key_is_more_than_an_error_of_ours(raw: dict[str, Any], damage: Any) -> None:
     for key in raw:

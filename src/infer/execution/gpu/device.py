@@ -148,7 +148,8 @@ class GpuDevice:
         self._asked_rows = torch.empty(0, dtype=torch.int64, device=device)
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
-        if attention_backend == "auto" and self._windows == (None,) and config.delta is None:
+        sees_all = self._windows == (None,) and config.delta is None
+        if attention_backend == "auto" and sees_all and config.has_plain_scores:
             self.dense = DenseAttention(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,

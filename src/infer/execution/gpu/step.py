@@ -119,10 +119,10 @@ class DeviceStep(StepContext):
 
     def _kv(self, layer: AttentionLayer) -> PagedKV:
         """The cache of one layer, as its tokens see it."""
-        store, (number, scale, window) = self._store, layer
+        store, (number, scale, window, softcap, sinks_N) = self._store, layer
         tables_RB = self._tables[store.tables[number]]
         keys, values, scales = store.keys[number], store.values[number], store.scales[number]
-        return PagedKV(keys, values, tables_RB, self._block_size, scale, window, scales)
+        return PagedKV(keys, values, tables_RB, self._block_size, scale, window, scales, softcap, sinks_N)
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
@@ -182,12 +182,26 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
     prompts, asked = backends
     if prompts == "flash":
         check_flash(store.device, config.head_dim)
+        _check_plain_scores("attention_backend=flash", config)
     if asked not in ("auto", "cuda"):
         return asked
+    if asked == "cuda":
+        _check_plain_scores("attention_backend=cuda", config)
+    elif not config.has_plain_scores:
+        return "triton"
     if asked == "auto" and not is_gpu(store.device):
         return "triton"
     heads = _cached_heads(config, store, block_size)
     return _or_triton(asked, lambda: heads.check(store.device))
+
+
+def _check_plain_scores(asked: str, config: ModelConfig) -> None:
+    """ConfigError where a kernel was asked for that knows neither caps of scores nor sinks."""
+    if not config.has_plain_scores:
+        raise ConfigError(
+            f"{asked} cannot be had with {config.family}, whose scores have a soft cap or sinks; "
+            "leave it out, or use triton"
+        )
 
 
 def compile_backend(chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_rows: int) -> str:

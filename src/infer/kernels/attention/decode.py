@@ -68,6 +68,7 @@ from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_proje
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
+from infer.kernels.attention.scores import cap_scores, sink_weights
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
 from infer.kernels.elementwise.kv_codes import encode_rows, load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -85,7 +86,9 @@ def attend_decode_reference(
             continue
         first = 0 if kv.window is None else max(length - kv.window, 0)
         own, (keys_LGH, values_LGH) = q_SNH[index : index + 1], kv.read(row, first, length)
-        out_SNH[index] = attend_naive(own, keys_LGH, values_LGH, scale=kv.scale, window=None)[0]
+        out_SNH[index] = attend_naive(
+            own, keys_LGH, values_LGH, scale=kv.scale, window=None, softcap=kv.softcap, sinks_N=kv.sinks_N
+        )[0]
     return out_SNH
 
 
@@ -192,8 +195,8 @@ def _start_projected(
     keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block, g,
     is_last,  # of the row's splits
     length, cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain, m, h, eps, offset, scale_log2e,
-    G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    CAP: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """The queries of an item, and a softmax that has seen the newest position if the item includes it.
 
@@ -230,6 +233,8 @@ def _start_projected(
         tl.store(values_ptr + to, v, mask=in_stored)
 
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
+    if CAP > 0:
+        score = cap_scores(score, CAP)
     # padding has no positions at all: 0 and not -inf, for -inf - -inf is not a number
     maximum = tl.where(has_newest, score, tl.where(length > 0, float("-inf"), 0.0))
     denominator = tl.zeros_like(score) + has_newest.to(tl.float32)
@@ -256,12 +261,15 @@ def _load_tile(
 
 @jit
 def _attend_tile(
-    q, k, v, k_scale, v_scale, in_split, maximum, denominator, total, scale_log2e, HAS_SCALES: tl.constexpr
-):
+    q, k, v, k_scale, v_scale, in_split, maximum, denominator, total, scale_log2e, CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):  # fmt: skip
     """Add a tile to the running softmax."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e
     if HAS_SCALES:
         scores = scores * k_scale[None, :]
+    if CAP > 0:
+        scores = cap_scores(scores, CAP)
     scores = tl.where(in_split[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     rescale = tl.exp2(maximum - new_maximum)
@@ -278,8 +286,8 @@ def _attend_tile(
 def _attend_tiles(
     q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
     block,  # of the first tile
-    first, end, g, h, maximum, denominator, total, scale_log2e, G: tl.constexpr, H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
+    first, end, g, h, maximum, denominator, total, scale_log2e, CAP: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the positions from `first` to `end` to the running softmax."""
     # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
@@ -293,8 +301,9 @@ def _attend_tiles(
             BLOCK_SIZE, HAS_SCALES,
         )  # fmt: skip
         maximum, denominator, total = _attend_tile(
-            q, k, v, k_scale, v_scale, position < end, maximum, denominator, total, scale_log2e, HAS_SCALES
-        )
+            q, k, v, k_scale, v_scale, position < end, maximum, denominator, total, scale_log2e, CAP,
+            HAS_SCALES,
+        )  # fmt: skip
     return maximum, denominator, total
 
 
@@ -310,7 +319,9 @@ def _load_sums(sums_ptr, at, exists, h, H: tl.constexpr):
 @jit
 def _merge_splits(
     sums_ptr,  # of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
-    maxima_ptr, denominators_ptr, out_ptr, num_splits, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    maxima_ptr, denominators_ptr, out_ptr,
+    sinks_ptr,  # of this kv head's query heads
+    num_splits, HAS_SINKS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     # .cg: what other SMs wrote is in L2; this SM's L1 may be stale
@@ -326,6 +337,8 @@ def _merge_splits(
     maximum = tl.max(maxima, axis=0)
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)  # heads that are padding
     denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
+    if HAS_SINKS:
+        denominator += sink_weights(sinks_ptr, m, m < M, maximum)
 
     if MAX_SPLITS <= MERGE_SPLITS:
         total = tl.sum(sums * tl.exp2(maxima - maximum[None, :])[:, :, None], axis=0)
@@ -346,15 +359,17 @@ def _merge_splits(
 
 @jit
 def _finish_item(
-    out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits, maximum,
-    denominator, total, m, h, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr, s, g, split, num_splits, maximum,
+    denominator, total, m, h, HAS_SINKS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Write the output of a row of one split; of several, leave a part, and merge them if it is the last."""
     N: tl.constexpr = G * M
     in_heads = (m < M)[:, None] & (h < H)[None, :]
     head = s * N + g * M
     if num_splits == 1:
+        if HAS_SINKS:
+            denominator += sink_weights(sinks_ptr + g * M, m, m < M, maximum)
         out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # 0: padding
         to = out_ptr + head * H + m[:, None] * H + h[None, :]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=in_heads)
@@ -370,14 +385,15 @@ def _finish_item(
             tl.store(ticket_ptr, 0)
             _merge_splits(
                 sums_ptr + row_head * H, maxima_ptr + row_head, denominators_ptr + row_head,
-                out_ptr + head * H, num_splits, N, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+                out_ptr + head * H, sinks_ptr + g * M, num_splits, HAS_SINKS, N, M, H, MAX_SPLITS,
+                MERGE_SPLITS, MERGE_M, BLOCK_H,
             )  # fmt: skip
 
 
 @jit
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
-    num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr,
+    num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr,
     q_weight_ptr,  # this and the next three, `eps` and `offset`: for PROJECTED alone
     k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e, eps, offset,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
@@ -388,6 +404,8 @@ def _decode_kernel(
     PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
+    CAP: tl.constexpr,  # of scores, times log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, BLOCK_M)
@@ -434,21 +452,22 @@ def _decode_kernel(
                 q_ptr + s * q_row_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block,
                 g, split == num_splits - 1, length,
                 cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
-                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
+                m, h, eps, offset, scale_log2e, CAP, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
             )  # fmt: skip
             maximum, denominator, total = _attend_tile(
-                q, k, v, k_scale, v_scale, first + n < end, maximum, denominator, total, scale_log2e,
+                q, k, v, k_scale, v_scale, first + n < end, maximum, denominator, total, scale_log2e, CAP,
                 HAS_SCALES,
             )  # fmt: skip
             if first + BLOCK_N < end:
                 maximum, denominator, total = _attend_tiles(
                     q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block,
-                    first + BLOCK_N, end, g, h, maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE,
-                    HAS_SCALES, BLOCK_N,
+                    first + BLOCK_N, end, g, h, maximum, denominator, total, scale_log2e, CAP, G, H,
+                    BLOCK_SIZE, HAS_SCALES, BLOCK_N,
                 )  # fmt: skip
             _finish_item(
-                out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits,
-                maximum, denominator, total, m, h, G, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+                out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr, s, g, split,
+                num_splits, maximum, denominator, total, m, h, HAS_SINKS, G, M, H, MAX_SPLITS, MERGE_SPLITS,
+                MERGE_M, BLOCK_H,
             )  # fmt: skip
         begin = own + num_programs
         s, row, first, end, split, num_splits, length = _read_item(
@@ -468,7 +487,7 @@ def _decode_kernel(
                 q_ptr + s * q_row_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block,
                 g, split == num_splits - 1, length,
                 cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
-                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
+                m, h, eps, offset, scale_log2e, CAP, G, M, H, BLOCK_SIZE, HAS_NORM, HAS_SCALES,
             )  # fmt: skip
         else:
             q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
@@ -482,7 +501,7 @@ def _decode_kernel(
         )
         maximum, denominator, total = _attend_tiles(
             q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block, first, end, g, h,
-            maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, HAS_SCALES, BLOCK_N,
+            maximum, denominator, total, scale_log2e, CAP, G, H, BLOCK_SIZE, HAS_SCALES, BLOCK_N,
         )  # fmt: skip
         table_ptr = tables_ptr + next_row * table_stride
         next_position = next_first + n
@@ -490,8 +509,8 @@ def _decode_kernel(
         if PROJECTED:
             new_block = _newest_block(table_ptr, next_length, BLOCK_SIZE)
         _finish_item(
-            out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits,
-            maximum, denominator, total, m, h, G, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+            out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr, s, g, split, num_splits,
+            maximum, denominator, total, m, h, HAS_SINKS, G, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
         )  # fmt: skip
         s, split, num_splits = next_s, next_split, next_num_splits
         first, end, length = next_first, next_end, next_length
@@ -505,6 +524,7 @@ def attend_decode(
     S, N, H = q_SNH.shape
     is_faster = kv.scales is not None or not work.is_projected_faster(S)
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
+        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
         return attend_decode_cuda(q_SNH, kv, work, out=out)
     if work.backend == REFERENCE or not use_triton(q_SNH):
         result = attend_decode_reference(q_SNH, kv, rows_S, lens_S)
@@ -529,6 +549,7 @@ def attend_projected(
     H = qkv_SX.shape[1] // (N + 2 * G)
     is_faster = kv.scales is not None or work.profile.cuda_projected_heads.get(H, 0) >= S * G
     if work.backend == "cuda" or (work.backend == "auto" and is_faster):
+        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
         return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):
         return attend_projected_reference(qkv_SX, transform, kv, rows_S, lens_S)
@@ -546,7 +567,7 @@ def _launch_decode(
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
     config: DecodeConfig | None = None,
 ) -> None:  # fmt: skip
-    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales, softcap, sinks_N = kv
     S, N, H = out.shape
     if S == 0:
         return
@@ -579,8 +600,8 @@ def _launch_decode(
         (min(work.num_sms * config.programs_per_sm, S * max_splits * G),),
         (
             q, keys_PGH, values_PGH, *(scales or (q, q)), tables_RB, out, items_W8, num_items, work.sums,
-            work.maxima, work.denominators, work.tickets, q_weight_H, k_weight_H, transform.cos_PR,
-            transform.sin_PR,
+            work.maxima, work.denominators, work.tickets, q if sinks_N is None else sinks_N, q_weight_H,
+            k_weight_H, transform.cos_PR, transform.sin_PR,
         ),
         (*q_strides, tables_RB.stride(0), scale * LOG2E, transform.eps, transform.offset),
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
@@ -588,5 +609,6 @@ def _launch_decode(
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
         PREFETCH_N=tuned.prefetched if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
-        HAS_SCALES=scales is not None, num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        HAS_SCALES=scales is not None, CAP=(softcap or 0.0) * LOG2E, HAS_SINKS=sinks_N is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

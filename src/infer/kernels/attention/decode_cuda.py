@@ -178,7 +178,7 @@ def _launch_decode(
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
-    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales, *_ = kv  # scores are plain: decode.py
     (S, N, H), G = out.shape, work.num_kv_heads
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     assert keys_PGH.shape[1:] == values_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"

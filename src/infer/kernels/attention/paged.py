@@ -38,6 +38,8 @@ class PagedKV(NamedTuple):
     scale: float  # of the products of queries and keys
     window: int | None = None  # positions that a token sees, its own included; None: all
     scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
+    softcap: float | None = None  # of scores (reference.py); None: they have none
+    sinks_N: torch.Tensor | None = None  # a score of each query head that has no position
 
     def read(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row from position `first` to `end`, [L, G, H] each."""
@@ -50,21 +52,32 @@ class PagedKV(NamedTuple):
 def attend_paged_reference(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
     is_seen_SL: torch.Tensor | None, *, scale: float, scales: KVScales | None = None,
+    softcap: float | None = None, sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The specification: one sequence at a time over the slots that it sees."""
     rows = []
     for row, q_NH in enumerate(q_SNH):
         slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
         keys_LGH, values_LGH = read_both(keys_PGH, values_PGH, scales, slots_L, q_SNH.dtype)
-        rows.append(attend_naive(q_NH[None], keys_LGH, values_LGH, scale=scale, window=None))
+        rows.append(
+            attend_naive(
+                q_NH[None], keys_LGH, values_LGH, scale=scale, window=None, softcap=softcap, sinks_N=sinks_N
+            )
+        )
     return torch.cat(rows)
 
 
 def attend_paged(
     q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
     is_seen_SL: torch.Tensor | None, *, scale: float, scales: KVScales | None = None,
+    softcap: float | None = None, sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
+    if softcap is not None or sinks_N is not None:  # which PyTorch's fused attention does not know
+        return attend_paged_reference(
+            q_SNH, keys_PGH, values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales, softcap=softcap,
+            sinks_N=sinks_N,
+        )  # fmt: skip
     num_rows, num_heads, head_dim = q_SNH.shape
     num_kv_heads = keys_PGH.shape[1]
     q_SGMH = q_SNH.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

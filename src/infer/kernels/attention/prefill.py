@@ -66,6 +66,7 @@ from infer.config.profiles.profile import AttentionProfile, PrefillConfig
 from infer.errors import ConfigError
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
+from infer.kernels.attention.scores import cap_scores, sink_weights
 from infer.kernels.elementwise.kv_codes import load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import (
     gpu_capability,
@@ -163,7 +164,15 @@ def attend_prefill_reference(
     for first, num, row, start in chunks.chunks:
         lowest = 0 if kv.window is None else max(start - kv.window + 1, 0)
         own, (keys_LGH, values_LGH) = q_TNH[first : first + num], kv.read(row, lowest, start + num)
-        out[first : first + num] = attend_naive(own, keys_LGH, values_LGH, scale=kv.scale, window=kv.window)
+        out[first : first + num] = attend_naive(
+            own,
+            keys_LGH,
+            values_LGH,
+            scale=kv.scale,
+            window=kv.window,
+            softcap=kv.softcap,
+            sinks_N=kv.sinks_N,
+        )
     return out
 
 
@@ -196,8 +205,9 @@ def _attend_keys(
     keys_ptr,  # of kv head g
     values_ptr, key_scales_ptr, value_scales_ptr,
     table_ptr,  # of this row
-    g, window, scale_log2e, MASKED: tl.constexpr, WINDOWED: tl.constexpr, HAS_SCALES: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    g, window, scale_log2e, CAP: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     h = tl.arange(0, BLOCK_H)
     n = tl.arange(0, BLOCK_N)
@@ -228,6 +238,8 @@ def _attend_keys(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if HAS_SCALES:
             scores = scores * k_scale[None, :]
+        if CAP > 0:  # in units of the scale, which is applied below
+            scores = cap_scores(scores * scale_log2e, CAP) / scale_log2e
         if MASKED:
             seen = position[None, :] <= token_position[:, None]
             if WINDOWED:
@@ -259,10 +271,12 @@ def _attend_keys(
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, tiles_ptr, out_ptr,
     sums_ptr,  # [programs, BLOCK_M, H] of the parts, and the same without H; read where SPLIT
-    maxima_ptr, denominators_ptr, q_token_stride, q_head_stride, out_token_stride, table_stride, window,
-    scale_log2e, num_tiles, max_items, SPLIT: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOWED: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    maxima_ptr, denominators_ptr, sinks_ptr, q_token_stride, q_head_stride, out_token_stride, table_stride,
+    window, scale_log2e, num_tiles, max_items, SPLIT: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    WINDOWED: tl.constexpr, INVARIANT: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
+    CAP: tl.constexpr,  # of scores, times log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
@@ -321,7 +335,7 @@ def _prefill_kernel(
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, lowest, tl.minimum(edge_end, split_end),
                 lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
-                scale_log2e, True, True, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+                scale_log2e, CAP, True, True, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         if not INVARIANT:
             seen_by_all = edge_end + tl.maximum(start + 1 - edge_end, 0) // BLOCK_N * BLOCK_N
@@ -333,18 +347,20 @@ def _prefill_kernel(
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, edge_end, seen_end,
                 lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
-                scale_log2e, False, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+                scale_log2e, CAP, False, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         total, maximum, denominator = _attend_keys(
             q, total, maximum, denominator, position, seen_by_all, split_end,
             lowest, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, g, window,
-                scale_log2e, True, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+                scale_log2e, CAP, True, WINDOWED, HAS_SCALES, G, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
         )  # fmt: skip
 
         is_whole = True
         if SPLIT:
             is_whole = num_splits == 1
         if is_whole:
+            if HAS_SINKS:
+                denominator += sink_weights(sinks_ptr, head, token < num, maximum)
             out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # 0: a row without a token
             to = (first + token)[:, None] * out_token_stride + head[:, None] * H + h[None, :]
             tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=in_rows)
@@ -357,9 +373,9 @@ def _prefill_kernel(
 
 @jit_for_any("num_tiles", "max_items")
 def _merge_kernel(
-    tiles_ptr, sums_ptr, maxima_ptr, denominators_ptr, out_ptr, out_token_stride, window, num_tiles,
-    max_items, SPLIT_LEN: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    tiles_ptr, sums_ptr, maxima_ptr, denominators_ptr, out_ptr, sinks_ptr, out_token_stride, window,
+    num_tiles, max_items, HAS_SINKS: tl.constexpr, SPLIT_LEN: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    H: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a part
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_S: tl.constexpr,  # the most splits of a tile
@@ -399,6 +415,8 @@ def _merge_kernel(
             # a token sees nothing of the splits before its window, nor of those after itself
             maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
             denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
+            if HAS_SINKS:
+                denominator += sink_weights(sinks_ptr, g * M + r % M, token < num, maximum)
 
             total = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
             own = (
@@ -438,11 +456,18 @@ def attend_prefill(
     """
     if not use_triton(q_TNH):
         return attend_prefill_reference(q_TNH, kv, chunks, out=out)
-    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales = kv
+    keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales, softcap, sinks_N = kv
+    is_plain = softcap is None and sinks_N is None
     (T, N, H), G = q_TNH.shape, keys_PGH.shape[1]
     if out is None:
         out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
-    if fresh_slots_T is not None and scales is None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
+    if (
+        fresh_slots_T is not None
+        and is_plain
+        and scales is None
+        and q_TNH.dtype != torch.float32
+        and chunks.are_fresh
+    ):
         k_TGH, v_TGH = keys_PGH[fresh_slots_T], values_PGH[fresh_slots_T]
         return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out)
     assert N // G <= BLOCK_M, f"{N // G} query heads share a kv head, at most {BLOCK_M} can"
@@ -473,18 +498,20 @@ def attend_prefill(
     }  # fmt: skip
     launch_triton(
         _prefill_kernel, (num_programs,),
-        (q_TNH, keys_PGH, values_PGH, *(scales or (out, out)), tables_RB, chunks.tiles_W4, out, *parts),
+        (q_TNH, keys_PGH, values_PGH, *(scales or (out, out)), tables_RB, chunks.tiles_W4, out, *parts,
+         out if sinks_N is None else sinks_N),
         (q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
          num_tiles, max_items),
         **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
-        HAS_SCALES=scales is not None,
+        HAS_SCALES=scales is not None, CAP=(softcap or 0.0) * LOG2E, HAS_SINKS=sinks_N is not None,
         BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=max_registers,
     )  # fmt: skip
     if max_items:
         launch_triton(
-            _merge_kernel, (tuned.merge_programs * num_sms(q_TNH.device),), (chunks.tiles_W4, *parts, out),
-            (out.stride(0), window or 2**30, num_tiles, max_items), **sizes,
+            _merge_kernel, (tuned.merge_programs * num_sms(q_TNH.device),), 
+            (chunks.tiles_W4, *parts, out, out if sinks_N is None else sinks_N),
+            (out.stride(0), window or 2**30, num_tiles, max_items), HAS_SINKS=sinks_N is not None, **sizes,
             BLOCK_S=next_power_of_two(max_items), BLOCK_R=tuned.merge_rows, AT_ONCE=tuned.merge_at_once,
             num_warps=4, **options,
         )  # fmt: skip

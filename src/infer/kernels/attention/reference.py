@@ -11,10 +11,15 @@ p - w + 1 .. p:
                                   query 4        x x x
                                   query 5          x x x
 
+A *soft cap* c bounds the scores: s becomes c tanh(s / c) before the softmax (Gemma 2). A *sink* is one more
+score of each query head, to which no value belongs: it takes its share of the softmax and adds nothing
+(gpt-oss). A kernel without either must not be chosen for a layer that has them.
+
 Grouped queries: query heads n * N/G .. (n + 1) * N/G - 1 share kv head n. Softmax is float32.
 
     attend_naive   one query at a time over the slice it may see: slow, and obviously right
-    attend_sdpa    the same numbers through PyTorch's fused attention
+    attend_sdpa    the same numbers through PyTorch's fused attention, which knows neither caps nor sinks:
+                   with either, through plain products, some queries at a time
 
 Positions that no query of the call may see are never read, so whatever a cache slot outside the window
 holds (NaN in freshly allocated memory, too) cannot reach the result. `attend_naive` promises this for
@@ -34,8 +39,18 @@ import torch.nn.functional as F
 LOG2E = math.log2(math.e)  # kernels compute softmax with powers of two
 
 
+_QUERIES_AT_ONCE = 128  # of products that PyTorch keeps whole
+
+
 def attend_naive(
-    q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
+    q_QNH: torch.Tensor,
+    k_KGH: torch.Tensor,
+    v_KGH: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification: attention of the last Q of K positions, one query at a time; [Q, N, H]."""
     num_queries = q_QNH.shape[0]
@@ -47,16 +62,65 @@ def attend_naive(
         position = num_positions - num_queries + query
         seen = slice(0 if window is None else max(position - window + 1, 0), position + 1)
         scores_GMS = scale * torch.einsum("gmh,sgh->gms", q_QGMH[query], k_KGH[seen].float())
-        weights_GMS = torch.softmax(scores_GMS, dim=-1)
+        weights_GMS = _softmax(scores_GMS, softcap, sinks_N)
         out_QGMH[query] = torch.einsum("gms,sgh->gmh", weights_GMS, v_KGH[seen].float())
 
     return out_QGMH.flatten(1, 2).to(q_QNH.dtype)
 
 
+def _softmax(scores: torch.Tensor, softcap: float | None, sinks_N: torch.Tensor | None) -> torch.Tensor:
+    """The weights of float32 scores [G, M, ..., S]: capped, and with the sinks of the heads in their sum."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sinks_N is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = sinks_N.float().view(*scores.shape[:2], *[1] * (scores.dim() - 2)).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+
+
+def _attend_products(
+    q_QNH: torch.Tensor,
+    k_KGH: torch.Tensor,
+    v_KGH: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attend_naive` of some queries at a time: scores, softmax and sums are three whole tensors."""
+    num_queries, num_positions, num_kv_heads = len(q_QNH), len(k_KGH), k_KGH.shape[1]
+    out_QNH = torch.empty_like(q_QNH, memory_format=torch.contiguous_format)
+    for first in range(0, num_queries, _QUERIES_AT_ONCE):
+        some = slice(first, min(first + _QUERIES_AT_ONCE, num_queries))
+        end = num_positions - num_queries + some.stop
+        start = 0 if window is None else max(end - (some.stop - first) - window + 1, 0)
+        q_QGMH = q_QNH[some].float().unflatten(1, (num_kv_heads, -1))
+        scores_GMQS = scale * torch.einsum("qgmh,sgh->gmqs", q_QGMH, k_KGH[start:end].float())
+        mask_QS = _may_see(some.stop - first, end - start, window, q_QNH.device)
+        if softcap is not None:
+            scores_GMQS = softcap * torch.tanh(scores_GMQS / softcap)
+        weights_GMQS = _softmax(scores_GMQS.masked_fill(~mask_QS, -torch.inf), None, sinks_N)
+        out_QGMH = torch.einsum("gmqs,sgh->qgmh", weights_GMQS, v_KGH[start:end].float())
+        out_QNH[some] = out_QGMH.flatten(1, 2).to(q_QNH.dtype)
+    return out_QNH
+
+
 def attend_sdpa(
-    q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
+    q_QNH: torch.Tensor,
+    k_KGH: torch.Tensor,
+    v_KGH: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last Q of K positions through PyTorch's SDPA, masked only where it must be."""
+    if softcap is not None or sinks_N is not None:
+        return _attend_products(
+            q_QNH, k_KGH, v_KGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
+        )
     num_queries, num_heads, head_dim = q_QNH.shape
     if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # some positions are out of sight
         k_KGH, v_KGH = k_KGH[1 - num_queries - window :], v_KGH[1 - num_queries - window :]

@@ -34,13 +34,13 @@ _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
-_NORM = struct.Struct("qqqqqqqqqqqddq")
+_NORM = struct.Struct("qqqqqqqqqqqqddq")
 _LAYER_NORM = struct.Struct("qqqqqqqqqqdq")
-_SCALE = struct.Struct("qqqqqdq")
+_SCALE = struct.Struct("qqqqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
 _ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqqqqqqqq")
-_ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqq")
+_ATTEND = struct.Struct("qqqqqqqqqqqqqqdqqqqdq")
 _KV_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 _LIKELY = struct.Struct("qqqqqqqqqqqq")
 
@@ -158,13 +158,18 @@ def embed(
 
 
 def rms_norm(
-    library: Library, x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
+    library: Library,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS norm of the last dimension of [T, D] or [T, N, D]."""
+    """RMS norm of the last dimension of [T, D] or [T, N, D], in fresh memory or in `out`."""
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
-    y = empty(tuple(x.shape))
+    y = empty(tuple(x.shape)) if out is None else out
     head_stride = x.stride(1) if x.dim() == 3 else 0
-    fields = x, x.stride(0), head_stride, None, 0, weight_D, y, None, N, D, eps, offset
+    fields = x, x.stride(0), head_stride, None, 0, weight_D, y, y.stride(0), None, N, D, eps, offset
     _run_rows(library, library.rms_norm, _NORM, N * D, T, *fields)
     return y
 
@@ -181,7 +186,7 @@ def add_rms_norm(
     T, D = x_TD.shape
     y_TD, sum_TD = empty((T, D)), empty((T, D))
     added = x_TD, x_TD.stride(0), 0, residual_TD, residual_TD.stride(0)
-    _run_rows(library, library.rms_norm, _NORM, D, T, *added, weight_D, y_TD, sum_TD, 1, D, eps, offset)
+    _run_rows(library, library.rms_norm, _NORM, D, T, *added, weight_D, y_TD, D, sum_TD, 1, D, eps, offset)
     return y_TD, sum_TD
 
 
@@ -201,11 +206,14 @@ def layer_norm(
     return y_TD, sum_TD
 
 
-def scale(library: Library, x_TD: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply every number by `factor`, which is rounded to float32 first."""
+def scale(
+    library: Library, x_TD: torch.Tensor, factor: float, added_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply every number by `factor`, which is rounded to float32 first, and add another tensor's."""
     T, D = x_TD.shape
     y_TD = empty((T, D))
-    _run_rows(library, library.scale, _SCALE, D, T, x_TD, x_TD.stride(0), y_TD, D, factor)
+    added = added_TD, 0 if added_TD is None else added_TD.stride(0)
+    _run_rows(library, library.scale, _SCALE, D, T, x_TD, x_TD.stride(0), *added, y_TD, D, factor)
     return y_TD
 
 
@@ -265,6 +273,8 @@ def attend(
     window: int | None,
     parts: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every item over the paged cache; csrc/attention.c says what an item is.
 
@@ -277,7 +287,7 @@ def attend(
     args = _fill(
         _ATTEND, T, q_TNH, q_TNH.stride(0), out_TNH, keys_PGH, values_PGH, table_RB, table_RB.stride(0),
         items_I6, N, G, H, block_size, window, scale, parts, _KV_KINDS[keys_PGH.dtype],
-        *(scales or (None, None)),
+        *(scales or (None, None)), softcap, sinks_N,
     )  # fmt: skip
     run_or_record(
         library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I6.shape[0]

@@ -1,7 +1,8 @@
-"""Rows of a table, by number, and times a number.
+"""Rows of a table, by number, times a number, and added to others.
 
     embed    x_t = table[id_t]
-    scaled   y = x * factor          for Gemma, whose embeddings are stored too small
+    scaled   y = x * factor          for Gemma, whose embeddings are stored too small; for Granite's branches
+    added    y = x + residual        where no norm reads the sum at once (OLMo)
 
 The table may be stored in fewer bits than the rows are wanted in: a 16-bit embedding under a float32
 model is converted row by row, and never exists in float32 as a whole.
@@ -44,3 +45,10 @@ def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     if x_TD.dim() == 2 and (c := use_c(x_TD)):
         return operations.scale(c, x_TD, factor)
     return scaled_reference(x_TD, factor)
+
+
+def added(x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+    """Add two tensors of one shape; C where steps are recorded (kernels/cpu/program.py), else PyTorch."""
+    if x_TD.dim() == 2 and (c := use_c(x_TD)) and use_c(residual_TD):
+        return operations.scale(c, x_TD, 1.0, residual_TD)
+    return x_TD + residual_TD

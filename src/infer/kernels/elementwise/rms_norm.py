@@ -47,8 +47,8 @@ def add_rms_norm_reference(
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, residual_stride, num_rows,
-    N, D, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, residual_stride,
+    y_token_stride, num_rows, N, D, eps, offset,
     NUM_PARTS: tl.constexpr,  # of x, each of all rows, which are added to the residual; 0: there is none
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
@@ -76,20 +76,33 @@ def _rms_norm_kernel(
         x = total.to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
     y = x * inv_rms[:, None] * (weight + offset)[None, :]
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=in_tile)
+    y_at = (rows // N * y_token_stride + rows % N * D)[:, None] + cols[None, :]
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=in_tile)
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view."""
+def rms_norm(
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view.
+
+    `out` may be `x` itself; the heads of a token must be contiguous in it.
+    """
     if not use_triton(x):
         if (c := use_c(x)) and weight_D.dtype is x.dtype and x.dim() in (2, 3):
-            return operations.rms_norm(c, x, weight_D, eps, offset)
-        return rms_norm_reference(x, weight_D, eps, offset)
+            return operations.rms_norm(c, x, weight_D, eps, offset, out)
+        y = rms_norm_reference(x, weight_D, eps, offset)
+        return y if out is None else out.copy_(y)
     assert x.stride(-1) == 1, f"the last dimension must be contiguous, got strides {x.stride()}"
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     head_stride = 0 if x.dim() == 2 else x.stride(1)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch((x, x, weight_D, y, y), (x.stride(0), head_stride, 0), T * N, N, D, eps, offset)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    strides = x.stride(0), head_stride, 0, y.stride(0)
+    _launch((x, x, weight_D, y, y), strides, T * N, N, D, eps, offset)
     return y
 
 
@@ -112,13 +125,13 @@ def add_rms_norm(
     y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
     sum_TD = torch.empty_like(y_TD)
     tensors = x_TD, residual_TD, weight_D, y_TD, sum_TD
-    strides = x_TD.stride(-2), 0, residual_TD.stride(0)
+    strides = x_TD.stride(-2), 0, residual_TD.stride(0), D
     _launch(tensors, strides, T, 1, D, eps, offset, num_parts=num_parts)
     return y_TD, sum_TD
 
 
 def _launch(
-    tensors: tuple[torch.Tensor, ...], strides: tuple[int, int, int], num_rows: int, N: int, D: int,
+    tensors: tuple[torch.Tensor, ...], strides: tuple[int, int, int, int], num_rows: int, N: int, D: int,
     eps: float, offset: float, *, num_parts: int = 0,
 ) -> None:  # fmt: skip
     """Launch programs that take one long row each, or as many short ones as make about 1024 elements."""

@@ -19,12 +19,13 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.gguf import GGMLType, GGUFFile
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt2")
+ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
 
 # What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
 _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA3_27B_LAYERS = 62  # the one Gemma 3 whose attention scale is not its head size; no key says so
+_GEMMA2_27B_LAYERS = 46  # and the one Gemma 2
 
 
 class Keys(RawConfig):
@@ -103,6 +104,17 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         }
+    if keys.architecture == "gemma2":
+        is_27b = config["num_hidden_layers"] == _GEMMA2_27B_LAYERS
+        head_share = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "architectures": ["Gemma2ForCausalLM"],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_share if is_27b else config["head_dim"],
+            "sliding_window": keys.size("attention.sliding_window", default=4096),
+            "attn_logit_softcapping": keys.number("attn_logit_softcapping", default=50.0),
+            "final_logit_softcapping": keys.number("final_logit_softcapping", default=30.0),
+        }
     if keys.architecture == "gemma3":
         is_27b = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
         head_share = config["hidden_size"] // config["num_attention_heads"]
@@ -126,6 +138,15 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
     }
     if keys.architecture == "llama":
         return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if keys.architecture == "qwen2moe":
+        return shared | {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+            "norm_topk_prob": False,  # no key says so: no published one does
+            "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        }
     if keys.architecture != "qwen3moe":
         raise ConfigError(f"{keys.file.path} is a {keys.architecture} with experts, which is not supported")
     return shared | {
@@ -165,7 +186,11 @@ def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     kind = str(keys.get("rope.scaling.type") or "none")
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    if keys.number("rope.scaling.attn_factor", default=1.0) != 1.0:
+        raise ConfigError(f"{keys.where} has an attention factor of its own, which is not supported")
+    original = keys.size("rope.scaling.original_context_length", default=keys.size("context_length"))
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    return scaling | {"original_max_position_embeddings": original}
 
 
 def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:

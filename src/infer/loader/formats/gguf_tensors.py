@@ -5,7 +5,8 @@ changes some tensors. Everything is translated back here, so that weight maps kn
 
     llama    rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
              rotate channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
-    gemma3   norm weights are stored with 1 added
+    gemma2, gemma3   norm weights are stored with 1 added
+    qwen2moe the gate of the shared expert, a matrix of one row, is stored as a vector
     gpt2     matrices are stored [out, in], Hugging Face has them [in, out]
 
 The rows of a matrix are reordered while they are still packed, and nothing is unpacked before it is
@@ -49,6 +50,12 @@ _LLAMA = _DENSE | {  # Mixtral says llama, too
     "blk.{}.ffn_up_exps":      "model.layers.{}.mlp.experts.up_proj",
     "blk.{}.ffn_down_exps":    "model.layers.{}.mlp.experts.down_proj",
 }
+_QWEN2_MOE = _LLAMA | {
+    "blk.{}.ffn_gate_shexp":   "model.layers.{}.mlp.shared_expert.gate_proj",
+    "blk.{}.ffn_up_shexp":     "model.layers.{}.mlp.shared_expert.up_proj",
+    "blk.{}.ffn_down_shexp":   "model.layers.{}.mlp.shared_expert.down_proj",
+    "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+}
 _QWEN3 = _DENSE | {
     "blk.{}.attn_q_norm":      "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm":      "model.layers.{}.self_attn.k_norm",
@@ -74,8 +81,10 @@ _GPT2 = {
 NAMES: dict[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "qwen2": _DENSE,
+    "qwen2moe": _QWEN2_MOE,
     "qwen3": _QWEN3,
     "qwen3moe": _LLAMA | _QWEN3,
+    "gemma2": _GEMMA3,
     "gemma3": _GEMMA3,
     "gpt2": _GPT2,
 }
@@ -221,7 +230,9 @@ def _undone(keys: Keys, stored: GGUFTensor, key: str) -> PackedTensor:
                 f"{file.path}: {stored.name!r} has {stored.shape[0]} rows, which {heads} heads cannot share"
             )
         return PackedTensor(file, stored, num_heads=heads)
-    if architecture == "gemma3" and key.endswith("norm"):
+    if architecture in ("gemma2", "gemma3") and key.endswith("norm"):
         return PackedTensor(file, stored, offset=1.0)
+    if key.endswith("_inp_shexp") and len(stored.shape) == 1:  # a matrix of one row, stored as a vector
+        stored = replace(stored, shape=(1, *stored.shape))
     is_matrix = len(stored.shape) == 2 and key.startswith("blk.")
     return PackedTensor(file, stored, transposed=architecture == "gpt2" and is_matrix)

@@ -31,6 +31,9 @@
  * threads: an item of one token may name the segment that it stands for; its result is then kept in `parts`, and
  * the thread that finishes a token's last segment joins them.
  *
+ * A soft cap c turns a score s into c tanh(s / c). A sink is a score of a query head without a position: it joins the
+ * sum of the softmax when a result is put down, and no value is added for it.
+ *
  * A query's result depends on its own positions only, in an order that no chunking changes: a prompt
  * computed whole, in pieces, token by token, or segment by segment gives the same bits. Slots that a query may
  * not see are never multiplied with anything, so whatever they hold cannot reach it.
@@ -65,6 +68,8 @@ typedef struct {
     float *parts; /* [parts]: of every query head its peak, total and H sums; then G counters of finished segments */
     int64_t kind;                           /* of keys and values: AS_FLOAT, or codes (kv_codes.h) */
     const float *key_scales, *value_scales; /* of codes: [blocks][G][block_size] */
+    double softcap;                         /* of scores; 0: none */
+    const float *sinks;                     /* [N], or NULL */
 } attend_args;
 
 typedef struct {
@@ -80,7 +85,7 @@ typedef struct {
     const float *const *keys, *const *values; /* [16] rows of this block */
     const float *packed;    /* the keys again, in the order of pack_keys */
     const float *key_scales, *value_scales; /* [16], or NULL: keys and values are floats */
-    float scale;
+    float scale, softcap;
     int lo, hi; /* positions lo .. hi-1 of the block are seen */
 } tile_work;
 
@@ -135,6 +140,12 @@ static void pack_keys(const float *const rows[POSITIONS], int64_t padded, float 
             for (int64_t h = 0; h < padded; h += 4) store_vr(packed + (h + c) * WIDTH, gather(rows + first + c, h));
 }
 
+/* c tanh(s / c), by c - 2c / (1 + e^(2s/c)). */
+static __attribute__((noinline)) vr cap(vr s, float c) {
+    vr x = clamp_vr(s * (2.0f / c), splat_vr(-80.0f), splat_vr(80.0f));
+    return choose_vr(s != s, s, c - 2.0f * c / (1.0f + exp_lanes(x)));
+}
+
 /* Scores of the tile: [count][16]. */
 ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *t, float *scores) {
     for (int first = 0; first < POSITIONS; first += WIDTH) {
@@ -152,7 +163,11 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
         }
         vr scale = splat_vr(t->scale);
         if (t->key_scales) scale *= load_vr(t->key_scales + first);
-        for (int i = 0; i < count; i++) store_vr(scores + i * POSITIONS + first, add_channels(s[i]) * scale);
+        for (int i = 0; i < count; i++) {
+            vr capped = add_channels(s[i]) * scale;
+            if (t->softcap != 0.0f) capped = cap(capped, t->softcap);
+            store_vr(scores + i * POSITIONS + first, capped);
+        }
     }
 }
 
@@ -344,7 +359,7 @@ typedef struct {
     const int64_t *table;
     int64_t g, padded, num;
     int64_t positions[STATE_FLOATS / WIDTH];
-    float *out[STATE_FLOATS / WIDTH];
+    float *out[STATE_FLOATS / WIDTH], sinks[STATE_FLOATS / WIDTH]; /* a sink of -inf is none */
     softmax_state state[STATE_FLOATS / WIDTH], joined_state[STATE_FLOATS / WIDTH];
     float queries[STATE_FLOATS] __attribute__((aligned(64)));
     float sums[STATE_FLOATS] __attribute__((aligned(64))), joined_sums[STATE_FLOATS] __attribute__((aligned(64)));
@@ -379,7 +394,7 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
         if (lo < 0) lo = 0;
         if (lo >= POSITIONS || hi <= 0) continue;
         tile_work t = {padded, w->queries + i * padded, w->state + i, w->sums + i * padded, keys, values, w->packed,
-                       is_coded ? key_scales : NULL, is_coded ? value_scales : NULL, (float)a->scale, (int)lo, (int)(hi < POSITIONS ? hi : POSITIONS)};
+                       is_coded ? key_scales : NULL, is_coded ? value_scales : NULL, (float)a->scale, (float)a->softcap, (int)lo, (int)(hi < POSITIONS ? hi : POSITIONS)};
         if (is_packed) visit_packed(together, &t);
         else visit_direct(together, &t);
     }
@@ -409,8 +424,8 @@ static void join(softmax_state *joined, float *joined_sums, softmax_state next, 
     for (int64_t h = 0; h < size; h++) joined_sums[h] = joined_sums[h] * before + sums[h] * after;
 }
 
-static void put_result(float *out, softmax_state state, const float *sums, int64_t H) {
-    const float inverse = 1.0f / state.total;
+static void put_result(float *out, softmax_state state, float sink, const float *sums, int64_t H) {
+    const float inverse = 1.0f / (state.total + expf(sink - state.peak));
     for (int64_t h = 0; h < H; h++) out[h] = sums[h] * inverse;
 }
 
@@ -435,7 +450,7 @@ static void keep_part(work *w, const int64_t *item) {
             memcpy(&next, kept, sizeof next);
             join(&state, w->joined_sums, next, kept + 2, H);
         }
-        put_result(w->out[i], state, w->joined_sums, H);
+        put_result(w->out[i], state, w->sinks[i], w->joined_sums, H);
     }
 }
 
@@ -450,7 +465,7 @@ static void attend_all(work *w) {
         for (int64_t i = 0; is_joined && i < w->num; i++)
             join(state + i, sums + i * w->padded, w->state[i], w->sums + i * w->padded, w->a->H);
     }
-    for (int64_t i = 0; i < w->num; i++) put_result(w->out[i], state[i], sums + i * w->padded, w->a->H);
+    for (int64_t i = 0; i < w->num; i++) put_result(w->out[i], state[i], w->sinks[i], sums + i * w->padded, w->a->H);
 }
 
 void infer_attend(const void *args, int64_t chunk) {
@@ -474,6 +489,7 @@ void infer_attend(const void *args, int64_t chunk) {
             memcpy(w.queries + w.num * w.padded, q, (size_t)H * sizeof(float));
             w.out[w.num] = a->out + ((first + token) * a->N + n) * H;
             w.positions[w.num] = start + token;
+            w.sinks[w.num] = a->sinks ? a->sinks[n] : -INFINITY;
             if (++head == heads) head = 0, token++;
         }
         if (item[4] < 0) {

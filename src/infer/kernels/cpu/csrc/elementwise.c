@@ -13,8 +13,9 @@ typedef struct {
     const float *residual; /* NULL: there is nothing to add */
     int64_t residual_stride;
     const float *weight;
-    float *y;       /* contiguous, as is `sum` */
-    float *sum;     /* x + residual */
+    float *y;       /* heads of a token are contiguous; may be x itself */
+    int64_t y_stride;
+    float *sum;     /* x + residual, contiguous */
     int64_t N, D;
     double eps, offset;
     int64_t tokens_per_chunk;
@@ -51,7 +52,7 @@ void infer_rms_norm(const void *args, int64_t chunk) {
     if (last > a->T * a->N) last = a->T * a->N;
     for (int64_t row = first; row < last; row++) {
         const float *x = a->x + row / a->N * a->token_stride + row % a->N * a->head_stride;
-        float *y = a->y + row * D, total;
+        float *y = a->y + row / a->N * a->y_stride + row % a->N * D, total;
         if (a->residual) {
             float *sum = a->sum + row * D;
             total = sum_of_row(x, a->residual + row * a->residual_stride, sum, D, 1);
@@ -108,6 +109,8 @@ typedef struct {
     int64_t T;
     const float *x; /* [T][D] */
     int64_t stride;
+    const float *added; /* [T][D]; NULL: there is nothing to add */
+    int64_t added_stride;
     float *y; /* [T][D] */
     int64_t D;
     double factor;
@@ -118,8 +121,13 @@ void infer_scale(const void *args, int64_t chunk) {
     const scale_args *a = args;
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
     if (last > a->T) last = a->T;
-    for (int64_t t = first; t < last; t++)
-        for (int64_t i = 0; i < D; i++) a->y[t * D + i] = a->x[t * a->stride + i] * (float)a->factor;
+    for (int64_t t = first; t < last; t++) {
+        const float *x = a->x + t * a->stride, *added = a->added + t * a->added_stride;
+        if (a->added)
+            for (int64_t i = 0; i < D; i++) a->y[t * D + i] = x[i] * (float)a->factor + added[i];
+        else
+            for (int64_t i = 0; i < D; i++) a->y[t * D + i] = x[i] * (float)a->factor;
+    }
 }
 
 typedef struct {

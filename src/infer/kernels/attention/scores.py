@@ -1,0 +1,27 @@
+"""What some families do to scores beside scaling them, for the Triton kernels of this folder.
+
+    soft cap    s becomes c tanh(s / c)                                  Gemma 2
+    sink        one more score of each head, to which no value belongs   gpt-oss
+
+Kernels compute softmax with powers of two, so scores and caps are multiplied with log2(e) here. A sink takes
+part in one sum alone, the denominator: it is added where a result is divided by it, by the program that
+writes the output, and no split of the keys knows of it. A sink far above all scores makes the sum as large as
+a float can be, and the output as small as it should be.
+"""
+
+from __future__ import annotations
+
+from infer.kernels.runtime.dispatch import jit, tl
+
+
+@jit
+def cap_scores(scores, CAP: tl.constexpr):
+    """Return CAP tanh(scores / CAP), by 1 - 2 / (1 + e^2x): a large x gives 1, as it should."""
+    return CAP - 2.0 * CAP / (1.0 + tl.exp2(tl.minimum(scores * (2.8853900817779268 / CAP), 126.0)))
+
+
+@jit
+def sink_weights(sinks_ptr, heads, exists, maximum):
+    """What the sinks of some heads add to their denominators, which stand for 2^maximum."""
+    sink = tl.load(sinks_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+    return tl.exp2(tl.minimum(sink - tl.where(maximum == float("-inf"), 0.0, maximum), 126.0))

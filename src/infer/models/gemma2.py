@@ -1,0 +1,73 @@
+"""Gemma 2: Gemma 3's block without norms of heads, and with soft caps.
+
+local and global     even layers see a sliding window, odd ones everything; one RoPE base for both
+soft caps            c tanh(x / c) of attention scores (c = 50) and of logits (c = 30)
+query scale          1 / sqrt(query_pre_attn_scalar), which need not be the head size (27B)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from infer.layers.norm import RMSNorm
+from infer.models import gemma3, llama
+from infer.models.config import ModelConfig
+from infer.models.model import Model, make_rotary
+from infer.models.raw_config import RawConfig, read_window
+from infer.models.weight_map import WeightMap
+
+_DEFAULTS = {  # the reference's, where a config says nothing
+    "vocab_size": 256_000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Gemma2ForCausalLM`."""
+    given = RawConfig(raw)
+    given.refuse("use_bidirectional_attention", "only causal models can generate")
+    keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
+    keys = RawConfig({**keys.raw, "hidden_act": keys.raw["hidden_activation"]})
+    shared = llama.read_shared_config(
+        keys, family="gemma2", window=read_window(given), slides=lambda layer: layer % 2 == 0
+    )
+    has_bias = keys.flag("attention_bias", default=False)
+    return replace(
+        shared,
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        query_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        attention_softcap=_read_cap(given, "attn_logit_softcapping", 50.0),
+        logit_softcap=_read_cap(given, "final_logit_softcapping", 30.0),
+    )
+
+
+def _read_cap(raw: RawConfig, name: str, default: float) -> float | None:
+    """A cap. Here null differs from absent: it switches the cap off."""
+    if name in raw.raw and raw.raw[name] is None:
+        return None
+    return raw.number(name, default=default)
+
+
+class Gemma2(Model):
+    """A stack of blocks with one rotary table."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, embedding_scale=config.hidden_size**0.5)
+        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
+        blocks = (gemma3.Block(config, layer, self.rotary) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+
+
+WEIGHT_MAP: WeightMap = {**llama.WEIGHT_MAP, **gemma3.SANDWICH_NORMS}

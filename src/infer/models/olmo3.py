@@ -1,0 +1,38 @@
+"""OLMo 3: OLMo 2's block, in which three layers see a sliding window, and the fourth everything.
+
+Positions beyond the trained context are scaled in the layers that see everything, and only there: the others
+never look further than their window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from infer.models import llama
+from infer.models.config import ModelConfig
+from infer.models.olmo2 import with_norms
+from infer.models.raw_config import RawConfig, read_two_ropes, read_window
+
+DEFAULT_THETA = 500_000.0
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of an `Olmo3ForCausalLM`."""
+    top = RawConfig(raw)
+    keys = top.with_defaults(rms_norm_eps=1e-5)
+    shared = llama.read_shared_config(
+        keys, family="olmo3", window=read_window(top), slides=lambda layer: (layer + 1) % 4 != 0
+    )
+    context_len = keys.size("max_position_embeddings")
+    theta, local_theta, scaling = read_two_ropes(
+        keys, context_len, shared.head_dim, theta=DEFAULT_THETA, local_theta=DEFAULT_THETA
+    )
+    return replace(
+        with_norms(keys, shared),
+        context_len=context_len if scaling is None else scaling.stretched(context_len),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        local_rope_theta=local_theta,
+    )

@@ -1,0 +1,122 @@
+"""Every further family through the whole engine: paged cache, chunks, shared prefixes, C steps, codes, files.
+
+What the engine does with its toggles is tested with the first families (test_engine_toggles.py); here each
+family shows that nothing of its own block is lost on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.config.settings import EngineConfig
+from infer.engine.build import build_engine
+from infer.errors import ConfigError
+from infer.execution.torch_device import TorchDevice
+from infer.kernels.cpu.library import library
+from infer.loader.find.source import resolve_model
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
+from infer.loader.weight_plan import plan_weights
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.checkpoints import MORE_FAMILIES, MORE_MOE_FAMILIES, build_like, reference_model
+from tests.support.kv_store import fill_store
+from tests.support.simple_loop import generate_greedy
+from tests.support.step import run_step
+from tests.support.tiny import greedy, random_prompts, run_engine
+from tests.unit.loader.tiny_files import write_directory
+
+SIZES = Sizes(hidden_size=128, vocab_size=300, context_len=96, num_layers=4)
+PROMPTS = random_prompts(6)
+all_families = pytest.mark.parametrize("family", MORE_FAMILIES + MORE_MOE_FAMILIES)
+needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def checkpoint(root: Path, family: str) -> Path:
+    """A tiny checkpoint, written once."""
+    path = root / family
+    if not path.exists():
+        make_checkpoint(family, path, sizes=SIZES, seed=1)
+    return path
+
+
+@functools.cache
+def loaded(path: Path, quantization: str = "none") -> LoadedModel:
+    return load_model(resolve_model(str(path)), dtype="float32", device="cpu", quantization=quantization)
+
+
+def answers(model: LoadedModel, *, together: bool = True, **knobs: Any) -> list[list[list[int]]]:
+    """The tokens of all prompts, served together or one after the other in engines of their own."""
+    config = EngineConfig.from_knobs(**({"num_blocks": 64} | knobs))
+    found = []
+    for batch in [PROMPTS] if together else [[prompt] for prompt in PROMPTS]:
+        engine = build_engine(config, model)
+        assert isinstance(engine._device, TorchDevice)
+        fill_store(engine._device.store, float("nan"))
+        found += run_engine(engine, [(prompt, greedy(9)) for prompt in batch])
+    return found
+
+
+@all_families
+def test_the_engine_answers_as_the_simplest_loop(family: str, root: Path) -> None:
+    model = loaded(checkpoint(root, family))
+    expected = [[generate_greedy(model.model, prompt, 9)] for prompt in PROMPTS]
+
+    for knobs in (
+        {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 16, "prefill_chunk_size": 5},
+        {"use_prefix_caching": False, "max_batch_size": 2},
+        {"record_cpu_step": False},
+    ):
+        assert answers(model, **knobs) == expected, knobs
+
+
+@needs_c
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_a_decode_step_is_one_recorded_program(family: str, root: Path) -> None:
+    device = build_engine(
+        EngineConfig.from_knobs(num_blocks=8), loaded(checkpoint(root, family), "int8")
+    )._device
+    assert isinstance(device, TorchDevice) and device._cpu is not None
+    assert device._cpu._program is not None, "some operation of the model is not in C"
+
+
+@all_families
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_answer_alike_in_any_batch(family: str, quantization: str, root: Path) -> None:
+    model = loaded(checkpoint(root, family), quantization)
+    assert answers(model) == answers(model, together=False, max_batch_size=1)
+
+
+@all_families
+def test_a_saved_model_has_the_logits_of_the_reference(family: str, tmp_path: Path) -> None:
+    """Through the files and the loader, which puts rows into their places."""
+    reference = reference_model(family)
+    model = load_model(
+        resolve_model(str(write_directory(tmp_path, reference))), dtype="float32", device="cpu"
+    )
+    tokens = torch.randint(0, 199, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        expected = reference(input_ids=torch.tensor([tokens])).logits[0]
+
+    torch.testing.assert_close(run_step(model.model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+    for name, parameter in build_like(reference).named_parameters():
+        assert torch.equal(model.model.get_parameter(name), parameter), name
+
+
+@all_families
+def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
+    headers = read_headers(resolve_model(str(checkpoint(root, family))))
+    plan = plan_weights(
+        headers, quantization="none", dtype="float32", device=torch.device("cpu"), world_size=2
+    )
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* normalised over all heads.*q_norm"):
+        plan.check_cuts()
