@@ -37,6 +37,7 @@ from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import Target, WeightMap, names_an_expert
 
+BARE_NAMES = (".A_log", ".dt_bias")  # tensors without a leaf
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CORPUS = """\
@@ -95,6 +96,9 @@ TOKENS = {
     "qwen2_moe": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_next": _QWEN3,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": _OLMO,
@@ -206,6 +210,23 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         "vocab_size": sizes.vocab_size,
     }
     head_dim = sizes.hidden_size // sizes.num_heads
+    hybrid = {
+        "head_dim": head_dim,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": head_dim // 2,
+        "linear_value_head_dim": head_dim // 2,
+        "linear_num_key_heads": sizes.num_kv_heads,
+        "linear_num_value_heads": sizes.num_heads,
+    }
+    experts = {
+        "moe_intermediate_size": sizes.hidden_size // 2,
+        "shared_expert_intermediate_size": sizes.hidden_size // 2,
+        "norm_topk_prob": True,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.num_choices,
+    }
     of_family: dict[str, dict[str, Any]] = {
         "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": head_dim},
         "mistral": {
@@ -242,6 +263,19 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "norm_topk_prob": True,
             "num_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.num_choices,
+        },
+        "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **hybrid},
+        "qwen3_5_moe": {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            **hybrid,
+            **experts,
+        },
+        "qwen3_next": {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            **hybrid,
+            **experts,
         },
         "gemma2": {
             "architectures": ["Gemma2ForCausalLM"],
@@ -338,7 +372,9 @@ def random_tensors(
                 for leaf, parameter in module.named_parameters(recurse=False):
                     shape = _shape(module, parameter[expert] if is_stack else parameter, target)
                     tensor = _random_tensor(module, leaf, shape, generator)
-                    yield f"{key.format(layer, expert)}.{leaf}", tensor.to(dtype)
+                    name = key.format(layer, expert)
+                    tensor -= 3.0 * name.endswith(".A_log")  # so that states forget slowly
+                    yield name if name.endswith(BARE_NAMES) else f"{name}.{leaf}", tensor.to(dtype)
 
 
 def gpt_oss_experts(model: Model, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

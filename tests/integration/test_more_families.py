@@ -26,7 +26,6 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import (
     MORE_FAMILIES,
     MORE_MOE_FAMILIES,
-    UNCUT_FAMILIES,
     build_like,
     reference_model,
 )
@@ -118,7 +117,7 @@ def test_a_saved_model_has_the_logits_of_the_reference(family: str, tmp_path: Pa
         assert torch.equal(model.model.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize("family", UNCUT_FAMILIES)
+@all_families
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))
     plan = plan_weights(

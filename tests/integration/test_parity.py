@@ -18,6 +18,7 @@ from infer.models.registry import find_family
 from infer.quant.residual import ResidualStream
 from tests.support.checkpoints import (
     FAMILIES,
+    HYBRID_FAMILIES,
     MOE_FAMILIES,
     MORE_FAMILIES,
     MORE_MOE_FAMILIES,
@@ -134,6 +135,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3: untied head": ("gemma3", {"tie_word_embeddings": False}),
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),
     "gemma3: one kv head": ("gemma3", {"num_key_value_heads": 1}),
+    "qwen3_5: linear and full attention": ("qwen3_5", {}),
+    "qwen3_5: linear attention in the last layer, tied head": (
+        "qwen3_5",
+        {"layer_types": ["full_attention"] * 3 + ["linear_attention"], "tie_word_embeddings": True},
+    ),
+    "qwen3_5: the whole head turns, one key head to a value head": (
+        "qwen3_5",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+            "linear_num_key_heads": 6,
+        },
+    ),
     "olmo2: norms of whole projections": ("olmo2", {}),
     "olmo2: biases, one kv head per query head": (
         "olmo2",
@@ -148,7 +161,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2: unscaled scores": ("gpt2", {"scale_attn_weights": False}),
 }
 all_cases = pytest.mark.parametrize("case", CASES)
-all_families = pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES)
+all_families = pytest.mark.parametrize(
+    "family", FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES + HYBRID_FAMILIES
+)
 
 
 def random_tokens(length: int, seed: int = 1) -> list[int]:
@@ -180,7 +195,7 @@ def test_logits_match_transformers(case: str) -> None:
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
 
 
-@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *MORE_FAMILIES, "qwen3_5"))
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     """The truth is the reference in float32 on the same bfloat16 weights."""
     tokens = random_tokens(23)
@@ -261,7 +276,8 @@ def test_chunks_of_any_size_equal_the_whole(family: str) -> None:
         for size in sizes:
             pieces += run_step(ours, [tokens[start : start + size]], [cache])
             start += size
-        assert error(torch.cat(pieces), whole) < FLOAT32_BOUND
+        # of a state, one token is computed in another way than several
+        assert error(torch.cat(pieces), whole) < FLOAT32_BOUND * (3 if family in HYBRID_FAMILIES else 1)
 
 
 @all_families

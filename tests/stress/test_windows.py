@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from infer.cache.layout import STATE
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SWAPPING_IS_CHEAP, Traffic
@@ -23,6 +24,8 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {
     "local and global": (None, 6, 6),
     "two windows": (5, 12),
     "shorter than a block": (None, None, 1),
+    "states and global": (None, STATE, STATE),
+    "states, local and global": (None, STATE, 6),
 }
 SQUEEZES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption": "recompute", "prefill_chunk_size": 5},

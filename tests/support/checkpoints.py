@@ -29,6 +29,17 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_SMALL_EXPERTS = {"moe_intermediate_size": 56, "shared_expert_intermediate_size": 40}
 TINY: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "mistral": _COMMON | {"sliding_window": 5},
@@ -69,6 +80,12 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
+    "qwen3_5": _COMMON | _HYBRID,
+    "qwen3_5_moe": _COMMON | _HYBRID | {"num_experts": 6, "num_experts_per_tok": 2} | _SMALL_EXPERTS,
+    "qwen3_next": _COMMON
+    | _HYBRID
+    | {"num_experts": 5, "num_experts_per_tok": 3, "mlp_only_layers": [1]}
+    | _SMALL_EXPERTS,
     "olmo2": _COMMON,
     "olmo3": _COMMON
     | {
@@ -105,8 +122,13 @@ TINY: dict[str, dict[str, Any]] = {
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
 MORE_FAMILIES = ("olmo2", "olmo3")  # run by test_parity and test_more_families: other tests see no difference
 MORE_MOE_FAMILIES = ("olmoe", "gpt_oss")  # likewise
-UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe")  # ranks cannot share them
-FAMILIES = tuple(family for family in TINY if family not in MOE_FAMILIES + MORE_FAMILIES + MORE_MOE_FAMILIES)
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in test_hybrid: their blocks hold states
+UNCUT_FAMILIES = (*MORE_FAMILIES, "olmoe", *HYBRID_FAMILIES)  # ranks cannot share them
+FAMILIES = tuple(
+    family
+    for family in TINY
+    if family not in MOE_FAMILIES + MORE_FAMILIES + MORE_MOE_FAMILIES + HYBRID_FAMILIES
+)
 
 
 def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -123,6 +145,9 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+        "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
         "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
@@ -147,6 +172,8 @@ def randomize(model: nn.Module, seed: int) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("bias"):
             parameter.data = 0.3 * noise
+        elif name.endswith("A_log"):  # slow enough that states remember what came long before
+            parameter.data = noise - 2.0
         elif parameter.dim() == 1:
             parameter.data = parameter.data + 0.3 * noise  # around 1, or around 0 where offset is 1
         elif "embed" in name or "wte" in name or "wpe" in name:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.cache.layout import STATE
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.profiles.generic import GENERIC
@@ -36,6 +37,7 @@ from infer.execution.host_sampling import drafts_of, given_tokens, num_kept
 from infer.execution.layout import HostRows, TokenLayout, lay_out
 from infer.execution.order import NONE, TRANSFERS, StepMasks, StepOrder
 from infer.execution.row_book import RowBook
+from infer.kernels.delta.reference import pieces_of
 from infer.sampling.params import RowLogprobs, SamplingParams, sequence_seed
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
@@ -143,9 +145,27 @@ class OracleDevice(SyncDevice):
         self.device[self.pool._device.free] = POISON
         layout, size = lay_out(order, self.rows), self.pool.block_size
         self._check_slots(order, layout)
-        for slots in layout.slots:
-            self.device[slots // size, slots % size] = layout.tokens
+        for table, (window, slots) in enumerate(zip(self.pool.windows, layout.slots, strict=True)):
+            if window == STATE:
+                self._advance_states(order, layout, self.rows.tables[table])
+            else:
+                self.device[slots // size, slots % size] = layout.tokens
         return [self._read(order, number) for number in range(order.num_rows)]
+
+    def _advance_states(self, order: StepOrder, layout: TokenLayout, tables: np.ndarray) -> None:
+        """Let the states of all rows go on: a block's first two numbers are a hash and the tokens in it."""
+        size = self.pool.block_size
+        for row, start, stop, end in zip(order.rows, order.starts, order.stops, layout.ends, strict=True):
+            for first, last in pieces_of(int(start), int(stop), size):
+                state = _hash((), 0)
+                if first:
+                    state, num_tokens = self.device[tables[row, (first - 1) // size], :2].tolist()
+                    assert num_tokens == first, (
+                        f"row {row} reads the state after {num_tokens} tokens at {first}"
+                    )
+                for token in layout.tokens[end - (stop - first) : end - (stop - last)].tolist():
+                    state = _extend(state, token)
+                self.device[tables[row, first // size], :2] = state, last
 
     def draw(self, order: StepOrder, seen: list[list[int]], masks: StepMasks) -> StepResult:
         """The ids of a step whose rows see this."""
@@ -215,6 +235,11 @@ class OracleDevice(SyncDevice):
         row, start, stop = int(order.rows[number]), int(order.starts[number]), int(order.stops[number])
         seen: list[int] = []
         for table, window in zip(self.rows.tables[:, row], self.pool.windows, strict=True):
+            if window == STATE:
+                seen = seen or [*self._sequence(row).tokens[:stop]]
+                state = self.device[table[(stop - 1) // self.pool.block_size], 0]
+                assert state == _hash(seen, 0), f"row {row} has the state of another text"
+                continue
             first = 0 if window is None else max(start - window + 1, 0)
             if not seen:
                 known = self._sequence(row).tokens[:first] if first else ()

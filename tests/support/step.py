@@ -14,7 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from infer.kernels.attention.reference import attend_naive
+from infer.kernels.delta.reference import DeltaRule
 from infer.layers.attention import AttentionLayer, StepContext
+from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 
 
@@ -24,11 +26,12 @@ class ListCache:
     def __init__(self) -> None:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.states = WholeSequence(attend_naive, torch.device("cpu"))  # of layers with a state
 
     @property
     def num_computed(self) -> int:
-        """How many tokens the first layer has seen."""
-        return len(self.keys[0]) if self.keys else 0
+        """How many tokens the layers with keys have seen."""
+        return len(next(iter(self.keys.values()))) if self.keys else 0
 
     def extend(self, layer: int, k_TGH: torch.Tensor, v_TGH: torch.Tensor) -> None:
         """Append the keys and values of further tokens."""
@@ -60,6 +63,14 @@ class ListStep(StepContext):
             how = {"softcap": layer.softcap, "sinks_N": layer.sinks_N}
             outputs.append(attend_naive(q, *seen, scale=layer.scale, window=layer.window, **how))
         return torch.cat(outputs)
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Each sequence goes on from its own state."""
+        parts = zip(*(torch.split(tensor, self.lengths) for tensor in (qkv_TC, b_TV, a_TV)), strict=True)
+        both = zip(self.caches, parts, strict=True)
+        return torch.cat([cache.states.recur(layer, rule, *part) for cache, part in both])
 
 
 def run_step(

@@ -9,6 +9,9 @@ told to.
 Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has
 their scales, [L, 2, num_blocks, G, block_size], and what moves a block moves both.
 
+Layers with a state keep it in the bytes of a block: half of its heads where keys lie, half where values lie.
+A further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].
+
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
 fill the store with NaN and expect no trace of it.
 
@@ -17,13 +20,15 @@ Shapes:  L layers to a block, G kv heads, H head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 
 import torch
 
-from infer.cache.layout import KVLayout
+from infer.cache.layout import STATE, KVLayout, StateSize
+from infer.kernels.delta.reference import StateCache
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.elementwise.heads import CacheSlots
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
@@ -46,7 +51,9 @@ class KVStore:
         num_host_blocks: int = 0,
         kept_as: torch.dtype | None = None,
         fixed: torch.Tensor | None = None,
+        state: StateSize | None = None,
     ) -> None:
+        """`state`: what layers of tables without keys keep in a block instead (layout.py)."""
         self.device, self.dtype = device, dtype  # what the model computes in
         self.tables = layout.tables  # of each layer: which block table says where its blocks are
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
@@ -58,7 +65,8 @@ class KVStore:
             self._parts.append((part, torch.empty((*in_host, *shape[3:]), dtype=dtype, pin_memory=pinned)))
             return part
 
-        flat = allocate(shape, kept_as or dtype).view(*shape[:2], num_blocks * block_size, *shape[4:])
+        whole = allocate(shape, kept_as or dtype)
+        flat = whole.view(*shape[:2], num_blocks * block_size, *shape[4:])
         self.keys = [flat[plane, 0] for plane in layout.planes]  # [num_slots, G, H] each
         self.values = [flat[plane, 1] for plane in layout.planes]
         self.scales: list[KVScales | None] = [None for _ in layout.planes]
@@ -68,6 +76,17 @@ class KVStore:
         self.fixed: list[torch.Tensor | None] = [None for _ in layout.planes]  # as in `CacheSlots`
         if fixed is not None:
             self.fixed = list(fixed.to(device))
+        self.states: list[StateCache | None] = [None for _ in layout.planes]
+        if state is not None:
+            heads = state.num_heads // 2, *state.shape
+            numbers_L2NX = whole.view(*shape[:3], -1).view(torch.float32)[..., : math.prod(heads)]
+            states = numbers_L2NX.view(*shape[:3], *heads)
+            tails = allocate((shape[0], 1, num_blocks, *state.tail), dtype)
+            self.states = [
+                StateCache(states[plane], tails[plane, 0])
+                if layout.windows[table] == STATE else None
+                for plane, table in zip(layout.planes, layout.tables, strict=True)
+            ]  # fmt: skip
         if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 

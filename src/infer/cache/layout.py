@@ -13,6 +13,16 @@ All tables take their blocks from one pool: a block holds the keys and values of
 nothing has to be divided in advance. Groups seldom have the same number of layers; what the last table of a
 group leaves unused of each block is the price (docs/decisions/0008-groups-of-layers-share-one-pool.md).
 
+A layer of linear attention has a state in place of keys and values: a few matrices, as large after a thousand
+tokens as after one. Its table is one with a window of two tokens, a token and the one before it, and a block
+holds the state after the tokens of that block. The next token reads the newest state and leaves its own:
+
+    tokens      0  1  2  3 | 4  5  6  7 | 8  9               block size 4
+    blocks      freed        after 7      after 9            the next token reads "after 9" and writes there
+
+So freeing, forks, swapping and prefixes are those of any window. A full block is the state of a prefix, and a
+prompt goes on from its end: within a block there is no state (docs/features/hybrid.md).
+
 A model whose layers all see the same has one table and one block for all layers.
 """
 
@@ -21,10 +31,32 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
+STATE: Final = 0  # in place of a window: its layers have a state
+STATE_WINDOW: Final = (
+    2  # tokens whose blocks such a layer needs: the one that it computes and the one before it
+)
+
+
+class StateSize(NamedTuple):
+    """What a layer keeps in one block in place of keys and values."""
+
+    num_heads: int  # an even number: half of them lie where keys would lie, half where values would
+    shape: tuple[int, int]  # of a head's matrix, in float32
+    tail: tuple[int, int]  # of the last inputs of its convolution, in the dtype of the model
+
+    def min_block_size(self, bytes_per_token: int) -> int:
+        """Tokens of the smallest block with room for a state, where a token's keys take so many bytes."""
+        num_bytes = 4 * self.num_heads // 2 * self.shape[0] * self.shape[1]
+        return 1 << (-(-num_bytes // bytes_per_token) - 1).bit_length()
+
+    @property
+    def num_tail(self) -> int:
+        """Numbers of the tail."""
+        return self.tail[0] * self.tail[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +81,7 @@ class KVLayout:
         for layer, window in enumerate(layer_windows):
             seen = None if window is None or window >= max_seq_len else window
             groups.setdefault(seen, []).append(layer)
-        by_window = sorted(groups.items(), key=lambda group: group[0] or 0)
+        by_window = sorted(groups.items(), key=lambda group: -1 if group[0] is None else group[0])
         num_planes = _choose_planes({window: len(layers) for window, layers in by_window})
         windows: list[int | None] = []
         tables, planes = [0] * len(layer_windows), [0] * len(layer_windows)
@@ -72,7 +104,7 @@ def window_blocks(window: int | None, block_size: int, max_chunk: int | None) ->
     """
     if window is None or max_chunk is None:
         return ENDLESS
-    return -(-(window - 1 + max_chunk) // block_size) + 1
+    return -(-((window or STATE_WINDOW) - 1 + max_chunk) // block_size) + 1
 
 
 def blocks_of_sequence(

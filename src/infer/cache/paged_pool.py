@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
-from infer.cache.layout import blocks_of_sequence, longest_sequence, window_blocks
+from infer.cache.layout import STATE, STATE_WINDOW, blocks_of_sequence, longest_sequence, window_blocks
 from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
@@ -109,7 +109,10 @@ class PagedKVCachePool:
         self._longest_table = longest_sequence(windows, num_blocks, block_size, max_chunk) // block_size
         if max_blocks_per_sequence is not None:
             self._longest_table = min(self._longest_table, max_blocks_per_sequence)
-        self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
+        self._sliding = [
+            (table, window or STATE_WINDOW) for table, window in enumerate(windows) if window is not None
+        ]
+        self._has_states = STATE in windows
         self._most_held = [window_blocks(window, block_size, max_chunk) for window in windows]
         self.num_host_blocks = num_host_blocks
         self._device = allocator(num_blocks, placement_seed=placement_seed)
@@ -177,7 +180,8 @@ class PagedKVCachePool:
         runs = dict.fromkeys(self._sliding, 0)  # of each such table: how many nodes in a row have a block
         for depth, node in enumerate(path, start=1):
             candidate = min(depth * self.block_size, num_tokens - 1)
-            is_whole = True
+            # a state is that of all tokens of its block, of which the last must be computed again
+            is_whole = not self._has_states or candidate == depth * self.block_size
             for table, window in self._sliding:
                 run = runs[table, window] + 1 if node.blocks[table] >= 0 else 0
                 runs[table, window] = run

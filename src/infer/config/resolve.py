@@ -56,6 +56,7 @@ class ModelFacts:
     kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
     model_impl: str = "infer"  # whose code computes it
+    state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: it has none
 
     def is_small(self, profile: DeviceProfile) -> bool:
         """Whether a decode step is so short on a GPU that everything around it counts."""
@@ -122,7 +123,10 @@ class ResolvedConfig(ModelFacts):
 
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
     """Return every decision for this model on this machine; settings that cannot work there are refused."""
-    if model.has_kv_scales and machine.has_fp8:
+    asked = config
+    if model.state_tokens:
+        config = _with_states(config, model)
+    elif model.has_kv_scales and machine.has_fp8:
         config = _with_fp8_cache(config)
     check_machine(config, machine)
     _check_impl(config, model)
@@ -156,7 +160,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         record_cpu_step=is_ours and run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
-        overruled=_overruled(config, scheduler, model),
+        overruled=_overruled(asked, scheduler, model),
     )
 
 
@@ -361,6 +365,21 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
     return replace(config, cache=replace(cache, kv_cache_dtype="fp8"))
 
 
+def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
+    """Return the settings with blocks that hold a state; what cannot be had with states is refused."""
+    cache = config.cache
+    refused = {
+        "speculative decoding": config.speculation.is_on,
+        "deterministic": config.run.deterministic,
+        f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
+        f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype != AUTO,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{what} cannot be had with a model whose layers keep a state; leave it out")
+    return replace(config, cache=replace(cache, block_size=max(cache.block_size, model.state_tokens)))
+
+
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:
     kept_as, attention = config.cache.kv_cache_dtype, config.cache.attention_backend
     if kept_as.startswith("fp8") and machine.is_gpu and not machine.has_fp8:
@@ -399,5 +418,7 @@ def _overruled(config: EngineConfig, scheduler: ResolvedScheduler, model: ModelF
         found["use_prefix_caching"] = f"off, because kv_cache_backend is {cache.kv_cache_backend}"
     if cache.kv_cache_backend == "contiguous" and cache.block_size != type(cache)().block_size:
         found["block_size"] = f"{model.max_seq_len} (max_seq_len), because kv_cache_backend is contiguous"
+    if type(cache)().block_size != cache.block_size < model.state_tokens:
+        found["block_size"] = f"{model.state_tokens}, because a block must hold the state of a layer"
     decided = {name: getattr(scheduler, name) for name in ("max_batch_size", "max_num_batched_tokens")}
     return found | {name: f"without effect: {why}" for name, why in unused_knobs(config, decided)}

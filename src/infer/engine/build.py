@@ -32,7 +32,15 @@ from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.adapters import Adapters, largest_rank
-from infer.engine.cache_fit import NO_DRAFT, compute_step, fit_to_device, graph_tokens, kept_as, kv_layout
+from infer.engine.cache_fit import (
+    NO_DRAFT,
+    compute_step,
+    fit_to_device,
+    graph_tokens,
+    kept_as,
+    kv_layout,
+    state_size,
+)
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
@@ -391,6 +399,7 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             num_host_blocks=swap_blocks * len(layout.windows),
             kept_as=kept_as(config.settings.cache, loaded.dtype),
             fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
+            state=state_size(loaded.config),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(

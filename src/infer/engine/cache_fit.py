@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.cache.layout import KVLayout
+from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.cache.memory import (
     FLOAT32_BYTES,
     GRAPH_WORKSPACE,
@@ -202,9 +202,13 @@ def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> Kept
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
+    per_token = kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize)
+    state = state_size(model)
+    if state is not None:  # every block has room for a tail, too
+        per_token += -(-layout.num_layers * state.num_tail * dtype.itemsize // cache.block_size)
     return KeptCache(
         layout,
-        kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize),
+        per_token,
         workspace_share(layout.num_planes, gathers=config.gathers_kv, widening=widening),
     )
 
@@ -215,6 +219,15 @@ def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     return codes.get(cache.kv_cache_dtype.removesuffix("_per_token_head"), dtype)
 
 
+def state_size(model: ModelConfig) -> StateSize | None:
+    """Return what layers keep in place of keys and values; None: all have these."""
+    delta = model.delta
+    if delta is None:
+        return None
+    tail = delta.num_taps - 1, delta.num_channels
+    return StateSize(delta.num_value_heads, (delta.key_dim, delta.value_dim), tail)
+
+
 def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
     """Return which layers share blocks; only a paged cache has tables that can let go of some.
 
@@ -223,7 +236,9 @@ def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
     whole = KVLayout.whole(model.num_layers)
     if config.settings.cache.kv_cache_backend != "paged":
         return whole
-    layout = KVLayout.of([model.window(layer) for layer in range(model.num_layers)], config.max_seq_len)
+    layers = range(model.num_layers)
+    windows = [STATE if model.has_state(layer) else model.window(layer) for layer in layers]
+    layout = KVLayout.of(windows, config.max_seq_len)
     speculation = config.settings.speculation
     is_drafted = speculation.is_on and speculation.draft_model is not None
     return whole if is_drafted and layout.windows[0] is not None else layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infer.config.resolve import Machine, ModelFacts
+from infer.engine.cache_fit import state_size
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_library
 from infer.kernels.runtime.dispatch import gpu_memory, is_gpu, nvidia_capability
@@ -24,7 +25,8 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         has_gpu_kernels=has_gpu_kernels(device),
         has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
         profile=device_profile(device),
-        has_c_attention=attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
+        has_c_attention=loaded.config.delta is None  # whose steps are plain PyTorch
+        and attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
     )
 
 
@@ -41,6 +43,8 @@ def gpu_name(device: torch.device) -> str:
 
 def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
     """Return what decisions depend on of this model."""
+    model, state = loaded.config, state_size(loaded.config)
+    key_bytes = model.num_kv_heads * model.head_dim * loaded.dtype.itemsize
     return ModelFacts(
         max_seq_len=loaded.max_seq_len,
         num_layer_weights=loaded.config.all_layer_weights,
@@ -51,4 +55,5 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         kept_as=loaded.kept_as,
         has_kv_scales=loaded.kv_scales is not None,
         model_impl=loaded.config.impl,
+        state_tokens=0 if state is None else state.min_block_size(key_bytes),
     )

@@ -9,7 +9,8 @@ finds no memory is halved again, until a token is left, which is tried twice. Th
 other and write what the whole step would have written, where it would have written it.
 
 A device half promises that an order which raises has changed nothing that a second one of the same tokens
-does not write again; transfers of blocks, which are not like that, have been made before.
+does not write again; transfers of blocks, which are not like that, have been made before. Of layers with a
+state that is not so: a token that has gone into a state cannot go into it again, so such a step fails.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ RunStep = Callable[[StepOrder, StepMasks], StepResult]
 class SmallerSteps:
     """Runs what is left of an order whose step found no memory, in halves; says so in the log once."""
 
-    def __init__(self, run: RunStep) -> None:
+    def __init__(self, run: RunStep, *, can_repeat: bool = True) -> None:
         self._run = run  # a half that does not fit either comes back here
+        self._can_repeat = can_repeat  # whether what a step has written may be written again
         self._has_spoken = False
         self._tries_again = False  # a step that cannot be halved
 
@@ -43,6 +45,8 @@ class SmallerSteps:
         `error` is why it did not run at once. It is raised if a step that cannot be halved fails twice.
         """
         error = error.with_traceback(None)  # its frames hold the tensors of the step
+        if not self._can_repeat:
+            raise error
         if not self._has_spoken:
             self._has_spoken = True
             logger.warning(

@@ -17,7 +17,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from infer.execution.device import StateShape
 from infer.execution.order import DECODE, PADDING, READS_PROMPTS, StepOrder
 from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
+from infer.kernels.delta.reference import DeltaRule, StateSpan, pieces_of, run_spans
 from infer.kernels.elementwise.heads import write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
 from infer.layers.attention import AttentionLayer, StepContext
@@ -162,6 +163,7 @@ class PagedStep(StepContext):
         self.last_places: list[int] = (layout.ends - 1).tolist()  # place of each row's last token
         self.groups = _group(layout, order, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._spans: dict[int, list[StateSpan]] = {}  # by table
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
@@ -185,6 +187,34 @@ class PagedStep(StepContext):
                 out = self._attend_one(q, *seen, scale=scale, window=window, **how)
             out_TNH[group.tokens] = out
         return out_TNH
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Let the states of all rows go on; see layers/attention.py."""
+        cache, table = self._store.states[layer], self._store.tables[layer]
+        assert cache is not None, f"layer {layer} has no states"
+        if table not in self._spans:
+            self._spans[table] = list(self._spans_of(self._rows.tables[table]))
+        return run_spans(rule, cache, self._spans[table], qkv_TC, b_TV, a_TV)
+
+    def _spans_of(self, tables_RB: np.ndarray) -> Iterator[StateSpan]:
+        """The tokens of each row from block to block, and rows that decode together."""
+        size = self._rows.block_size
+
+        def span(tokens: slice | torch.Tensor, rows: np.ndarray, starts: np.ndarray) -> StateSpan:
+            reads = np.where(starts > 0, tables_RB[rows, np.maximum(starts - 1, 0) // size], -1)
+            blocks = torch.from_numpy(np.stack([reads, tables_RB[rows, starts // size]]))
+            return StateSpan(tokens, *blocks.to(self._store.device).unbind())
+
+        for group in self.groups:
+            rows, starts = group.table_rows_S, group.stops_S - group.num_new
+            if isinstance(group.tokens, torch.Tensor):
+                yield span(group.tokens, rows, starts)
+                continue
+            first = group.tokens.start - int(starts[0])  # place of position 0
+            for start, stop in pieces_of(int(starts[0]), int(group.stops_S[0]), size):
+                yield span(slice(first + start, first + stop), rows, np.array([start]))
 
     def _slots_of(
         self, place: int, group: _TokenGroup, window: int | None, table: int

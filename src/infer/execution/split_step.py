@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infer.execution.order import DECODE, StepOrder
+from infer.kernels.delta.reference import DeltaRule
 from infer.layers.attention import AttentionLayer, StepContext
 
 
@@ -30,6 +31,15 @@ class SplitStep(StepContext):
         for context, places in self._parts:
             out_TNH[places] = context.attend(layer, q_TNH[places], k_TGH[places], v_TGH[places])
         return out_TNH
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Let each context go on with the states of its own tokens."""
+        out_TVH = qkv_TC.new_empty((*b_TV.shape, rule.value_dim))
+        for context, places in self._parts:
+            out_TVH[places] = context.recur(layer, rule, qkv_TC[places], b_TV[places], a_TV[places])
+        return out_TVH
 
 
 def split_step(

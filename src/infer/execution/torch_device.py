@@ -87,7 +87,7 @@ class TorchDevice(SyncDevice):
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
-        self._smaller = SmallerSteps(self.compute)
+        self._smaller = SmallerSteps(self.compute, can_repeat=model.config.delta is None)
         self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
         self._is_split = self._backend != self._decode_backend
         self._head, self._captured_layers = head, () if head is None else head.captured_layers

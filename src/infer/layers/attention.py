@@ -10,6 +10,8 @@ A context whose cache is a table of slots can say so (`slots`): norm, rotation a
 are then one pass over the fused projection, and `attend` finds keys and values already there. One that can
 take the projection as it is (`attend_projected`) does all of it at once.
 
+A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
+
 A step also says which of its tokens need logits (`logit_indices`). Behind the attention of the last layer the
 others are gone: `LastLayerStep` returns their rows alone, and takes the others out of the residual stream.
 
@@ -27,6 +29,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from infer.errors import EngineError
+from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.quant.residual import ResidualStream
 
@@ -92,6 +96,16 @@ class StepContext(Protocol):
         """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H]."""
         ...
 
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Let the layer's state of each sequence go through its tokens: what each of them sees, [T, V, H]."""
+        raise EngineError(f"{type(self).__name__} keeps no states")
+
+    def needed(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The rows of all tokens that `attend` and `recur` return: all of them, but in the last layer."""
+        return x_TD
+
 
 class LastLayerStep(StepContext):
     """A step as its last layer sees it: attention and the stream have the rows that need logits."""
@@ -119,6 +133,17 @@ class LastLayerStep(StepContext):
         """Attend as the step does, and return [S, N, H]."""
         self._select_stream()
         return self._step.attend(layer, q_TNH, k_TGH, v_TGH).index_select(0, self._indices_S)
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Recur as the step does, and return [S, V, H]."""
+        self._select_stream()
+        return self.needed(self._step.recur(layer, rule, qkv_TC, b_TV, a_TV))
+
+    def needed(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The rows that need logits."""
+        return x_TD.index_select(0, self._indices_S)
 
     def _select_stream(self) -> None:
         """Take the other rows out of the stream, once: the layer has read it by now."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from infer.kernels.delta.reference import DeltaRule, delta_rule
 from infer.layers.attention import AttentionLayer, StepContext
 
 
@@ -25,6 +26,7 @@ class WholeSequence(StepContext):
         self._attend = attend
         self.positions = torch.arange(0, device=device)  # of this chunk's tokens
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: state and tail
 
     def advance(self, num_tokens: int) -> None:
         """Say how long the next chunk is."""
@@ -41,3 +43,15 @@ class WholeSequence(StepContext):
         self._kept[layer.number] = k_TGH, v_TGH
         _, scale, window, softcap, sinks_N = layer
         return self._attend(q_TNH, k_TGH, v_TGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Go on from the state that the chunks before have left."""
+        if layer not in self._states:
+            num_channels, num_taps = rule.conv_CW.shape
+            state = b_TV.new_zeros((1, b_TV.shape[1], rule.key_dim, rule.value_dim), dtype=torch.float32)
+            self._states[layer] = state, qkv_TC.new_zeros((1, num_taps - 1, num_channels))
+        out, *left = delta_rule(rule, qkv_TC[None], b_TV[None], a_TV[None], *self._states[layer])
+        self._states[layer] = left[0], left[1]
+        return out[0]

@@ -59,6 +59,23 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """The layers that have a state in place of keys and values (layers/delta.py)."""
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int  # tokens that the convolution mixes
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of q, k and v of a token, which the convolution mixes with those before it."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
@@ -97,6 +114,8 @@ class ModelConfig:
 
     experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
 
+    delta: DeltaConfig | None = None  # Qwen 3 Next and Qwen 3.5
+
     impl: str = "infer"  # whose code computes it: ours, or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
 
@@ -106,6 +125,10 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in tokens, or None where it sees everything."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def has_state(self, layer: int) -> bool:
+        """True if a layer has a state in place of keys and values."""
+        return self.delta is not None and layer in self.delta.layers
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """The experts of one layer, or None where it has a plain MLP."""
@@ -126,6 +149,10 @@ class ModelConfig:
         Of matrices, however they are stored; norms, biases and routers are too small to count.
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        if self.delta is not None:  # a gate for the output: with a state as wide as its values, else as q
+            values = self.delta.num_value_heads * self.delta.value_dim
+            gated = self.delta.num_channels + 2 * values
+            attention = gated if self.has_state(layer) else attention + self.num_heads * self.head_dim
         mlp = (3 if self.gated_mlp else 2) * self.mlp_size(layer)
         return self.hidden_size * (attention + mlp)
 

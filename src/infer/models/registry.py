@@ -28,7 +28,10 @@ from infer.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -64,6 +67,13 @@ FAMILIES: tuple[Family, ...] = (
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
     Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),
            qwen3_moe.read_config, mixtral.Mixtral, qwen3_moe.WEIGHT_MAP),
+    Family("qwen3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"),
+           qwen3_5.read_config, qwen3_5.Qwen35, qwen3_5.WEIGHT_MAP),
+    Family("qwen3_5_moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+           ("qwen3_5_moe_text", "qwen3_5_moe"),
+           qwen3_5_moe.read_config, qwen3_5.Qwen35, qwen3_5_moe.WEIGHT_MAP),
+    Family("qwen3_next", ("Qwen3NextForCausalLM",), ("qwen3_next",),
+           qwen3_next.read_config, qwen3_next.Qwen3Next, qwen3_next.WEIGHT_MAP),
     Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",),
            gemma2.read_config, gemma2.Gemma2, gemma2.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),

@@ -85,6 +85,13 @@ class SelfAttention(nn.Module):
             norm_weights = None
         if self.clip is not None:
             qkv_TX = qkv_TX.clamp(-self.clip, self.clip)
+        y_TD: torch.Tensor | PendingProduct = self.out(self.attend(qkv_TX, norm_weights, step).flatten(-2))
+        return y_TD
+
+    def attend(
+        self, qkv_TX: torch.Tensor, norm_weights: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext
+    ) -> torch.Tensor:
+        """Norm, with these weights, and rotate the heads of a projection, then attend: [T, N, H]."""
         transform = HeadTransform(
             norm_weights=norm_weights,
             cos_PR=self.rotary.cos_PR,
@@ -99,5 +106,4 @@ class SelfAttention(nn.Module):
             cache = step.slots(self.layer.number)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH)
-        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
-        return y_TD
+        return seen_TNH

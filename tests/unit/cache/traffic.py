@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infer.cache.layout import STATE_WINDOW
 from infer.cache.paged_pool import PagedKVCachePool
 from tests.support.books import check_books
 
@@ -150,7 +151,7 @@ class Traffic:
         """Every computed token must be read back through the table as what it was written."""
         seq, size, tables = self.sequences[seq_id], self.pool.block_size, self.pool.block_tables(seq_id)
         for table, window in zip(tables, self.pool.windows, strict=True):
-            first = 0 if window is None else max(seq.num_computed - window + 1, 0)
+            first = 0 if window is None else max(seq.num_computed - (window or STATE_WINDOW) + 1, 0)
             for position in range(first, seq.num_computed):
                 found = self._device.get(table[position // size], {}).get(position % size)
                 assert found == seq.history(position), f"sequence {seq_id} reads {found} at {position}"

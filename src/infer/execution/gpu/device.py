@@ -152,7 +152,8 @@ class GpuDevice:
         self._decode_backend = pool.submit(compile_backend, chosen, config, store, block_size, max_rows)
         pool.shutdown(wait=False)
         self._wait_for_sampler = compile_sample_rows(self.rows.sampling, self._scratch, store.dtype)
-        self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
+        attending = [layer for layer in range(config.num_layers) if not config.has_state(layer)]
+        self._windows = tuple(dict.fromkeys(map(config.window, attending)))
         self.work = DecodeWork(
             max_rows=max_rows,
             max_len=max_seq_len,
@@ -178,7 +179,8 @@ class GpuDevice:
         self._asked_rows = torch.empty(0, dtype=torch.int64, device=device)
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
-        if attention_backend == "auto" and self._windows == (None,) and config.has_plain_scores:
+        sees_all = self._windows == (None,) and config.delta is None
+        if attention_backend == "auto" and sees_all and config.has_plain_scores:
             self.dense = DenseAttention(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
@@ -189,7 +191,7 @@ class GpuDevice:
                 max_tokens=max_tokens,
                 max_len=max_seq_len,
             )
-        self._smaller = SmallerSteps(self._run_half)
+        self._smaller = SmallerSteps(self._run_half, can_repeat=config.delta is None)
         self.arena: object = None  # what holds the memory of its steps, if anything does
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self.graphs = StepGraphs(
@@ -472,8 +474,7 @@ class GpuDevice:
         self.gather(rows_S)
         if not size.num_tokens:
             return model.logits(self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters))
-        num_tiles = inputs.num_tiles(size.num_tokens)
-        tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
+        tiles = inputs.tiles(size.num_tokens, self._host_chunks)
         places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
         return model.logits(self.forward(model, num_tokens, rows_S, tiles, (), places_C))
 
@@ -698,7 +699,9 @@ class GpuDevice:
             )
         if chunks:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
-            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self.device), chunks)
+            whole_C4 = np.array(chunks, dtype=np.int32)
+            both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
+            tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
         places_C = None if places is None else send(torch.tensor(places), self.device)
         has_adapters = bool(slots.any())
         return self.forward(

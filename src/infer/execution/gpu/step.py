@@ -47,6 +47,8 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
+from infer.kernels.delta.paged import recur_paged
+from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
 from infer.kernels.runtime.profiles import device_profile
@@ -81,7 +83,7 @@ class DeviceStep(StepContext):
         self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
         self.positions, self._slots = positions_T, slots_KT.unbind()
-        self._rows_S, self._lens_S = rows_S, lens_S
+        self._rows_S, self._lens_S = self._decoding = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
         self._backend, self._has_shared_rows = backend, has_shared_rows
         self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
@@ -153,6 +155,16 @@ class DeviceStep(StepContext):
             dense, batches = self._dense
             out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
         return out_TNH
+
+    def recur(
+        self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Let the states of all rows go on; see layers/attention.py."""
+        cache, tables_RB = self._store.states[layer], self._tables[self._store.tables[layer]]
+        assert cache is not None, f"layer {layer} has no states"
+        return recur_paged(
+            rule, cache, tables_RB, self._block_size, self._decoding, self._chunks, qkv_TC, b_TV, a_TV
+        )
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""

@@ -3,7 +3,8 @@
     tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
     following                                                tokens after these, for a head  (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
-    tiles                       the work of prefill attention; no tokens: padding
+    tiles                       the work of prefill attention, and behind it whole chunks, which layers with a
+                                state go through; no tokens: padding
     adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
@@ -19,12 +20,14 @@ block table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from infer.execution.gpu.sending import send, send_into
 from infer.execution.order import DECODE, StepOrder
-from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 
 
@@ -79,7 +82,8 @@ class DeviceInputs:
         self.following_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.lens_S = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
-        self.tiles_W4 = torch.zeros((self.num_tiles(max_graph_tokens), 4), dtype=torch.int32, device=device)
+        num_tiles = self.num_tiles(max_graph_tokens) + max_chunks
+        self.tiles_W4 = torch.zeros((num_tiles, 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._window = torch.zeros((6 + num_tables) * max_rows, dtype=torch.int64, device=device)
@@ -152,6 +156,9 @@ class DeviceInputs:
         tiles_W4 = build_prefill_chunks(
             prompts.chunks, tokens_per_tile=self.tile_len, max_tiles=self.num_tiles(size)
         )
+        whole_C4 = np.zeros((self._max_chunks, 4), dtype=np.int32)
+        whole_C4[: len(prompts.chunks)] = np.array(prompts.chunks, dtype=np.int32).reshape(-1, 4)
+        tiles_W4 = np.concatenate([tiles_W4, whole_C4])
         send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
 
     def send_following(self, following: np.ndarray, first: int, size: int) -> None:
@@ -159,6 +166,12 @@ class DeviceInputs:
         padded = np.zeros(size, dtype=np.int64)
         padded[: len(following)] = following
         send_into(self.following_T[first : first + size], torch.from_numpy(padded))
+
+    def tiles(self, num_tokens: int, chunks: Sequence[PrefillChunk]) -> PrefillChunks:
+        """The work of prefill attention in a step with room for this many given tokens."""
+        num_tiles = self.num_tiles(num_tokens)
+        whole_C4 = self.tiles_W4[num_tiles : num_tiles + self._max_chunks]
+        return PrefillChunks.from_arrays(self.tiles_W4[:num_tiles], chunks, whole_C4)
 
     def send_samples(
         self, where: np.ndarray, places: np.ndarray, rows: np.ndarray, positions: np.ndarray, size: int

@@ -108,12 +108,15 @@ class PrefillChunks:
     tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
     chunks: tuple[PrefillChunk, ...]  # for the reference and PyTorch's kernels; a graph replay does without
     are_tokens: bool = False  # every tile is one token: one warp group has enough rows
+    whole_C4: torch.Tensor | None = None  # the same of whole chunks, for layers that go from state to state
 
     @classmethod
-    def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[PrefillChunk] = ()) -> PrefillChunks:
+    def from_arrays(
+        cls, tiles_W4: torch.Tensor, chunks: Sequence[PrefillChunk] = (), whole_C4: torch.Tensor | None = None
+    ) -> PrefillChunks:
         """Chunks from a device copy of the tiles that `build_prefill_chunks` made."""
         assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
-        return cls(tiles_W4, tuple(chunks))
+        return cls(tiles_W4, tuple(chunks), whole_C4=whole_C4)
 
     @classmethod
     def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:

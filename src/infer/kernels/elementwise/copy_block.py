@@ -51,11 +51,11 @@ def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> Non
         copy_block_reference(cache_L2NPGH, source, destination)
         return
     assert cache_L2NPGH.is_contiguous(), "the cache must be contiguous"
-    num_layers, _, num_blocks, *shape = cache_L2NPGH.shape
+    num_layers, num_sides, num_blocks, *shape = cache_L2NPGH.shape
     assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
     size = math.prod(shape)
     piece = PIECE_BYTES // cache_L2NPGH.element_size()
     launch_triton(
-        _copy_block_kernel, (num_layers * 2, -(-size // piece)), (cache_L2NPGH,), (),
+        _copy_block_kernel, (num_layers * num_sides, -(-size // piece)), (cache_L2NPGH,), (),
         (source, destination, num_blocks), SIZE=size, PIECE=piece, num_warps=4,
     )  # fmt: skip

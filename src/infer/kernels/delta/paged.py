@@ -1,0 +1,64 @@
+"""The gated delta rule of a ragged batch whose block tables are on the device.
+
+    tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
+
+Rows that decode are known to the device alone, chunks to the host as well (kernels/attention/prefill.py). The
+specification is in reference.py.
+
+Shapes:  T tokens, S rows that decode, R rows of tables, B blocks of each, C channels of q, k and v, V heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from infer.kernels.attention.prefill import PrefillChunks
+from infer.kernels.delta.reference import DeltaRule, StateCache, StateSpan, pieces_of, run_spans
+
+
+def recur_paged(
+    rule: DeltaRule,
+    cache: StateCache,
+    tables_RB: torch.Tensor,
+    block_size: int,
+    decoding: tuple[torch.Tensor, torch.Tensor],
+    chunks: PrefillChunks | None,
+    qkv_TC: torch.Tensor,
+    b_TV: torch.Tensor,
+    a_TV: torch.Tensor,
+) -> torch.Tensor:
+    """Let the states of all rows go through their tokens; returns [T, V, H].
+
+    `decoding` are the rows that decode and their lengths with this token, 0: padding.
+    """
+    spans = list(_spans(tables_RB, block_size, decoding, chunks))
+    return run_spans(rule, cache, spans, qkv_TC, b_TV, a_TV)
+
+
+def _spans(
+    tables_RB: torch.Tensor,
+    block_size: int,
+    decoding: tuple[torch.Tensor, torch.Tensor],
+    chunks: PrefillChunks | None,
+) -> Iterator[StateSpan]:
+    """What the reference computes, one after the other."""
+
+    def span(tokens: slice | torch.Tensor, rows_S: torch.Tensor, starts_S: torch.Tensor) -> StateSpan:
+        reads_S = tables_RB[rows_S, (starts_S - 1).clamp(min=0) // block_size].long()
+        reads_S = torch.where(starts_S > 0, reads_S, -1)
+        return StateSpan(tokens, reads_S, tables_RB[rows_S, starts_S // block_size].long())
+
+    rows_S, lens_S = decoding
+    (places_S,) = (lens_S > 0).nonzero(as_tuple=True)
+    if len(places_S):
+        yield span(places_S, rows_S[places_S].long(), lens_S[places_S].long() - 1)
+    for first, num, row, start in chunks.chunks if chunks is not None else ():
+        for begin, end in pieces_of(start, start + num, block_size):
+            place = first - start
+            yield span(
+                slice(place + begin, place + end),
+                torch.tensor([row], device=tables_RB.device),
+                torch.tensor([begin], device=tables_RB.device),
+            )

@@ -1,0 +1,243 @@
+"""Qwen 3.5: three layers of linear attention to one of full attention, both with a gate on their output.
+
+             x ──► attention_norm ──► attention ──► (+) ──► mlp_norm ──► mlp ──► (+) ──►
+              └──────────────────────────────────────┘ └───────────────────────────┘
+
+    linear attention    a state in place of keys and values (layers/delta.py)
+    full attention      Qwen 3's, of which a quarter of each head turns with its position; the projection
+                        of queries has a gate behind each head, and what was seen is multiplied by its sigmoid
+    norms               weights are stored centred on zero, but for the one behind linear attention
+
+Kernels turn pairs (i, i + H/2) of a whole head. Here pairs are (i, i + R/2) of its first R numbers, so
+queries and keys are put in an order in which these are the kernels' pairs, and all others turn by nothing:
+
+    as stored    a0 a1 b0 b1 c0 c1 c2 c3        R = 4 of H = 8: a turns with b, c does not turn
+    in order     a0 a1 c0 c1 b0 b1 c2 c3
+
+Scores are sums over a head, so no order changes them.
+
+Text positions are the same on all axes that rotate images, so the rotation is the plain one.
+
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
+R numbers of it that turn, X = 2 N H + 2 G H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infer.errors import ConfigError
+from infer.layers.attention import StepContext
+from infer.layers.delta import DeltaAttention
+from infer.layers.linear import Linear
+from infer.layers.norm import RMSNorm
+from infer.layers.rotary import Rotary
+from infer.models import llama
+from infer.models.config import DeltaConfig, ModelConfig
+from infer.models.mixtral import Mixtral
+from infer.models.model import Model, make_rotary
+from infer.models.raw_config import RawConfig
+from infer.models.self_attention import SelfAttention
+from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.quant.projection import PendingProduct
+from infer.quant.residual import NormedInput, ResidualStream, as_tensor
+
+_DEFAULTS = {  # the reference's: published configs leave out what equals them
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+_KINDS = ("linear_attention", "full_attention")
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Qwen3_5ForCausalLM`, or the text part of a `Qwen3_5ForConditionalGeneration`."""
+    top = RawConfig(raw)
+    text = top.section("text_config") if "text_config" in raw else top
+    shared = read_hybrid_config(text, family="qwen3_5")
+    return with_outer_config(shared, top)
+
+
+def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
+    """The config of a text model with what the config around it says."""
+    eos_ids = text.eos_ids + top.token_ids("eos_token_id", text.vocab_size)
+    return replace(
+        text,
+        tie_embeddings=top.flag("tie_word_embeddings", default=text.tie_embeddings),
+        eos_ids=tuple(dict.fromkeys(eos_ids)),
+    )
+
+
+def read_hybrid_config(text: RawConfig, *, family: str) -> ModelConfig:
+    """Read what the families of this block spell alike."""
+    keys = text.with_defaults(**_DEFAULTS)
+    others = RawConfig({**keys.raw, "layer_types": None}, keys.where)
+    shared = llama.read_shared_config(others, family=family, rotary_share=0.25)
+    if keys.flag("attention_bias", default=False):
+        raise ConfigError(f"attention_bias in {keys.where} is not supported")
+    return replace(shared, qk_norm=True, delta=_read_delta(keys, shared.num_layers))
+
+
+def _read_delta(keys: RawConfig, num_layers: int) -> DeltaConfig:
+    every = keys.size("full_attention_interval")
+    kinds = keys.get("layer_types") or [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+        raise ConfigError(
+            f"'layer_types' in {keys.where} must name {num_layers} layers as {' or '.join(_KINDS)}, "
+            f"got {kinds!r}"
+        )
+    num_keys, num_values = keys.size("linear_num_key_heads"), keys.size("linear_num_value_heads")
+    if num_values % num_keys or num_values % 2:
+        raise ConfigError(
+            f"linear_num_value_heads {num_values} in {keys.where} must be even, and a multiple of "
+            f"linear_num_key_heads {num_keys}"
+        )
+    num_taps = keys.size("linear_conv_kernel_dim")
+    if num_taps != 4:
+        raise ConfigError(f"linear_conv_kernel_dim in {keys.where} must be 4, got {num_taps}")
+    return DeltaConfig(
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+        num_key_heads=num_keys,
+        num_value_heads=num_values,
+        key_dim=keys.size("linear_key_head_dim"),
+        value_dim=keys.size("linear_value_head_dim"),
+        num_taps=num_taps,
+    )
+
+
+class GatedAttention(SelfAttention):
+    """Attention of which a part of each head turns, and whose output is gated."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__(config, layer, rotary, norm_offset=1.0)
+        N, G, H = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = Linear(
+            config.hidden_size, 2 * (N + G) * H, bias=False, parts={"q": 2 * N * H, "k": G * H, "v": G * H}
+        )
+        turned = _turned_order(H, config.rotary_dim or H)
+        first_k = 2 * N * H
+        q = [2 * H * head + place for head in range(N) for place in turned]
+        k = [first_k + H * head + place for head in range(G) for place in turned]
+        v = list(range(first_k + G * H, first_k + 2 * G * H))
+        gate = [2 * H * head + H + place for head in range(N) for place in range(H)]
+        self.qkv_order: torch.Tensor
+        self.gate_order: torch.Tensor
+        self.turned_order: torch.Tensor
+        orders = {"qkv": q + k + v, "gate": gate, "turned": turned}
+        for name, order in orders.items():
+            self.register_buffer(f"{name}_order", torch.tensor(order), persistent=False)
+
+    def forward(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor | PendingProduct:
+        """Let each token look at its sequence up to itself; returns [T, D]."""
+        y_TX = as_tensor(self.qkv(x_TD))
+        assert self.q_norm is not None and self.k_norm is not None
+        norms = self.q_norm.weight[self.turned_order], self.k_norm.weight[self.turned_order]
+        gate_TX = y_TX.index_select(-1, self.gate_order)
+        seen_TNH = self.attend(y_TX.index_select(-1, self.qkv_order), norms, step)
+        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2) * step.needed(gate_TX).sigmoid())
+        return y_TD
+
+
+def _turned_order(head_dim: int, rotated_dim: int) -> list[int]:
+    """The numbers of a head in the order in which the pairs that turn are pairs (i, i + H/2)."""
+    turning, resting = rotated_dim // 2, (head_dim - rotated_dim) // 2
+    places = list(range(head_dim))
+    first_rest = rotated_dim + resting
+    return [
+        *places[:turning], *places[rotated_dim:first_rest],
+        *places[turning:rotated_dim], *places[first_rest:],
+    ]  # fmt: skip
+
+
+class HybridBlock(nn.Module):
+    """Attention of either kind, then the MLP, each after a norm and each added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, attention: GatedAttention | DeltaAttention, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+        self.mlp = mlp
+
+    def forward(self, stream: ResidualStream, step: StepContext) -> None:
+        """Add attention's output to the stream, then the MLP's."""
+        stream.add(self.attention(self.attention_norm(stream), step))
+        stream.add(self.mlp(self.mlp_norm(stream)))
+
+
+class Qwen35(Model):
+    """A stack of blocks with linear and with full attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList(
+            HybridBlock(config, self._attention(config, layer), Mixtral.make_mlp(config, layer))
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+
+    def _attention(self, config: ModelConfig, layer: int) -> GatedAttention | DeltaAttention:
+        if not config.has_state(layer):
+            return GatedAttention(config, layer, self.rotary)
+        delta = config.delta
+        assert delta is not None
+        parts, order = self.delta_parts(delta)
+        return DeltaAttention(
+            config.hidden_size, layer,
+            num_key_heads=delta.num_key_heads, num_value_heads=delta.num_value_heads, key_dim=delta.key_dim,
+            value_dim=delta.value_dim, num_taps=delta.num_taps, eps=config.norm_eps, parts=parts, order=order,
+        )  # fmt: skip
+
+    @staticmethod
+    def delta_parts(delta: DeltaConfig) -> tuple[dict[str, int], list[int] | None]:
+        """The matrices that linear attention reads its input with, and the order of their rows."""
+        num_values = delta.num_value_heads
+        sizes = delta.num_channels, num_values * delta.value_dim, num_values, num_values
+        return dict(zip(("qkv", "z", "b", "a"), sizes, strict=True)), None
+
+
+# fmt: off
+LAYER_MAP: WeightMap = {
+    **{key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"},
+    "layers.{}.self_attn.q_norm":                Target("layers.{}.attention.q_norm"),
+    "layers.{}.self_attn.k_norm":                Target("layers.{}.attention.k_norm"),
+    "layers.{}.linear_attn.conv1d":              Target("layers.{}.attention.conv"),
+    "layers.{}.linear_attn.A_log":               Target("layers.{}.attention.decay"),
+    "layers.{}.linear_attn.dt_bias":             Target("layers.{}.attention.dt_bias"),
+    "layers.{}.linear_attn.norm":                Target("layers.{}.attention.norm"),
+    "layers.{}.linear_attn.out_proj":            Target("layers.{}.attention.output"),
+}
+TEXT_MAP: WeightMap = {
+    **LAYER_MAP,
+    "layers.{}.linear_attn.in_proj_qkv":         Target("layers.{}.attention.projected", part="qkv"),
+    "layers.{}.linear_attn.in_proj_z":           Target("layers.{}.attention.projected", part="z"),
+    "layers.{}.linear_attn.in_proj_b":           Target("layers.{}.attention.projected", part="b"),
+    "layers.{}.linear_attn.in_proj_a":           Target("layers.{}.attention.projected", part="a"),
+}
+# fmt: on
+
+
+def with_prefixes(names: WeightMap) -> WeightMap:
+    """The map of a checkpoint whose text part has these names, by itself or beside a part for images."""
+    prefixes = "model", "model.language_model"
+    others = {
+        "lm_head": Target("head"),
+        "model.visual.*": IGNORED,
+        "mtp.*": IGNORED,
+    }  # mtp: layers that draft
+    return {f"{prefix}.{name}": target for prefix in prefixes for name, target in names.items()} | others
+
+
+WEIGHT_MAP = with_prefixes(TEXT_MAP)

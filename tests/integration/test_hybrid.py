@@ -1,0 +1,217 @@
+"""Models with layers of linear attention get the tokens of `transformers`, whatever happens to their states.
+
+Every greedy output is checked by one forward pass of the reference over prompt and output, without a cache.
+The store is full of NaN at first, so a state that is read and was not written shows, and so does one that is
+read in the middle of its block or after it was given to another sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+from infer.cache.layout import STATE
+from infer.config.settings import EngineConfig
+from infer.engine import machine
+from infer.engine.build import build_engine
+from infer.engine.engine import Engine
+from infer.errors import ConfigError
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.torch_device import TorchDevice
+from infer.loader.find.source import resolve_model
+from infer.loader.load import LoadedModel, load_model
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
+from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, reference_model
+from tests.support.kv_store import fill_store
+from tests.support.tiny import drain, greedy, run_engine
+
+CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 8, 20
+FAMILIES = list(HYBRID_FAMILIES)
+
+
+@functools.cache
+def models(family: str) -> tuple[Any, LoadedModel]:
+    """The reference, and the same weights loaded as a user would load them."""
+    reference = reference_model(family, max_position_embeddings=CONTEXT_LEN)
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save_pretrained(directory)
+        source = resolve_model(directory, revision=None, show_progress=False)
+        return reference, load_model(source, dtype="float32", device="cpu")
+
+
+def make_engine(family: str, **knobs: Any) -> Engine:
+    plain = {"block_size": BLOCK_SIZE, "num_blocks": 100, "prefill_chunk_size": 13, "max_batch_size": 4}
+    engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
+    assert isinstance(engine._device, TorchDevice | GpuDevice)
+    fill_store(engine._device.store, float("nan"))
+    return engine
+
+
+def make_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of many blocks and of less than one; some begin alike, one is a whole number of blocks."""
+    rng = random.Random(3)
+    start = [rng.randrange(3, VOCAB_SIZE) for _ in range(96)]
+    parts = [(96, 60), (0, 130), (61, 30), (96, 0), (20, 7), (0, 1), (64, 1), (0, 3)]
+    prompts = [start[:cut] + [rng.randrange(3, VOCAB_SIZE) for _ in range(more)] for cut, more in parts]
+    return [(prompt, greedy(NUM_OUT)) for prompt in prompts]
+
+
+REQUESTS = make_requests()
+GROWING = [(prompt[-3:], greedy(60)) for prompt, _ in REQUESTS]  # admitted together, they outgrow the cache
+SMALL = 12  # blocks, for these
+
+
+def check(family: str, prompt: list[int], output: list[int]) -> None:
+    """Raise unless each token of an output is what the reference finds likeliest after those before it."""
+    with torch.no_grad():
+        logits_TV = models(family)[0](input_ids=torch.tensor([prompt + output])).logits[0]
+    assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
+
+
+def serve(engine: Engine, family: str, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> None:
+    for (prompt, params), (output,) in zip(requests, run_engine(engine, requests), strict=True):
+        assert len(output) == params.max_tokens
+        check(family, prompt, output)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "nothing cached": {"use_prefix_caching": False},
+    "whole prompts": {"use_chunked_prefill": False},
+    "small chunks": {"prefill_chunk_size": 3},
+    "large blocks": {"block_size": 32, "prefill_chunk_size": 100},
+    "the reference of attention": {"attention_backend": "torch_ref"},
+    "two backends": {"attention_backend": "sdpa", "decode_attention_backend": "torch_ref"},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
+    engine = make_engine(family, **WAYS[way])
+    serve(engine, family)
+    if way in ("as it is", "small chunks"):
+        serve(engine, family)  # now with all that is cached
+        assert engine.scheduler.usage().num_hit_tokens > 300
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers(family: str) -> None:
+    engine = make_engine(family)
+    serve(engine, family, REQUESTS[:5])
+    serve(engine, family, REQUESTS[:5])
+    assert engine.scheduler.usage().num_hit_tokens > 200
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("swap_blocks", [0, 80])
+def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
+    preemption = "swap" if swap_blocks else "recompute"
+    engine = make_engine(family, preemption=preemption, swap_blocks=swap_blocks, num_blocks=SMALL)
+    serve(engine, family, GROWING)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_are_those_of_a_gpus_device_half(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    engine = make_engine(family)
+    serve(engine, family)
+    serve(engine, family)
+    engine = make_engine(family, preemption="recompute", num_blocks=SMALL)
+    assert isinstance(engine._device, GpuDevice)
+    serve(engine, family, GROWING)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("length", [16, 17, 21])
+def test_a_hit_goes_on_from_the_state_of_a_whole_block(length: int) -> None:
+    """A prompt that is cached to its last token has no state one token before its end."""
+    engine, prompt = make_engine("qwen3_5"), REQUESTS[1][0]
+    serve(engine, "qwen3_5", [(prompt[:length], greedy(NUM_OUT))])
+    before = engine.scheduler.usage().num_hit_tokens
+    serve(engine, "qwen3_5", [(prompt[:length], greedy(NUM_OUT))])
+    assert engine.scheduler.usage().num_hit_tokens - before == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_keys_without_a_state_are_no_hit() -> None:
+    """States are evicted before keys; what is left of a prefix then is of no use."""
+    engine, (prompt, params) = make_engine("qwen3_5", num_blocks=40), REQUESTS[1]
+    serve(engine, "qwen3_5", [(prompt, params)])
+    pool = engine.scheduler.pool
+    assert pool.windows == (None, STATE)
+    states = [node.blocks[1] for node in pool._tree._nodes.values() if node.blocks[1] >= 0]
+    assert len(states) > 10
+    for block in states:
+        pool._tree.forget(block)
+    before = engine.scheduler.usage().num_hit_tokens
+    serve(engine, "qwen3_5", [(prompt, params)])
+    assert engine.scheduler.usage().num_hit_tokens == before
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("kind", ["n", "beams"])
+@pytest.mark.parametrize("knobs", [{}, {"num_blocks": 30}], ids=["roomy", "squeezed"])
+def test_forks_have_states_of_their_own(family: str, kind: str, knobs: dict[str, Any]) -> None:
+    """Each output's logprob is the one that the reference finds for its tokens."""
+    asked: dict[str, dict[str, Any]] = {
+        "n": {"temperature": 1.0, "seed": 5, "n": 4, "ignore_eos": True, "logprobs": 0},
+        "beams": {"temperature": 0.0, "use_beam_search": True, "n": 3},
+    }
+    engine, outputs = make_engine(family, **knobs), dict[tuple[str, int], list[int]]()
+    logprobs = dict[tuple[str, int], float]()
+    prompts = [REQUESTS[number][0] for number in (2, 4, 3)]
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(**asked[kind], max_tokens=NUM_OUT)
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
+    for output in drain(engine):
+        key = output.request_id, output.index
+        outputs.setdefault(key, []).extend(output.token_ids)
+        logprobs[key] = output.cumulative_logprob
+    assert len(outputs) == len(prompts) * asked[kind]["n"]
+    for key, ids in outputs.items():
+        prompt = prompts[int(key[0])]
+        with torch.no_grad():
+            logits_TV = models(family)[0](input_ids=torch.tensor([prompt + ids])).logits[0]
+        expected = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert logprobs[key] == pytest.approx(float(expected.sum()), abs=1e-3)
+
+
+def test_an_abort_gives_states_back() -> None:
+    engine = make_engine("qwen3_5")
+    for number, (prompt, params) in enumerate(REQUESTS):
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
+    for _ in range(9):
+        engine.step()
+    for number in range(0, len(REQUESTS), 2):
+        engine.abort(str(number))
+    drain(engine)
+    engine.scheduler.pool.reset_prefix_cache()
+    assert engine.scheduler.pool.num_free_blocks == engine.scheduler.pool.num_blocks
+
+
+def test_a_block_holds_a_state() -> None:
+    """Half of six heads of 8 by 12 numbers in float32, where a token's keys are 2 heads of 24 numbers."""
+    engine = make_engine("qwen3_5", block_size=2)
+    assert engine.scheduler.pool.block_size == 8  # 1152 bytes in tokens of 192, up to a power of two
+    serve(engine, "qwen3_5", REQUESTS[:3])
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"speculative_decoding": True},
+        {"deterministic": True},
+        {"kv_cache_backend": "contiguous"},
+        {"kv_cache_dtype": "int8"},
+    ],
+)
+def test_what_states_cannot_do_is_refused_by_name(knobs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="keep a state"):
+        make_engine("qwen3_5", **knobs)
