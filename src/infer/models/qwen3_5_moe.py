@@ -1,4 +1,4 @@
-"""Qwen 3.5 MoE: Qwen 3.5 with experts in every layer, and one expert beside them that every token goes through."""
+"""Qwen 3.5 MoE: Qwen 3.5 with experts in every layer, and a shared expert that every token goes through."""
 
 from __future__ import annotations
 
