@@ -95,6 +95,28 @@ def test_a_decode_step_is_one_recorded_program(family: str, root: Path) -> None:
 
 
 @all_families
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_answer_alike_in_any_batch(family: str, quantization: str, root: Path) -> None:
+    model = loaded(checkpoint(root, family), quantization)
+    assert answers(model) == answers(model, together=False, max_batch_size=1)
+
+
+@all_families
+def test_a_saved_model_has_the_logits_of_the_reference(family: str, tmp_path: Path) -> None:
+    """Through the files and the loader, which puts rows into their places."""
+    reference = reference_model(family)
+    model = load_model(
+        resolve_model(str(write_directory(tmp_path, reference))), dtype="float32", device="cpu"
+    )
+    tokens = torch.randint(0, 199, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        expected = reference(input_ids=torch.tensor([tokens])).logits[0]
+
+    torch.testing.assert_close(run_step(model.model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+    for name, parameter in build_like(reference).named_parameters():
+        assert torch.equal(model.model.get_parameter(name), parameter), name
+
+
 @pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmoe"])
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))
