@@ -68,7 +68,7 @@ from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_proje
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
-from infer.kernels.attention.scores import cap_scores, sink_weights
+from infer.kernels.attention.scores import cap_constant, cap_scores, sink_weights
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
 from infer.kernels.elementwise.kv_codes import encode_rows, load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -404,7 +404,7 @@ def _decode_kernel(
     PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
-    CAP: tl.constexpr,  # of scores, times log2(e); 0: none
+    CAP: tl.constexpr,  # `cap_constant` of the layer
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -609,6 +609,6 @@ def _launch_decode(
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
         PREFETCH_N=tuned.prefetched if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
-        HAS_SCALES=scales is not None, CAP=(softcap or 0.0) * LOG2E, HAS_SINKS=sinks_N is not None,
+        HAS_SCALES=scales is not None, CAP=cap_constant(softcap), HAS_SINKS=sinks_N is not None,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

@@ -66,7 +66,7 @@ from infer.config.profiles.profile import AttentionProfile, PrefillConfig
 from infer.errors import ConfigError
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E, attend_naive
-from infer.kernels.attention.scores import cap_scores, sink_weights
+from infer.kernels.attention.scores import cap_constant, cap_scores, sink_weights
 from infer.kernels.elementwise.kv_codes import load_scales, weigh_codes
 from infer.kernels.runtime.dispatch import (
     gpu_capability,
@@ -275,7 +275,7 @@ def _prefill_kernel(
     window, scale_log2e, num_tiles, max_items, SPLIT: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WINDOWED: tl.constexpr, INVARIANT: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
-    CAP: tl.constexpr,  # of scores, times log2(e); 0: none
+    CAP: tl.constexpr,  # `cap_constant` of the layer
     HAS_SINKS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -503,7 +503,7 @@ def attend_prefill(
         (q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
          num_tiles, max_items),
         **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
-        HAS_SCALES=scales is not None, CAP=(softcap or 0.0) * LOG2E, HAS_SINKS=sinks_N is not None,
+        HAS_SCALES=scales is not None, CAP=cap_constant(softcap), HAS_SINKS=sinks_N is not None,
         BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=max_registers,
     )  # fmt: skip

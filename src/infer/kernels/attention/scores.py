@@ -14,10 +14,19 @@ from __future__ import annotations
 from infer.kernels.runtime.dispatch import jit, tl
 
 
+def cap_constant(softcap: float | None) -> int:
+    """The cap of a layer in thousandths; 0: it has none.
+
+    It is an integer, because launches are remembered by their constants, and a float could be taken for one.
+    """
+    return 0 if softcap is None else max(1, round(softcap * 1000))
+
+
 @jit
 def cap_scores(scores, CAP: tl.constexpr):
-    """Return CAP tanh(scores / CAP), by 1 - 2 / (1 + e^2x): a large x gives 1, as it should."""
-    return CAP - 2.0 * CAP / (1.0 + tl.exp2(tl.minimum(scores * (2.8853900817779268 / CAP), 126.0)))
+    """Return c tanh(scores / c), by 1 - 2 / (1 + e^2x): a large x gives 1, as it should."""
+    c: tl.constexpr = CAP * 0.0014426950408889634  # log2(e) / 1000
+    return c - 2.0 * c / (1.0 + tl.exp2(tl.minimum(scores * (2.8853900817779268 / c), 126.0)))
 
 
 @jit
