@@ -105,6 +105,13 @@ ON_GPU: dict[str, dict[str, Any]] = {  # the same code on the kernels' reference
 WAYS = [(False, *way) for way in COMPUTED.items()] + [(True, *way) for way in ON_GPU.items()]
 
 
+@functools.cache
+def plain_texts(family: str) -> tuple[list[Request], Any]:
+    """Requests, and what an engine without a head makes of them."""
+    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
+    return requests, serve(engine_of(family), requests)
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "way", "knobs"), WAYS, ids=[f"{'gpu' if on_gpu else 'cpu'}-{way}" for on_gpu, way, _ in WAYS]
 )
@@ -115,10 +122,10 @@ def test_drafts_are_those_of_the_whole_text(
     knobs = {"use_prefix_caching": False} | knobs
     if family == "gemma3" and "num_blocks" in knobs:
         knobs |= {"num_blocks": 60}  # it has several tables
-    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
+    requests, expected = plain_texts(family)
     engine = engine_of(family, on_gpu=on_gpu, **head_knobs(family, 4, **knobs))
     found = watch(engine)
-    assert_same(serve(engine, requests, every=1), serve(engine_of(family), requests))
+    assert_same(serve(engine, requests, every=1), expected)
     assert len(found) > 20
     assert share_right(family, found) == 1.0
     if way in ("recompute", "swap") and family == "llama":

@@ -27,18 +27,18 @@ from infer.errors import CheckpointError
 from infer.execution.device import StepResult
 from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.scheduler import Scheduler
-from tests.support.oracle import VOCAB_SIZE, OracleDevice, first_tokens
+from tests.support.oracle_text import VOCAB_SIZE, TextDevice
 
 CRASH, STUCK, RAISE, FORKED = range(VOCAB_SIZE - 4, VOCAB_SIZE)
 CONTEXT_LEN = 400
 
 
-class FaultyDevice(OracleDevice):
+class FaultyDevice(TextDevice):
     """The oracle, with orders."""
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Obey, or answer."""
-        orders = first_tokens(order)
+        orders = self.first_tokens(order)
         if FORKED in orders:
             subprocess.Popen(["sleep", "600"])
         if CRASH in orders or FORKED in orders:
@@ -61,9 +61,7 @@ def make_engine(config: EngineConfig) -> Engine:
         raise CheckpointError("the weights are gone")
     pool = PagedKVCachePool(config.cache.num_blocks or 256, 4)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
-    return Engine(
-        scheduler, FaultyDevice(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
-    )
+    return Engine(scheduler, FaultyDevice(scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import replace
 
-from infer.cache.memory import CacheSize
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.client import spawn
 from infer.client.process import main as engine_main
 from infer.client.process_client import ProcessClient
@@ -26,12 +26,11 @@ from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine.build import make_pool
 from infer.engine.engine import Engine
 from infer.execution.device import StepResult
 from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.scheduler import Scheduler
-from tests.support.oracle import VOCAB_SIZE, OracleDevice, first_tokens
+from tests.support.oracle_text import VOCAB_SIZE, TextDevice
 
 THIS = "tests.support.faulty_server"
 CRASH, STUCK = 500, 501  # a tiny model's tokenizer has 512
@@ -41,12 +40,12 @@ CONTEXT_LEN = 400
 _start = ProcessClient.start
 
 
-class ObedientDevice(OracleDevice):
+class ObedientDevice(TextDevice):
     """The oracle, with orders."""
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Obey, or answer."""
-        orders = first_tokens(order)
+        orders = self.first_tokens(order)
         if CRASH in orders:
             os.kill(os.getpid(), signal.SIGKILL)
         if STUCK in orders:
@@ -56,11 +55,9 @@ class ObedientDevice(OracleDevice):
 
 def make_engine(config: EngineConfig) -> Engine:
     """A small engine."""
-    pool = make_pool(config, CacheSize(256, 4, bytes_per_token=1))
+    pool = PagedKVCachePool(256, 4, use_prefix_caching=config.cache.caches_prefixes)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
-    return Engine(
-        scheduler, ObedientDevice(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
-    )
+    return Engine(scheduler, ObedientDevice(scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
 
 
 async def start_faulty(config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:

@@ -46,39 +46,13 @@ from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
 from tests.support.books import check_books
+from tests.support.oracle_text import VOCAB_SIZE as VOCAB_SIZE
+from tests.support.oracle_text import expected_output as expected_output
+from tests.support.oracle_text import next_token as next_token
+from tests.support.oracle_text import offers as offers
 from tests.support.simple_beams import Hypothesis, beam_search
 
 POISON = -1
-VOCAB_SIZE = 997
-
-
-def next_token(tokens: Seq[int], seed: int) -> int:
-    """The oracle: what follows these tokens in a sequence seeded like this."""
-    return (_hash(tokens, seed) >> 7) % VOCAB_SIZE
-
-
-def offers(tokens: Seq[int], count: int) -> tuple[tuple[int, float], ...]:
-    """The oracle for beams: the likeliest next tokens with their logprobs, no two sums of them alike."""
-    state = _hash(tokens, 0)
-    found = []
-    logprob = -0.05
-    for rank in range(count):
-        found.append(((state * 7 + rank * 13) % VOCAB_SIZE, logprob))
-        state_of_rank = (state * 0x9E3779B1 + rank * 0x85EBCA6B) & 0xFFFFFFFF
-        logprob -= 0.01 + (state_of_rank >> 8) / 2**24
-    return tuple(found)
-
-
-def expected_output(
-    prompt: Seq[int], num_tokens: int, *, seed: int = 0, index: int = 0, stop_ids: Iterable[int] = ()
-) -> list[int]:
-    """What a request must get, made without any cache."""
-    stops, own_seed = frozenset(stop_ids), sequence_seed(seed, index)
-    state, output = _hash(prompt, own_seed), list[int]()
-    while len(output) < num_tokens and not (output and output[-1] in stops):
-        output.append((state >> 7) % VOCAB_SIZE)
-        state = _extend(state, output[-1])
-    return output
 
 
 def expected_beams(
@@ -95,17 +69,6 @@ def expected_beams(
         max_tokens=params.max_tokens,
         stop_ids=stop_ids,
     )[: params.n]
-
-
-def _hash(tokens: Seq[int], seed: int) -> int:
-    state = (seed * 31 + 7) & 0xFFFFFFFF
-    for token in tokens:
-        state = _extend(state, token)
-    return state
-
-
-def _extend(state: int, token: int) -> int:
-    return (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
 
 
 class OracleDevice(SyncDevice):
