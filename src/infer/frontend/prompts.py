@@ -102,6 +102,7 @@ class PromptEncoder:
         self.dialect = self.think = None  # how it calls tools and reasons, as far as that is known
         if isinstance(self._template, ChatTemplate):
             self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
+            self._template.write_calls = None if self.dialect is None else self.dialect.write_calls
             self.think = find_think(config.reasoning_parser, self._template, tokenizer)
         # A base model often has the tokens of its family's chat format, but it comes without a template.
         self.ships_chat_template = (
