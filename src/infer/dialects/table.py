@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infer.errors import ConfigError
-from infer.tokenizer.chat_families import FAMILIES
-from infer.tokenizer.chat_template import CHECKPOINT, ChatTemplate
+from infer.tokenizer.chat_families import TEMPLATES
+from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 
 Form = Literal["json", "named", "xml", "pythonic", "harmony", "gemma"]
@@ -221,12 +221,12 @@ def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think
     if name != "auto":
         return THINKS[name]
     source = template.source
-    if any(template.name == family.template for family in FAMILIES):
+    if is_ours := template.name in TEMPLATES:
         # ours serves models of the family that do not reason as well: the published one knows better
         source = tokenizer.published_chat_template or source
     for think in _THINKS.values():
-        is_known = tokenizer.token_id(think.end) is not None or template.name == CHECKPOINT
-        if (think.shown_by or think.end) in source and is_known:
+        is_known = not is_ours or tokenizer.token_id(think.end) is not None
+        if is_known and (think.shown_by or think.end) in source:
             return think
     return None
 

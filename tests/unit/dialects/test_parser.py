@@ -503,6 +503,14 @@ REASONED: list[tuple[str, bool, tuple[str, str, Calls]]] = [
 ]
 
 
+def test_a_call_in_xml_ends_reasoning_that_was_not_closed() -> None:
+    for text in (f"<think>I call\n{xml('get_weather', city='Zürich', days='2')}", f"I call {xml('now')}"):
+        is_inside = not text.startswith("<think>")
+        for pieces in ([text], list(text)):
+            found = parts(read("qwen3_coder", pieces, thinks=True, in_reasoning=is_inside))
+            assert found == ("I call", "", [("now", "{}") if is_inside else ("get_weather", CITY)])
+
+
 @pytest.mark.parametrize(("text", "in_reasoning", "expected"), REASONED)
 def test_reasoning_is_split_off(text: str, in_reasoning: bool, expected: tuple[str, str, Calls]) -> None:
     for pieces in ([text], list(text)):
