@@ -92,6 +92,12 @@ class AnswerFormat:
         if self.think is not None and (structured is not None or max_reasoning is not None):
             has_text = structured is not None and structured is params.structured  # and no calls
             reasoning = _find_end(self.think, tokenizer, max_reasoning, self.think.next if has_text else "")
+            if reasoning is None and self.in_reasoning and structured is not None:
+                raise RequestError.about(
+                    structured.param,
+                    "constrains an answer that begins with reasoning, but this model has no token "
+                    f"{self.think.end} at which the constraint could begin; leave it out",
+                )
         if structured is params.structured and reasoning is None:
             return params
         return replace(params, structured=structured, reasoning=reasoning)

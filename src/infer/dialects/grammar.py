@@ -18,6 +18,7 @@ names of Python.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from urllib.parse import unquote
 
 from infer.constraints.checks import check_keywords, close_objects
 from infer.constraints.description import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
-from infer.dialects.table import Dialect
+from infer.dialects.table import GEMMA_QUOTE, Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
 from infer.tokenizer.tokenizer import Tokenizer
@@ -268,6 +269,7 @@ class _Lines:
             "xml": self._xml,
             "pythonic": self._pythonic,
             "harmony": self._harmony,
+            "gemma": self._gemma,
         }
         return self._rule(write[self._dialect.form](tool))
 
@@ -303,7 +305,8 @@ class _Lines:
         return f'{_quote(head)} {self._schema(tool.parameters, tool)} "}}"'
 
     def _named(self, tool: Tool) -> str:
-        return f"{_quote(tool.name)} {self.marker('[ARGS]')} {self._schema(tool.parameters, tool)}"
+        separator = self.marker(self._dialect.separator)
+        return f"{_quote(tool.name)} {separator} {self._schema(tool.parameters, tool)}"
 
     def _harmony(self, tool: Tool) -> str:
         arguments = self._schema(tool.parameters, tool)
@@ -325,6 +328,21 @@ class _Lines:
             )
             parts.append(rule if name in tool.required else f"{rule}?")
         return " ".join((*parts, _quote("</function>")))
+
+    def _gemma(self, tool: Tool) -> str:
+        """Plain text in the notation's own quotes; other values are JSON, which is read as well."""
+        quote, given = self.marker(GEMMA_QUOTE), []
+        for name, schema in tool.properties.items():
+            key = name if re.fullmatch(r"[\w.-]+", name) else json.dumps(name, ensure_ascii=False)
+            is_plain = isinstance(schema, Mapping) and schema_types(schema) == {"string"}
+            if is_plain and not any(each in schema for each in (*_STRING_KEYWORDS, "enum", "const")):
+                is_token = quote.startswith("<[")  # else its spelling ends the text
+                rest = (r"/(.|\n)*/", "") if is_token else (r'/(.|\n)*<\|"\|>/', "[lazy]")
+                value = f"{quote} {self._rule(*rest)} {quote if is_token else ''}"
+            else:
+                value = self._schema(schema, tool)
+            given.append((name in tool.required, self._rule(f"{_quote(key + ':')} {value}")))
+        return f'{_quote(f"call:{tool.name}{{")} {self._listed(given, ",")} "}}"'
 
     def _xml_value(self, schema: Mapping[str, Any] | bool, tool: Tool, name: str) -> str:
         end = _quote("\n</parameter>\n")
@@ -354,14 +372,17 @@ class _Lines:
             (name in tool.required, self._rule(f'"{name}=" {self._schema(schema, tool)}'))
             for name, schema in tool.properties.items()
         ]
+        return f'"{tool.name}(" {self._listed(given, ", ")} ")"'
+
+    def _listed(self, given: list[tuple[bool, str]], separator: str) -> str:
+        """Arguments, the required ones first, with a separator between them."""
+        comma = _quote(separator)
         required = [rule for is_required, rule in given if is_required]
         optional = [rule for is_required, rule in given if not is_required]
         if required:
-            arguments = ' ", " '.join(required) + "".join(f' (", " {rule})?' for rule in optional)
-        else:  # any of them may be the first
-            firsts = [
-                self._rule(rule + "".join(f' (", " {later})?' for later in optional[i + 1 :]))
-                for i, rule in enumerate(optional)
-            ]
-            arguments = f"({' | '.join(firsts)})?" if firsts else ""
-        return f'"{tool.name}(" {arguments} ")"'
+            return f" {comma} ".join(required) + "".join(f" ({comma} {rule})?" for rule in optional)
+        firsts = [  # any of them may be the first
+            self._rule(rule + "".join(f" ({comma} {later})?" for later in optional[i + 1 :]))
+            for i, rule in enumerate(optional)
+        ]
+        return f"({' | '.join(firsts)})?" if firsts else ""

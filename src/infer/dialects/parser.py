@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
-from infer.dialects.table import HARMONY_MARKERS
+from infer.dialects.table import GEMMA_QUOTE, HARMONY_MARKERS
 from infer.dialects.values import is_text, python_call, read_value, whole_characters
 
 if TYPE_CHECKING:
@@ -300,10 +300,18 @@ class AnswerParser:
             if marker in begins:  # a call in the middle of reasoning ends it
                 self._unread(marker)
             self._pass_markup()
+        ends: tuple[str, ...] = ()
+        if think is not None and think.wrap is not None and (yield from self._begins_with(think.wrap[0])):
+            ends = think.wrap[1:]
+            self._pass_markup()
         if self._dialect is not None and self._dialect.is_bare:
             yield from self._calls("")
-        while not self.is_done and (marker := (yield from self._prose(begins))):
-            yield from self._calls(marker)
+        while not self.is_done and (marker := (yield from self._prose((*begins, *ends)))):
+            if marker in ends:
+                self._blank, ends = "", ()
+                self._pass_markup()
+            else:
+                yield from self._calls(marker)
 
     def _calls(self, marker: str) -> Reader[None]:
         """The calls behind a marker, or where an answer begins; what is none becomes text."""
@@ -313,12 +321,17 @@ class AnswerParser:
                 yield from self._xml_call()
             elif self._dialect.form == "pythonic":
                 yield from self._python_calls(is_fenced=marker != "")
+            elif self._dialect.form == "gemma":
+                yield from self._gemma_call()
+            elif self._dialect.form == "named" and not marker:
+                while not self.is_done:
+                    yield from self._named_call(is_bare=True)
             elif not marker and not (yield from self._comes("{")):
                 return
             elif self._dialect.form == "xml" and (yield from self._begins_with("<function=")):
                 yield from self._xml_call()
             elif self._dialect.form == "named" and not (yield from self._comes("[{")):
-                yield from self._named_call()
+                yield from self._named_call(is_bare=False)
             else:
                 yield from self._json_calls(is_bare=not marker)
             if marker and self._dialect.end and not self.is_done:
@@ -430,9 +443,9 @@ class AnswerParser:
 
     # -- a name, then JSON ---------------------------------------------------------------------------
 
-    def _named_call(self) -> Reader[None]:
+    def _named_call(self, *, is_bare: bool) -> Reader[None]:
         """`f[ARGS]{…}`, with or without `[CALL_ID]id` in the middle; the markers may be missing."""
-        name = yield from self._name()
+        name = self._known((yield from self._name()), is_bare=is_bare)
         if (yield from self._begins_with("[CALL_ID]")):
             yield from self._name("[ARGS]")
         else:
@@ -488,6 +501,69 @@ class AnswerParser:
         self._argue('"' if is_open else read_value("".join(kept), schema))
         self._raw.clear()
         return True
+
+    # -- Gemma ---------------------------------------------------------------------------------------
+
+    def _gemma_call(self) -> Reader[None]:
+        """`call:f{…}`, JSON in which keys have no quotes, and text has quotes of its own."""
+        yield from self._expect("call:")
+        name = yield from self._name()
+        yield from self._expect("{")
+        self._start(name)
+        yield from self._gemma_value("{")
+        self._end_call()
+
+    def _gemma_value(self, char: str) -> Reader[None]:
+        """Pass a value on as JSON, text as it comes; `char` is its first character."""
+        if char and char in "{[":
+            close, separator = "}]"["{[".index(char)], ""
+            self._argue(char)
+            while (char := (yield from self._first())) not in ("", close):
+                if char == ",":
+                    continue
+                self._argue(separator)
+                separator = ", "
+                if close == "}":
+                    key = yield from self._gemma_word(char)
+                    self._argue((key if key[0] == '"' else json.dumps(key, ensure_ascii=False)) + ": ")
+                    if not (yield from self._begins_with(":")):
+                        raise _NotACall
+                    char = yield from self._first()
+                yield from self._gemma_value(char)
+                if self._has_ended:
+                    return
+            self._argue(char)
+        elif char == "<":
+            self._unread(char)
+            yield from self._expect(GEMMA_QUOTE)
+            self._argue('"')
+            held = ""
+            while held != GEMMA_QUOTE:
+                if not (char := (yield from self._char())):  # cut off, and not closed
+                    self._argue(_escape(held))
+                    return
+                held += char
+                while not GEMMA_QUOTE.startswith(held):
+                    self._argue(_escape(held[0]))
+                    held = held[1:]
+            self._argue('"')
+        else:
+            word = yield from self._gemma_word(char)
+            self._argue(word if word.startswith('"') else read_value(word, None))
+        self._raw.clear()
+
+    def _gemma_word(self, char: str) -> Reader[str]:
+        """A key, a number, a name such as `true`, or a text in the quotes of JSON, as it was written."""
+        if char == '"':
+            return (yield from self._value(char))
+        word = ""
+        while char and char not in ":,{}[]<":
+            word += char
+            char = yield from self._char()
+        self._unread(char)
+        if not word:
+            raise _NotACall
+        return word.strip()
 
     # -- Harmony -------------------------------------------------------------------------------------
 
@@ -567,6 +643,8 @@ class AnswerParser:
 
     def _python_calls(self, *, is_fenced: bool) -> Reader[None]:
         """A list of calls; behind a fence also calls without brackets, one after another."""
+        assert self._dialect is not None
+        end = self._dialect.end[:1]
         is_list = yield from self._begins_with("[")
         if not is_list and not is_fenced:
             return
@@ -575,7 +653,7 @@ class AnswerParser:
             if self.is_done:
                 return
             has_more = yield from self._begins_with(",")
-            if not has_more and (is_list or (yield from self._comes("`")) or self._has_ended):
+            if not has_more and (is_list or (yield from self._comes(end)) or self._has_ended):
                 break
         if is_list:
             yield from self._begins_with("]")

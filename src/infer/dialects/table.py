@@ -8,6 +8,11 @@
     mistral_v11   [TOOL_CALLS]f[ARGS]{…}                                           Mistral Small 3.2 and later
     pythonic      [f(k=1), g()]                                                    Llama 3.2 1B and 3B
     gemma3        ```tool_code⏎[f(k=1), g()]⏎```                                   Gemma 3
+    gemma4        <|tool_call>call:f{k:<|"|>text<|"|>,n:1}<tool_call|>             Gemma 4
+    olmo3         <function_calls>f(k=1)⏎g()</function_calls>                      OLMo 3
+    granite       <|tool_call|>[{"name": "f", "arguments": {…}}]                   Granite 3
+    phi4_mini     <|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>     Phi-4-mini
+    glm4          f⏎{…}                                                            GLM-4-0414
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
 A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
@@ -17,17 +22,19 @@ also tells it, in these very characters, how to call one.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from infer.errors import ConfigError
-from infer.tokenizer.chat_families import FAMILIES
+from infer.tokenizer.chat_families import TEMPLATES
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 
-Form = Literal["json", "named", "xml", "pythonic", "harmony"]
+Form = Literal["json", "named", "xml", "pythonic", "harmony", "gemma"]
+GEMMA_QUOTE = '<|"|>'
 HARMONY_MARKERS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
@@ -47,6 +54,7 @@ class Dialect:
     is_repeated: bool = False  # a second call has markers of its own
     is_bare: bool = False  # calls also stand without a marker, where an answer begins
     key: str = "arguments"  # json: what a grammar calls the arguments; both names are read
+    separator: str = "[ARGS]"  # named: between the name and the arguments
     has_short_ids: bool = False  # ids of calls are 9 letters and digits
     shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
 
@@ -54,6 +62,24 @@ class Dialect:
     def writes_marker(self) -> bool:
         """Whether a call that is forced has the marker: Llama's may be missing, and is."""
         return bool(self.begins) and not (self.is_bare and not self.end)
+
+    def write_calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Calls of a history as the model wrote them, for templates that show the text of answers alone."""
+        if not calls or self.form not in ("json", "named"):
+            return ""  # templates of the other notations show calls
+        made = []
+        for function in (call["function"] for call in calls):
+            name, arguments = function["name"], json.dumps(function["arguments"], ensure_ascii=False)
+            is_json = self.form == "json"
+            made.append(
+                f'{{"name": "{name}", "{self.key}": {arguments}}}'
+                if is_json
+                else name + self.separator + arguments
+            )
+        begin = (self.begins[0] if self.writes_marker else "") + self.opening
+        if self.is_repeated:
+            return self.between.join(f"{begin}{each}{self.closing}{self.end}" for each in made)
+        return f"{begin}{self.between.join(made)}{self.closing}{self.end}"
 
     @property
     def is_whole(self) -> bool:
@@ -65,6 +91,8 @@ class Dialect:
         """Every marker that may be a special token of the vocabulary."""
         if self.form == "harmony":
             return HARMONY_MARKERS
+        if self.form == "gemma":
+            return (*self.begins, self.end, GEMMA_QUOTE)
         return (*self.begins, *filter(None, (self.end,)), *(("[ARGS]", "[CALL_ID]") * (self.form == "named")))
 
 
@@ -96,6 +124,23 @@ DIALECTS = (  # the first one that a template asks for wins
         closing="]\n", is_bare=True, shown_by=("```tool_code",),
     ),
     Dialect(
+        name="gemma4", form="gemma", begins=("<|tool_call>",), end="<tool_call|>", is_repeated=True,
+        shown_by=("<|tool_call>call:",),
+    ),
+    Dialect(
+        name="olmo3", form="pythonic", begins=("<function_calls>",), end="</function_calls>", between="\n",
+        shown_by=("<function_calls>",),
+    ),
+    Dialect(
+        name="phi4_mini", form="json", begins=("<|tool_call|>", "functools"), end="<|/tool_call|>",
+        opening="[", between=", ", closing="]", shown_by=("<|/tool|>", "<|/tool_call|>"),
+    ),
+    Dialect(
+        name="granite", form="json", begins=("<|tool_call|>", *_TAG), opening="[", between=", ", closing="]",
+        shown_by=("<|tool_call|>",),
+    ),
+    Dialect(name="glm4", form="named", between="\n", separator="\n", is_bare=True, shown_by=("# 可用工具",)),
+    Dialect(
         name="llama3_json", form="json", begins=("<|python_tag|>",), between="; ", is_bare=True,
         key="parameters", shown_by=('"parameters": dictionary', "<|python_tag|>"),
     ),
@@ -111,6 +156,7 @@ ALIASES = {  # names that other servers have for the same
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
     "llama3_pythonic": "pythonic",
+    "phi4_mini_json": "phi4_mini",
     "openai": "harmony",
     "gpt-oss": "harmony",
 }
@@ -124,6 +170,7 @@ class Think:
     end: str
     blank: str = "\n"  # behind the one and before the other
     next: str = ""  # what comes behind the end, in front of an answer that is constrained
+    wrap: tuple[str, str] | None = None  # tags around the answer behind it
     shown_by: str = ""  # a template that holds this text asks for it; else one that holds the end
 
     @property
@@ -133,11 +180,15 @@ class Think:
 
 
 THINK = Think("<think>", "</think>")
-_THINKS: dict[str, Think] = {
+_THINKS: dict[str, Think] = {  # the first one that a template asks for wins
+    "granite": Think(
+        "<think>", "</think>", wrap=("<response>", "</response>"), shown_by="<response></response>"
+    ),
     "think": THINK,
     "qwen3": THINK,
     "deepseek_r1": THINK,
     "mistral": Think("[THINK]", "[/THINK]", ""),
+    "gemma4": Think("<|channel>thought", "<channel|>", shown_by="<|channel>thought"),
     "harmony": Think(
         "<|channel|>analysis<|message|>",
         "<|end|>",
@@ -161,17 +212,21 @@ def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dia
 
 
 def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think | None:
-    """The tags of a model's reasoning; with `auto` those its template writes, if they are tokens."""
+    """The tags of a model's reasoning; with `auto` those that its template writes.
+
+    Of templates that are ours, only if they are tokens: a family has models that do not reason.
+    """
     if name == "none":
         return None
     if name != "auto":
         return THINKS[name]
     source = template.source
-    if any(template.name == family.template for family in FAMILIES):
+    if is_ours := template.name in TEMPLATES:
         # ours serves models of the family that do not reason as well: the published one knows better
         source = tokenizer.published_chat_template or source
     for think in _THINKS.values():
-        if (think.shown_by or think.end) in source and tokenizer.token_id(think.end) is not None:
+        is_known = not is_ours or tokenizer.token_id(think.end) is not None
+        if is_known and (think.shown_by or think.end) in source:
             return think
     return None
 

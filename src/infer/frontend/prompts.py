@@ -106,6 +106,7 @@ class PromptEncoder:
         self.dialect = self.think = None  # how it calls tools and reasons, as far as that is known
         if isinstance(self._template, ChatTemplate):
             self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
+            self._template.write_calls = None if self.dialect is None else self.dialect.write_calls
             self.think = find_think(config.reasoning_parser, self._template, tokenizer)
         # A base model often has the tokens of its family's chat format, but it comes without a template.
         self.ships_chat_template = (
@@ -326,6 +327,8 @@ class PromptEncoder:
             )
             why = "this model does not reason: its chat template has no tags for it"
             raise RequestError.about(named[0], f"is {named[1]!r}, but {why}; leave it out")
+        if max_tokens is None and budget and self.think and self.tokenizer.token_id(self.think.end) is None:
+            return None  # an end that is no token cannot be brought about: an effort is no promise
         return budget
 
     def make_request(

@@ -30,6 +30,7 @@ make of them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -70,6 +71,14 @@ KWARGS: dict[str, type] = {
 }
 
 
+SYSTEM_TOOLS = "message['tools']"  # a template that reads this wants tools in the system message, as JSON
+RESULT_ROLES = {  # what tells a template that has a word of its own for the results of calls
+    "'observation'": "observation",
+    "'environment'": "environment",
+    "<|/tool|>": "tool_response",
+}
+
+
 class ChatTemplate:
     """One family's chat format, bound to a tokenizer. Safe to share between threads."""
 
@@ -86,7 +95,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self.kwargs = frozenset(KWARGS) & names  # the keywords this template reads
-        self.reads_tools = "tools" in names
+        self.reads_tools = "tools" in names or SYSTEM_TOOLS in source
+        # how calls of a history are written, for a template that does not show them
+        self.write_calls: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
 
     def encode_chat(
         self,
@@ -143,9 +154,8 @@ class ChatTemplate:
         """Return the text, with a guard inside every special-token spelling that came from outside."""
         self.check_options(kwargs)
         given: dict[str, Any] = {"messages": clean_messages(messages), **kwargs}
-        if "message.thinking" in self.source:
-            _rename_reasoning(given["messages"])
         cleaned_tools = clean_tools(tools)
+        _suit(self.source, given["messages"], cleaned_tools)
         if cleaned_tools and not self.reads_tools:
             raise TemplateError(f"the {self.name} chat format cannot show tools to the model", param="tools")
         given["tools"] = cleaned_tools
@@ -159,6 +169,9 @@ class ChatTemplate:
             return self._tokenizer.special_text.guard(text, GUARD)
 
         variables = {name: map_strings(value, guard) for name, value in given.items()}
+        if "tool_calls" not in self.source and self.write_calls is not None:
+            for message in variables["messages"]:
+                message["content"] += self.write_calls(message.get("tool_calls", ()))
         return self._run(variables | {"add_generation_prompt": add_generation_prompt})
 
     def _run(self, variables: dict[str, Any]) -> str:
@@ -321,13 +334,34 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return clean
 
 
-def _rename_reasoning(messages: list[dict[str, Any]]) -> None:
-    """Name reasoning as the published template of gpt-oss does: `thinking`, without text next to calls."""
-    for message in messages:
-        if thought := message.get("reasoning_content"):
-            text = message["content"] if message.get("tool_calls") else ""
-            message["thinking"] = f"{thought}\n\n{text}" if text else thought
-            message["content"] = "" if text else message["content"]
+def _suit(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    """Say things in the words of published templates that have their own for them."""
+    if "message.thinking" in source:  # gpt-oss; the text of a call goes there as well
+        for message in messages:
+            if thought := message.get("reasoning_content"):
+                text = message["content"] if message.get("tool_calls") else ""
+                message["thinking"] = f"{thought}\n\n{text}" if text else thought
+                message["content"] = "" if text else message["content"]
+    if SYSTEM_TOOLS in source and tools:  # Phi-4-mini
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        messages[0]["tools"] = _to_json([tool["function"] for tool in tools])
+    if 'message.get("metadata"' in source:  # GLM-4-0414
+        messages[:] = [part for message in messages for part in _split_calls(message)]
+    role = next((role for word, role in RESULT_ROLES.items() if word in source), "tool")
+    if role != "tool" and not re.search(r"""["']tool["']""", source):
+        for message in messages:
+            message["role"] = role if message["role"] == "tool" else message["role"]
+
+
+def _split_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message for the text, if there is one, and one for each call."""
+    calls = message.pop("tool_calls", ())
+    parts = [
+        {"role": "assistant", "metadata": function["name"], "content": _to_json(function["arguments"])}
+        for function in (call["function"] for call in calls)
+    ]
+    return [message, *parts] if message["content"] or not parts else parts
 
 
 def _read_text(given: Any, name: str, where: str) -> str:

@@ -20,7 +20,7 @@ from infer.dialects.answer import AnswerFormat, Tool
 from infer.dialects.events import CallDelta, CallStart, ContentDelta
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
-from infer.dialects.table import BY_NAME, HARMONY_MARKERS, THINK, THINKS, Dialect
+from infer.dialects.table import BY_NAME, GEMMA_QUOTE, HARMONY_MARKERS, THINK, THINKS, Dialect
 from infer.errors import RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
@@ -63,7 +63,8 @@ PICK = Tool(
 TOOLS = (WEATHER, NOW, PICK)
 MARKERS = (
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
-    *HARMONY_MARKERS,
+    "<|tool_call|>", "<|/tool_call|>", "<function_calls>", "</function_calls>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', *HARMONY_MARKERS,
 )  # fmt: skip
 
 
@@ -81,10 +82,25 @@ def allowed_ids(matcher: LLMatcher) -> list[int]:
     return [int(i) for i in np.flatnonzero(bits)]
 
 
-WAYS_OUT = ["<|im_end|>", '"', "}", "]", ")", "</tool_call>", ":", "\n", "`", "0"]
+WAYS_OUT = [
+    "<|im_end|>",
+    "<tool_call|>",
+    '<|"|>',
+    '"',
+    "}",
+    "]",
+    ")",
+    "</tool_call>",
+    "</function_calls>",
+    "<",
+    ":",
+    "\n",
+    "`",
+    "0",
+]
 
 
-def _next_of_end(text: str, end: str = "</parameter>\n") -> str:
+def _next_of_end(text: str, end: str) -> str:
     written = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
     return end[written]
 
@@ -106,7 +122,8 @@ def walk(form: AnswerFormat, seed: int, *, is_special: bool, prefix: str = "") -
         spelled = {tokenizer.token_text(i): i for i in ids}
         if step > 60:  # the shortest way out
             is_raw = len(ids) > 90 and "\n" in spelled  # the text of a parameter in XML
-            order = [_next_of_end(text)] if is_raw else WAYS_OUT
+            end = GEMMA_QUOTE if form.dialect is BY_NAME["gemma4"] else "</parameter>\n"
+            order = [GEMMA_QUOTE, _next_of_end(text, end)] if is_raw else WAYS_OUT
             chosen = next((spelled[each] for each in order if each in spelled), draw.choice(ids))
         else:
             printable = [i for each, i in spelled.items() if each.isprintable() or each == "\n"]
@@ -164,7 +181,10 @@ def test_a_named_tool_is_called_once(dialect: Dialect) -> None:
         check(calls, text)
 
 
-@pytest.mark.parametrize("dialect", [each for each in BY_NAME.values() if each.name != "pythonic"])
+TRIGGERED = [each for each in BY_NAME.values() if each.name not in ("pythonic", "glm4")]
+
+
+@pytest.mark.parametrize("dialect", TRIGGERED)
 def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
     form = AnswerFormat(dialect=dialect, tools=TOOLS)
     structured = constraint(form, vocabulary(is_special=True)[0])
@@ -177,7 +197,7 @@ def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
         check(calls, text)
 
 
-@pytest.mark.parametrize("dialect", [each for each in BY_NAME.values() if each.name != "pythonic"])
+@pytest.mark.parametrize("dialect", TRIGGERED)
 def test_only_allowed_tools_are_called_behind_a_trigger(dialect: Dialect) -> None:
     form = AnswerFormat(dialect=dialect, tools=(NOW, PICK), allowed=("pick",))
     structured = constraint(form, vocabulary(is_special=True)[0])

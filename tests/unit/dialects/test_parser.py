@@ -252,6 +252,34 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ("pythonic", "[print(1)]", "[print(1)]", []),
     ("pythonic", "[now(1)]", "[now(1)]", []),
     ("pythonic", "[now(x=1", "[now(x=1", []),
+    ("olmo3", '<function_calls>get_weather(city="Zürich", days=2)\nnow()</function_calls>', "",
+        [("get_weather", '{"city": "Zürich", "days": 2}'), ("now", "{}")]),
+    ("olmo3", "I look.<function_calls>\nget_weather(city='a\\n', more={'x': true})\n</function_calls>Ok", "I look.Ok",
+        [("get_weather", '{"city": "a\\n", "more": {"x": true}}')]),
+    ("olmo3", "<function_calls>import os</function_calls>", "<function_calls>import os</function_calls>", []),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|>', "",
+        [("get_weather", CITY)]),
+    ("gemma4", 'Ok.<|tool_call>call:new{a:[1,<|"|>x "y"\n<|"|>],b:{c:true,d:null,"e f":-1.5},g:"h",i:{},j:[]}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>", "Ok.",
+        [("new", '{"a": [1, "x \\"y\\"\\n"], "b": {"c": true, "d": null, "e f": -1.5}, "g": "h", "i": {}, "j": []}'),
+         ("now", "{}")]),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>2 < 3 <| 4<|"|>,b:word}', "", [("now", '{"a": "2 < 3 <| 4", "b": "word"}')]),
+    ("gemma4", "<|tool_call>oops<tool_call|>", "<|tool_call>oops<tool_call|>", []),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>cut', "", [("now", '{"a": "cut')]),
+    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]', "",
+        [("get_weather", CITY), ("now", "{}")]),
+    ("granite", f'<tool_call>[{{"name": "now", "arguments": {CITY}}}]', "", [("now", CITY)]),
+    ("granite", "<|tool_call|>none", "<|tool_call|>none", []),
+    ("phi4_mini", f'<|tool_call|>[{{"name": "now", "arguments": {CITY}}}]<|/tool_call|>', "", [("now", CITY)]),
+    ("phi4_mini", f'<|tool_call|>{{"name": "now", "arguments": {CITY}}}<|/tool_call|> Ok', "Ok", [("now", CITY)]),
+    ("phi4_mini", f'functools[{{"name": "now", "arguments": {CITY}}}]', "", [("now", CITY)]),
+    ("phi4_mini", "functools is a module", "functools is a module", []),
+    ("glm4", f"get_weather\n{CITY}", "", [("get_weather", CITY)]),
+    ("glm4", f"\nget_weather\n{NESTED}\nnow\n{{}}\n", "", [("get_weather", NESTED), ("now", "{}")]),
+    ("glm4", f"get_weather\n{CITY}\nand so on", "and so on", [("get_weather", CITY)]),
+    ("glm4", f"get_rain\n{CITY}", f"get_rain\n{CITY}", []),
+    ("glm4", "now is the time\n", "now is the time\n", []),
+    ("glm4", "It is now", "It is now", []),
     ("harmony", final("So."), "So.", []),
     ("harmony", f"{analysis('hm')}{START}{final('2 < 3 ✓', '')}", "2 < 3 ✓", []),
     ("harmony", harmony("get_weather", CITY), "", [("get_weather", CITY)]),
@@ -341,6 +369,20 @@ FORCED = [  # calls as a constraint has them written, and how many of the two ha
     ("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}"),
     ("gemma3", '```tool_code\n[get_weather(city="Zürich", days=2), now()]\n```'),
     ("pythonic", '[get_weather(city="Zürich", days=2), now()]'),
+    ("olmo3", '<function_calls>get_weather(city="Zürich", days=2)\nnow()</function_calls>'),
+    (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    ),
+    (
+        "phi4_mini",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]<|/tool_call|>',
+    ),
+    (
+        "granite",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]',
+    ),
+    ("glm4", f"get_weather\n{CITY}\nnow\n{{}}"),
     ("harmony", harmony("get_weather", CITY).replace("<|call|>", "<|end|>") + START + harmony("now", "{}")),
 ]
 
@@ -418,7 +460,7 @@ def test_a_parameter_whose_name_never_ends_is_text() -> None:
 SCRAPS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": ', CITY, "{", "}", "[", "]",
     "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "now", "now(", "a=1", ")",
-    "```tool_code", "```", "<|python_tag|>", *HARMONY_MARKERS, "assistant", "final", " to=functions.now", "; ", ", ", '"', "\\", "\n", " ", "é", "😀", "<", "x",
+    "```tool_code", "```", "<|python_tag|>", "<function_calls>", "</function_calls>", "<|tool_call|>", "now\n", "<|tool_call>", "call:now", '<|"|>', "a:", *HARMONY_MARKERS, "assistant", "final", " to=functions.now", "; ", ", ", '"', "\\", "\n", " ", "é", "😀", "<", "x",
 ]  # fmt: skip
 
 
@@ -461,10 +503,29 @@ REASONED: list[tuple[str, bool, tuple[str, str, Calls]]] = [
 ]
 
 
+def test_a_call_in_xml_ends_reasoning_that_was_not_closed() -> None:
+    for text in (f"<think>I call\n{xml('get_weather', city='Zürich', days='2')}", f"I call {xml('now')}"):
+        is_inside = not text.startswith("<think>")
+        for pieces in ([text], list(text)):
+            found = parts(read("qwen3_coder", pieces, thinks=True, in_reasoning=is_inside))
+            assert found == ("I call", "", [("now", "{}") if is_inside else ("get_weather", CITY)])
+
+
 @pytest.mark.parametrize(("text", "in_reasoning", "expected"), REASONED)
 def test_reasoning_is_split_off(text: str, in_reasoning: bool, expected: tuple[str, str, Calls]) -> None:
     for pieces in ([text], list(text)):
         assert parts(read("hermes", pieces, thinks=True, in_reasoning=in_reasoning)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>hm</think>\n<response>So.\n</response>\n", "<think>hm</think>So.", "<response>So."]
+)
+def test_an_answer_may_have_tags_of_its_own_behind_reasoning(text: str) -> None:
+    form = AnswerFormat(think=THINKS["granite"])
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(form)
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+        assert parts(events) == ("hm" if "hm" in text else "", "So.", [])
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from infer.constraints.description import Structured
 from infer.dialects.answer import Tool, find_format
 from infer.dialects.events import CallDelta, CallStart
-from infer.dialects.table import BY_NAME, THINK, find_dialect, find_think
-from infer.errors import ConfigError
+from infer.dialects.table import BY_NAME, THINK, THINKS, find_dialect, find_think
+from infer.errors import ConfigError, RequestError
 from infer.frontend.outputs import OutputBuilder
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.tokenizer.chat_families import templates_directory
-from infer.tokenizer.chat_template import ChatTemplate
+from infer.tokenizer.chat_template import CHECKPOINT, ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, id_of
 
@@ -133,3 +136,79 @@ def test_a_switch_of_another_server_is_taken_where_it_changes_nothing() -> None:
     assert config.load.tool_call_parser == "hermes"
     with pytest.raises(ConfigError, match="tool calls are always looked for"):
         EngineConfig.from_knobs(enable_auto_tool_choice=False)
+
+
+PUBLISHED = {  # what tells the notations of published templates apart, and their tags of reasoning
+    "{{ tools }} with <|tool_call|> <think></think> <response></response>": ("granite", "granite"),
+    "{{ '<|system|>' + message['tools'] + '<|/tool|>' }}": ("phi4_mini", None),
+    "{{ tools }} # 可用工具 {{ '</think>' }}": ("glm4", "think"),
+    "{{ tools }} <function_calls></function_calls>": ("olmo3", None),
+    "{{ tools }} <|tool_call>call: <|channel>thought": ("gemma4", "gemma4"),
+    "{{ tools }} <tool_call>\n<function=f> {{ '</think>' }}": ("qwen3_coder", "think"),
+    "{{ tools }} [TOOL_CALLS]f[ARGS] [THINK][/THINK]": ("mistral_v11", "mistral"),
+    "{{ tools }} <|channel|>analysis<|message|>": ("harmony", "harmony"),
+    "<|channel|>analysis<|message|>": ("harmony", "harmony"),
+    "<|end|> <tool_call>": (None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", PUBLISHED)
+def test_a_published_template_tells_its_notation(source: str) -> None:
+    vocabulary = tokenizer("<s>", "<|end|>", published=source)
+    shipped = ChatTemplate(source, vocabulary, name=CHECKPOINT)
+    dialect, tags = PUBLISHED[source]
+    assert find_dialect("auto", shipped, vocabulary) is (BY_NAME[dialect] if dialect else None)
+    assert find_think("auto", shipped, vocabulary) == (THINKS[tags] if tags else None)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<s>"}}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "R"},
+]
+ROLES = "{% for message in messages %}{{ message['role'] ~ ':' ~ message['content'] ~ ';' }}{% endfor %}"
+SHOWN = {  # a template without words for calls, and what it shows of a history with two of them
+    "<|tool_call|>" + ROLES + "{{ tools }}": (
+        '<|tool_call|>user:Q;assistant:<|tool_call|>[{"name": "f", "arguments": {"a": "<s>"}}, '
+        '{"name": "f", "arguments": {"a": "<s>"}}];tool:R;None'
+    ),
+    "# 可用工具" + ROLES + "{{ tools }}{# 'observation' #}": (
+        '# 可用工具user:Q;assistant:f\n{"a": "<s>"}\nf\n{"a": "<s>"};observation:R;None'
+    ),
+    "# 可用工具{{ tools }}{% for message in messages %}"
+    "{{ message.get(\"metadata\", '') ~ message.content ~ ';' }}{% endfor %}": (
+        '# 可用工具NoneQ;f{"a": "<s>"};f{"a": "<s>"};R;'
+    ),
+    "{% for message in messages %}{{ message['tools'] ~ '<|/tool|>' ~ message['role'] }}{% endfor %}": (
+        "<|/tool|>user<|/tool|>assistant<|/tool|>tool_response"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SHOWN)
+def test_calls_are_shown_by_templates_that_have_no_word_for_them(source: str) -> None:
+    vocabulary = tokenizer("<s>", "<|tool_call|>")
+    shipped = ChatTemplate(source, vocabulary, name=CHECKPOINT)
+    dialect = find_dialect("auto", shipped, vocabulary)
+    assert dialect is not None
+    shipped.write_calls = dialect.write_calls
+    ids = shipped.encode_chat(HISTORY)
+    assert vocabulary.decode(ids, skip_special=False) == SHOWN[source]
+    assert id_of(vocabulary, "<s>") not in ids, "what comes from outside is text"
+    assert ids.count(id_of(vocabulary, "<|tool_call|>")) == SHOWN[source].count("<|tool_call|>")
+
+
+def test_tools_stand_in_the_system_message_where_a_template_wants_them() -> None:
+    source = "{% for message in messages %}{{ message['role'] ~ (message['tools'] or '') ~ ';' }}{% endfor %}"
+    shipped = ChatTemplate(source, tokenizer(), name=CHECKPOINT)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert shipped.render([{"role": "user", "content": "Q"}], tools=tools) == 'system[{"name": "f"}];user;'
+
+
+def test_a_constraint_needs_a_token_behind_reasoning_that_the_prompt_opens() -> None:
+    vocabulary = tokenizer()
+    form = find_format(vocabulary, vocabulary.encode("<think>\n"), dialect=None, think=THINK)
+    assert form is not None and form.in_reasoning
+    with pytest.raises(RequestError, match="has no token </think> at which the constraint could begin"):
+        form.bind(SamplingParams(structured=Structured.regex("a")), vocabulary)

@@ -57,6 +57,26 @@ def test_who_names_a_template_is_not_warned(folder: Path, tmp_path: Path) -> Non
     )
 
 
+EFFORTS = [  # fields of a request, and what a template is told
+    ({}, "| |</think>"),
+    ({"reasoning_effort": "minimal"}, "low|True|</think>"),
+    ({"reasoning_effort": "high"}, "high|True|</think>"),
+    ({"reasoning_effort": "none"}, "low|False|</think>"),
+    ({"reasoning_effort": "medium", "template_options": {"enable_thinking": False}}, "medium|False|</think>"),
+]
+
+
+@pytest.mark.parametrize(("fields", "told"), EFFORTS)
+def test_templates_are_told_how_much_to_reason(
+    folder: Path, tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ reasoning_effort or ' ' }}|{{ enable_thinking }}|</think>")
+    encoder = encoder_of(folder, chat_template=str(tmp_path / "mine.jinja"))
+    assert encoder.think is not None, "tags of a template that is not ours need not be tokens"
+    ids, _, _ = encoder.open_chat("hi", None, **fields)
+    assert encoder.tokenizer.decode(ids).replace("||", "| |").strip() == told
+
+
 def test_a_model_that_came_with_a_template_is_a_chat_model(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     template.write_text("{{ messages[0].content }}")
