@@ -7,6 +7,7 @@ each of which must know what the other was told.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from infer.cli.main import main
+from infer.errors import UnknownModel
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.adapters import make_adapter, merge
@@ -162,3 +165,37 @@ def test_unloading_lets_a_running_request_end(world: World) -> None:
         pieces += lines
     texts = [httpx.Response(200, content=piece).json()["choices"] for piece in pieces]
     assert "".join(choices[0]["text"] for choices in texts if choices) == whole
+
+
+def test_library_and_commands_answer_with_an_adapter(
+    world: World, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(checkpoint, enable_lora=True, max_loras=1, **KNOBS) as llm:
+        llm.load_adapter("law", world.paths["law"])
+        assert llm.generate(PROMPT, params, adapter="law")[0].text == world.texts["law"][0]
+        assert llm.chat(MESSAGES, params, adapter="law")[0].text == world.texts["law"][1]
+        assert llm.generate(PROMPT, params)[0].text == world.texts[""][0]
+        with pytest.raises(UnknownModel, match="no adapter 'lwa' is loaded; loaded: law"):
+            llm.generate(PROMPT, params, adapter="lwa")
+        llm.unload_adapter("law")
+        with pytest.raises(UnknownModel):
+            llm.generate(PROMPT, params, adapter="law")
+    model = ("--model", checkpoint, "--dtype", "float32", "--device", "cpu", "--num-blocks", "64")
+    asked = ("generate", "--raw", "--temperature", "0", "--max-tokens", "8", PROMPT, *model)
+    capsys.readouterr()
+    assert main([*asked, "--lora", str(world.paths["law"])]) == 0
+    assert capsys.readouterr().out.strip() == world.texts["law"][0].strip()
+    both = [f"{name}={path}" for name, path in world.paths.items()]
+    assert main([*asked, "--lora-modules", *both]) == 2
+    assert "one answers here" in capsys.readouterr().err
+    assert main([*asked, "--lora", str(world.paths["law"]), "--record", str(tmp_path / "run")]) != 0
+    assert "cannot be recorded" in capsys.readouterr().err
+    assert main(["plan", *model, "--json", "--lora-modules", *both]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    with LLM(checkpoint, lora_modules=world.paths, **KNOBS) as llm:
+        bank = llm.engine.adapters._bank
+        kept = sum(stack.a.nbytes + stack.b.nbytes for stack in bank.stacks.values())
+    assert planned["adapters"] == kept > 0
+    assert main(["plan", *model, "--lora-modules", *both]) == 0
+    assert "room for 8 LoRA adapters" in capsys.readouterr().out

@@ -108,11 +108,15 @@ def open_model(
 def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = flags.knobs_from(args)
-    EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
+    config = EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
+    adapters = list(config.adapters.modules)
+    if len(adapters) > 1:
+        raise ConfigError(f"{len(adapters)} LoRA adapters are named, but one answers here; give one")
     with working(f"loading {knobs.get('model') or 'the default model'}: importing PyTorch"), importing():
         from infer.frontend.llm import LLM
 
     llm = LLM(**knobs, show_progress=True, observer=observer)
+    llm.adapter = "".join(adapters)
     if llm.has_chat_template:
         logger.info("chat template model=%s template=%s", llm.name, llm.encoder.template_in_use)
     return llm

@@ -178,6 +178,7 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
         **_draft_json(plan.draft),
+        **({"adapters": plan.adapters} if plan.adapters else {}),
         "activations": plan.step.activations,
         "graphs": plan.graphs,
         "workspace": plan.workspace,
@@ -224,6 +225,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     rows = [
         ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
         *([("draft model", plan.draft.total, _describe_draft(plan.draft))] if plan.draft.name else []),
+        *([("adapters", plan.adapters, _describe_adapters(plan))] if plan.adapters else []),
         ("activations", plan.step.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -275,6 +277,11 @@ def _draft_json(draft: DraftMemory) -> dict[str, Any]:
     if not draft.name:
         return {}
     return {"draft_model": draft.name, "draft_weights": draft.weights, "draft_steps": draft.beside.step}
+
+
+def _describe_adapters(plan: MemoryPlan) -> str:
+    """Return what the room for LoRA adapters is for."""
+    return f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
 
 
 def _describe_draft(draft: DraftMemory) -> str:

@@ -104,12 +104,11 @@ class Adapters:
 
 
 def largest_rank(config: AdapterConfig, model: nn.Module, weight_map: WeightMap) -> int:
-    """The rank that a bank has room for; the adapters of the config are read for it, their headers alone."""
-    if config.max_lora_rank is not None:
-        return config.max_lora_rank
-    ranks = [LEAST_RANK]
-    for path in config.modules.values():
-        ranks += (pair.rank for pair in read_adapter(Path(path).expanduser(), model, weight_map))
-    if max(ranks) > MAX_RANK:
-        raise ConfigError(f"an adapter has rank {max(ranks)}; at most {MAX_RANK} can be served")
-    return max(ranks)
+    """The rank that a bank has room for; the headers of all adapters of the config are read and checked."""
+    found, most = LEAST_RANK, config.max_lora_rank or MAX_RANK
+    for name, path in config.modules.items():
+        rank = max(pair.rank for pair in read_adapter(Path(path).expanduser(), model, weight_map))
+        if rank > most:
+            raise ConfigError(f"adapter {name!r} has rank {rank}, but max_lora_rank is {most}")
+        found = max(found, rank)
+    return config.max_lora_rank or found

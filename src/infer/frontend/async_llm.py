@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from os import PathLike
 from typing import Any, Unpack
 
 from infer.client.client import EngineClient, InProcessClient, embed
@@ -79,6 +81,14 @@ class AsyncLLM(TextModel):
         return await asyncio.to_thread(
             self.encoder.encode_chat, messages, tools=tools, template_options=template_options
         )
+
+    async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load the LoRA adapter in a directory, for requests with `adapter=name`."""
+        await self.client.set_adapter(name, os.fspath(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; requests that began with it go on."""
+        await self.client.set_adapter(name, None)
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last piece, with finish_reason "abort"."""

@@ -83,6 +83,7 @@ class TextModel:
         self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
         self.name, self.tokenizer = self.encoder.name, self.encoder.tokenizer
         self.sampling_defaults = self.encoder.sampling_defaults  # values of fields left open; may be empty
+        self.adapter = ""  # LoRA adapter of requests that name none; "": the model as it is
         self.has_chat_template = self.encoder.has_chat_template  # whether `chat` works with this model
         self._start(engine)
 
@@ -111,6 +112,7 @@ class TextModel:
     def _open_prompt(
         self, prompt: Prompt, params: SamplingParams | None, **options: Unpack[RequestOptions]
     ) -> OutputBuilder:
+        options.setdefault("adapter", self.adapter)
         request = self.encoder.make_request(prompt, params, **options)
         return OutputBuilder(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 
@@ -119,6 +121,7 @@ class TextModel:
     ) -> OutputBuilder:
         chat, own = split_options(options)
         ids, params, form = self.encoder.open_chat(messages, params, **chat)
+        own.setdefault("adapter", self.adapter)
         request = self.encoder.make_request(ids, params, **own)
         return OutputBuilder(request, self.tokenizer, None, is_chat=True, form=form)
 
@@ -187,6 +190,16 @@ class LLM(TextModel):
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer."""
         return self.encoder.encode_chat(messages, tools=tools, template_options=template_options)
+
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load the LoRA adapter in a directory, for requests with `adapter=name`."""
+        with self._in_turn():
+            self.engine.set_adapter(name, os.fspath(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; streams that are open go on with it."""
+        with self._in_turn():
+            self.engine.set_adapter(name, None)
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """Will it fit? The memory of a model on a machine, from its config and headers alone.
 
-    memory = weights (+ a draft model's) + activations of the largest step + graphs + KV cache (+ workspace)
+    memory = weights (+ a draft model's, + LoRA adapters') + activations of the largest step + graphs + KV cache (+ workspace)
              + runtime
 
 Weights, activations and bytes per token are arithmetic (cache/memory.py); what `device_memory` leaves is the
@@ -40,6 +40,7 @@ from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
+from infer.engine.adapters import largest_rank
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
     NO_DRAFT,
@@ -58,6 +59,7 @@ from infer.engine.machine import facts_of, machine_of
 from infer.engine.speculation_build import HeadHeaders, draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.layers.adapted import bank_bytes
 from infer.loader.dtype import DTYPES
 from infer.loader.eagle import head_bytes
 from infer.loader.find.source import read_hub_id, resolve_model
@@ -66,6 +68,7 @@ from infer.loader.load import LoadChoice, check_length, choose_device
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import AS_STORED, PACKED
 from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_weights
+from infer.models.registry import get_family
 from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
@@ -130,6 +133,7 @@ class MemoryPlan:
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     weights: int
     draft: DraftMemory
+    adapters: int  # room for LoRA adapters
     step: StepBytes
     graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
     workspace: int
@@ -140,7 +144,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of it, on the device."""
-        beside = self.draft.total + self.step.total + self.workspace + self.machine.runtime
+        beside = self.draft.total + self.adapters + self.step.total + self.workspace + self.machine.runtime
         return self.weights + beside + self.cache.num_bytes
 
     @property
@@ -195,13 +199,24 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
         fit_to_device(
             resolved,
             choice,
-            weight_bytes=kept_bytes(model) * ranks_sharing(config, choice.device) + draft.weights,
+            weight_bytes=kept_bytes(model) * ranks_sharing(config, choice.device)
+            + draft.weights
+            + plan_adapters(config, choice),
             scratch=scratch,
             draft=draft.beside,
         )
     except NoRoom as error:
         advice = _what_fits(config, choice, machine, draft)
         raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
+
+
+def plan_adapters(config: EngineConfig, choice: LoadChoice) -> int:
+    """Return the bytes that the room for LoRA adapters takes; adapters that cannot be served are refused."""
+    if not config.adapters.is_on:
+        return 0
+    model, weight_map = choice.plan.skeleton, get_family(choice.config.family).weight_map
+    rank = largest_rank(config.adapters, model, weight_map)
+    return bank_bytes(model, num_slots=config.adapters.num_slots, rank=rank, dtype=choice.dtype)
 
 
 def plan_draft(
@@ -246,10 +261,11 @@ def plan_memory(
     activations = step.activations
     layout, bytes_per_token, share = kept_cache(resolved, choice)
     draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
-    num_ranks = ranks_sharing(config, machine.device)
-    beside = machine.unloaded.with_weights(weights * num_ranks + draft.weights)
+    num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
+    beside = machine.unloaded.with_weights(weights * num_ranks + draft.weights + adapters)
     left = beside.room // num_ranks
     drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""
+    drafting += f", {format_bytes(adapters)} of LoRA adapters" if adapters else ""
     parts = f"{format_bytes(weights)} of weights{drafting} and {format_bytes(activations)} of activations"
     needed = max(step.total + draft.beside.step, _loading_bytes(choice, machine))
     each = bytes_per_token + draft.beside.per_token
@@ -267,6 +283,7 @@ def plan_memory(
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
         weights=weights,
         draft=draft,
+        adapters=adapters,
         step=step,
         graphs=step.total - activations,
         workspace=int(cache.num_bytes * share),
@@ -348,7 +365,8 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
         token += draft.beside.per_token
         beside = max(step.total, _loading_bytes(choice, machine)) + 2 * config.cache.block_size * token
         share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
-        needed = weight_bytes(choice.plan) + draft.total + int(beside / share) + machine.runtime
+        adapters = plan_adapters(config, choice)
+        needed = weight_bytes(choice.plan) + draft.total + adapters + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
             return f"what would fit: {changed}"
         if needed <= machine.memory:

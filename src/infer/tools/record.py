@@ -53,7 +53,7 @@ from infer.cache.memory import CacheSize
 from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
 from infer.engine.run_manifest import RunFacts
-from infer.errors import ConfigError, InferError
+from infer.errors import ConfigError, InferError, RequestError
 from infer.execution.order import StepMasks, StepOrder
 from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
@@ -103,7 +103,9 @@ class Recorder(EngineObserver):
             raise ConfigError(f"cannot record to {self.path}: {error.strerror}") from None
 
     def on_add(self, step: int, request: Request) -> None:
-        """Write the whole request, its salt hashed."""
+        """Write the whole request, its salt hashed; an adapter's weights are not in a record."""
+        if request.adapter:
+            raise RequestError("a request with a LoRA adapter cannot be recorded", param="adapter")
         written = {field.name: getattr(request, field.name) for field in fields(request)}
         written |= {"params": asdict(request.params), "cache_salt": self._hash_salt(request.cache_salt)}
         self._event("add", step, request=written)

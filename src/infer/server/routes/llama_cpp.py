@@ -64,7 +64,7 @@ class LlamaCompletion(AskingBody):
         "input_extra": Neutral(([],), "this server continues a text, it cannot fill a gap"),
         "input_prefix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
         "input_suffix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
-        "lora": Neutral(([],), "adapters are not chosen by requests"),
+        "lora": Neutral(([],), "an adapter is chosen by the name of the model"),
         "min_keep": Neutral((0,), _SAMPLERS),
         "mirostat": Neutral((0,), _SAMPLERS),
         "n_cmpl": Neutral((1,), "send several requests, or n to /v1/completions"),
