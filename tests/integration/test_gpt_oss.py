@@ -33,7 +33,7 @@ needs_kernel = pytest.mark.skipif(not has_kernel, reason="no C kernel for floats
 
 
 def write_mxfp4(directory: Path, reference: Any) -> Path:
-    """Random codes for the experts: in the file, and unpacked by the reference's own function in the model."""
+    """Random codes for the experts: in the file, and unpacked by the reference's own function."""
     generator = torch.Generator().manual_seed(5)
     write_directory(directory, reference, quantization_config={"quant_method": "mxfp4"})
     tensors = load_file(directory / "model.safetensors")
