@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from infer.kernels.elementwise.gated_activation import CLAMPED, gated_activation_reference
 from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.moe.biased import biased_experts_mlp, coded_products, dense_products
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
-from infer.kernels.moe.grouped import experts_mlp_reference
+from infer.kernels.moe.grouped import by_expert, experts_mlp_reference
 
 FORMS = {
     "fp8": CodedForm("fp8"),
@@ -15,6 +18,7 @@ FORMS = {
     "int8-32": CodedForm("int8", 32),
     "int4-minima": CodedForm("int4", 32, True),
     "int4-64": CodedForm("int4", 64),
+    "mxfp4": CodedForm("mxfp4", 32),
 }
 D, SIZE = 96, 80  # not whole bands of gate and up, nor whole tiles along K
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2}  # weights, gate and outputs are rounded
@@ -45,7 +49,7 @@ class CodedMoeContract:
         num_groups = -(-size // (form.group or size))
         for number in range(num_experts):
             codes = torch.randint(0, 16, (num_rows, size), dtype=torch.uint8)
-            if form.codes != "int4":
+            if form.bits == 8:
                 codes = (codes.float() - 7.5).to(torch.float8_e4m3fn if form.codes == "fp8" else torch.int8)
             scales = torch.rand(1 if form.scale_rows > 1 else num_rows, num_groups) * 0.1 + 0.01
             scales = scales.expand(num_rows, -1).contiguous()
@@ -78,6 +82,31 @@ class CodedMoeContract:
             expected = experts_mlp_reference(x.double(), experts, shares.double(), *numbers, "silu")
             error = (y.double() - expected).abs().max() / expected.abs().max()
             assert error < TOLERANCE[dtype], float(error)
+
+    @pytest.mark.parametrize("name", ["mxfp4", "int8-32"])
+    def test_biases_and_the_clamped_gate_of_gpt_oss(self, name: str) -> None:
+        torch.manual_seed(0)
+        gate_up, down = self.stack(FORMS[name], 4, 2 * SIZE, D), self.stack(FORMS[name], 4, D, SIZE)
+        numbers = self.numbers(gate_up), self.numbers(down)
+        biases = torch.randn(4, 2 * SIZE).to(self.device), torch.randn(4, D).to(self.device)
+        x = 2 * torch.randn(5, D).to(self.device)  # some gates are clamped
+        experts = torch.stack([torch.randperm(4)[:2] for _ in range(5)]).int().to(self.device)
+        shares = torch.rand(5, 2).to(self.device)
+
+        def one_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            both = F.linear(rows, numbers[0][expert].double(), biases[0][expert].double())
+            gated = gated_activation_reference(both, CLAMPED)
+            return F.linear(gated, numbers[1][expert].double(), biases[1][expert].double())
+
+        expected = by_expert(x.double(), experts, shares.double(), one_expert)
+        for products in (
+            coded_products(gate_up, down, invariant=False),
+            coded_products(gate_up, down, invariant=True),
+            dense_products(*(each.contiguous() for each in numbers), invariant=False),
+        ):
+            y = biased_experts_mlp(x, experts, shares, products, *biases, activation=CLAMPED)
+            error = (y.double() - expected).abs().max() / expected.abs().max()
+            assert error < TOLERANCE[torch.float32], float(error)
 
     def test_no_tokens(self) -> None:
         stacks = self.stack(FORMS["fp8"], 4, 2 * SIZE, D), self.stack(FORMS["fp8"], 4, D, SIZE)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infer.kernels.cpu import operations
-from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.library import MXFP4, Library
+from infer.kernels.linear.coded import E2M1
 from infer.quant.memory import WeightMemory
 from infer.quant.packed import PackedMatrix
 from tests.kernels.c_builds import BUILDS, c_library
@@ -255,3 +256,28 @@ def test_matrices_lie_side_by_side_on_cache_lines() -> None:
     first, second, large = memory.take(100), memory.take(10), memory.take(1 << 17)
     assert second.data_ptr() - first.data_ptr() == 128
     assert large.numel() == 1 << 17 and all(piece.data_ptr() % 64 == 0 for piece in (first, second, large))
+
+
+@pytest.mark.parametrize("digits", [2, 1])
+@pytest.mark.parametrize("shape", [(1, 16, 32), (3, 17, 64), (8, 48, 96), (15, 33, 128), (59, 17, 64)])
+def test_floats_of_4_bits_are_multiplied_by_their_codes(
+    c: Library, shape: tuple[int, int, int], digits: int
+) -> None:
+    if MXFP4 not in c.linear:
+        pytest.skip("NEON keeps them in int8")
+    num_tokens, num_rows, size = shape
+    codes = torch.randint(0, 16, (num_rows, size), dtype=torch.int8)
+    scales = torch.exp2(torch.randint(-9, -4, (num_rows, size // GROUP)).float())
+    matrix = PackedMatrix(c, num_rows, size, 4)
+    matrix.kind, matrix.digits = MXFP4, digits
+    matrix.fill_integers(codes, (scales / 2).half(), (-6 * scales).half(), 0)
+    weight = torch.tensor(E2M1)[codes.long()] * scales.repeat_interleave(GROUP, 1)
+    assert torch.equal(matrix.dequantized(), weight)
+    x, bias = torch.randn(num_tokens, size), torch.randn(num_rows)
+    torch.testing.assert_close(
+        matrix.multiply(x, bias), product_reference(x, weight, bias, digits), rtol=1e-5, atol=1e-5
+    )
+    loud = torch.full((num_tokens, size), 3.0)  # the largest integers times the largest codes
+    matrix.fill_integers(torch.full_like(codes, 7), (scales / 2).half(), (-6 * scales).half(), 0)
+    expected = product_reference(loud, 6 * scales.repeat_interleave(GROUP, 1), None, digits)
+    torch.testing.assert_close(matrix.multiply(loud, None), expected, rtol=1e-5, atol=1e-5)

@@ -160,7 +160,7 @@ def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
     It is None for a checkpoint with quantized matrices, whatever else it holds.
     """
     tensors = list(tensors)
-    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
+    if any(isinstance(tensor, QuantizedTensor) or tensor.formats == ("mxfp4",) for tensor in tensors):
         return None
     num_bytes: dict[str, int] = {}
     for tensor in tensors:

@@ -35,7 +35,8 @@ import torch
 from torch import nn
 
 from infer.errors import ConfigError
-from infer.kernels.linear.coded import FORMS, CodedForm
+from infer.kernels.cpu.library import MXFP4, library
+from infer.kernels.linear.coded import FORMS, FOUR_BITS, CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected, without_weights
 from infer.layers.moe import ALWAYS_DENSE
@@ -52,7 +53,7 @@ from infer.quant.coded import StoredCodes
 from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Scheme, WeightSpec
-from infer.quant.registry import SCHEMES
+from infer.quant.registry import FILE_SCHEMES, SCHEMES
 from infer.quant.rounding import BLOCK_ROWS
 
 GROUPS = (128, 64, 32)  # columns that may share a scale in a form
@@ -301,6 +302,8 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     if rule.home == "cpu":
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
             return replace(dense, scheme=SCHEMES["int8"])
+        if rule.scheme is None and _is_mxfp4(tensors):
+            return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
         return replace(dense, scheme=rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"])
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
@@ -316,7 +319,9 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         return dense
     is_int8 = form == CodedForm("int8") and all(form_of(tensor) == form for tensor in tensors)
     int8_tokens = is_int8 and settings.has_int8_tokens
-    return replace(dense, scheme=SCHEMES[form.codes], form=form, int8_tokens=int8_tokens)
+    return replace(
+        dense, scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes], form=form, int8_tokens=int8_tokens
+    )
 
 
 def _held(headers: ModelHeaders) -> Held:
@@ -359,13 +364,25 @@ def form_of(tensor: StoredTensor) -> CodedForm | None:
 def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
     """Whether 4 bits keep all of these."""
     forms = [form_of(tensor) for tensor in tensors]
-    return bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
+    return (
+        bool(forms) and all(form is not None and form.codes == "int4" for form in forms) or _is_mxfp4(tensors)
+    )
+
+
+def _is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
+    """Whether all of these are floats of 4 bits, and the C kernels multiply them."""
+    c, forms = library(), [form_of(tensor) for tensor in tensors]
+    return (
+        c is not None and MXFP4 in c.linear and bool(forms) and all(f and f.codes == "mxfp4" for f in forms)
+    )
 
 
 def stored_form(stored: StoredCodes) -> CodedForm | None:
     """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
     kind, size, group, has_minima, scale_rows = stored
-    is_shared = scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind != "int4" and not has_minima
+    is_shared = (
+        scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
+    )
     rows = BLOCK_ROWS if is_shared else 1  # else each of the 128 rows has a copy of its own
     if group >= size:
         return CodedForm(kind, 0, has_minima, rows)

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from infer.errors import CheckpointError
 from infer.kernels.cpu import operations
-from infer.kernels.cpu.library import Library, library, why_not
+from infer.kernels.cpu.library import MXFP4, Library, library, why_not
 from infer.kernels.linear.coded import CodedForm
 from infer.kernels.runtime.dispatch import device_kind, moment
 from infer.kernels.runtime.torch_threads import one_thread
@@ -74,6 +75,7 @@ class PackedMatrix:
     ) -> None:
         assert bits in (4, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits
+        self.kind = bits  # or `MXFP4`: of the products and of rows that are looked up
         self.digits = operations.EXACT_DIGITS  # that activations are rounded to
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
@@ -102,7 +104,7 @@ class PackedMatrix:
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
             self._library, rows, self.data, self.scales, bias,
-            num_rows=self.num_rows, bits=self.bits, digits=self.digits,
+            num_rows=self.num_rows, bits=self.kind, digits=self.digits,
         )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
@@ -110,7 +112,7 @@ class PackedMatrix:
         """Rows as float32: the matrix as an embedding."""
         return operations.embed(
             self._library, ids_T, self.data, self.scales,
-            num_rows=self.num_rows, size=self.size, kind=self.bits,
+            num_rows=self.num_rows, size=self.size, kind=self.kind,
         )  # fmt: skip
 
     def dequantized(self) -> torch.Tensor:
@@ -187,6 +189,34 @@ class Int8(Packed):
     """8.5 bits per weight."""
 
     scheme, bits = "int8", 8
+
+
+class Mxfp4(Packed):
+    """Floats of 4 bits as their file has them, 5 bits per weight with scales: nothing is rounded to them.
+
+    csrc/linear.h says how they become unsigned integers of the products. A scale is a half here: what lies
+    below 2^-24 is 0, and what lies above 2^12 is no weight.
+    """
+
+    scheme, bits = "mxfp4", 4
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """The layout of int4, multiplied by a table."""
+        tensors = super().allocate()
+        for matrix in self.matrices:
+            matrix.kind = MXFP4
+        return tensors
+
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Put a file's codes into place."""
+        assert isinstance(rows, CodedRows), "only codes of a file are kept so"
+        part = fit_rows(rows, CodedForm("mxfp4", 32))
+        assert part is not None, rows.codes.dtype
+        steps = part.scales / 2  # of twice the floats
+        if bool((steps > 4096).any()):
+            raise CheckpointError("an MXFP4 matrix has a scale above 2^13: the file is damaged")
+        integers = QuantizedRows(part.codes.view(torch.int8).contiguous(), steps.half(), (-12 * steps).half())
+        self.matrices[expert].fill_integers(*integers, first)
 
 
 class Int4(Packed):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from infer.quant.dense import Dense
 from infer.quant.gpu_schemes import GPUWeights
-from infer.quant.packed import Int4, Int8
+from infer.quant.packed import Int4, Int8, Mxfp4
 from infer.quant.projection import Scheme
 
+FILE_SCHEMES: dict[str, Scheme] = {  # of codes that files have, and that nothing is rounded to
+    "mxfp4": Scheme(name="mxfp4", devices=("cpu", "cuda"), make=Mxfp4)
+}
 SCHEMES: dict[str, Scheme] = {
     row.name: row
     for row in (

@@ -23,13 +23,17 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.linear.coded import CodedForm
+from infer.kernels.linear.coded import E2M1, CodedForm
 from infer.quant.coded import CodedRows
 
 E4M3_MAX = 448.0
 BLOCK_ROWS = 128  # of FP8 in blocks: the only rows that share a scale in memory
 TINY = 1e-12  # a scale must not be 0, also where all weights are
 _RANGES = (1.0, 0.92, 0.84, 0.76)  # of a group's own, tried for int4
+_E2M1_OF = torch.zeros(25, dtype=torch.uint8)  # the code of each float of 4 bits, by twice its value plus 12
+_E2M1_OF[torch.tensor([int(2 * value) + 12 for value in (*E2M1[8:], *E2M1[:8])])] = torch.tensor(
+    [*range(8, 16), *range(8)], dtype=torch.uint8
+)
 
 
 class CodedPart(NamedTuple):
@@ -93,6 +97,9 @@ def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
         return parts.repeat_interleave(repeats, dim=1)[:, :num_groups]
 
     scales, minima, zeros = by_group(rows.scales), rows.minima, rows.zeros
+    if form.codes == "mxfp4":  # the file's reader hands out twice the floats, with half the scales
+        is_twice = codes.dtype is torch.int8 and not isinstance(zeros, torch.Tensor) and zeros == 0
+        return CodedPart(_E2M1_OF[codes.long().cpu() + 12].to(codes.device), 2 * scales) if is_twice else None
     if minima is not None and not form.has_minima:
         return None
     if form.codes == "fp8":

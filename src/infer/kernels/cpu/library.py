@@ -24,6 +24,9 @@ _lock = threading.Lock()
 _state: Library | CBuildError | None = None
 
 
+MXFP4 = 5  # what csrc/linear.h calls floats of 4 bits, in the place of a number of bits
+
+
 class Library:
     """The compiled C library: two functions that run operations, and the addresses of the operations."""
 
@@ -48,6 +51,8 @@ class Library:
         self.variant: str = c.infer_variant().decode()
         self.quantize = self._address("infer_linear_quantize")
         self.linear = {8: self._address("infer_linear_int8"), 4: self._address("infer_linear_int4")}
+        if hasattr(c, "infer_linear_mxfp4"):  # not with NEON
+            self.linear[MXFP4] = self._address("infer_linear_mxfp4")
         self.pack = self._address("infer_pack")
         self.embed = self._address("infer_embed")
         self.rms_norm = self._address("infer_rms_norm")

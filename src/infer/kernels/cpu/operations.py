@@ -13,7 +13,7 @@ import struct
 
 import torch
 
-from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.library import MXFP4, Library
 from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
 from infer.kernels.elementwise.kv_codes import KVScales
 
@@ -88,8 +88,11 @@ def linear(
     bits: int,
     digits: int = EXACT_DIGITS,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation."""
-    M, K = x_MK.shape
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation.
+
+    `bits` are 8, 4, or `MXFP4` for floats of 4 bits.
+    """
+    kernel, bits, (M, K) = library.linear[bits], 4 if bits == MXFP4 else bits, x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     y_MN = empty((M, num_rows))
@@ -104,7 +107,7 @@ def linear(
         digits, tiles_per_chunk, rows_per_chunk,
     )  # fmt: skip
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
-    run_or_record(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
+    run_or_record(library, kernel, args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
     return y_MN
 
 

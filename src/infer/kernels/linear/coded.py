@@ -3,6 +3,7 @@
     fp8     w = scale * code                  a float of 8 bits, e4m3
     int8    w = scale * code  (+ minimum)     -128 .. 127
     int4    w = scale * (code - zero)         0 .. 15, zero as well;  or  scale * code + minimum
+    mxfp4   w = scale * code                  a float of 4 bits, e2m1; scales are powers of two
 
 One scale, zero and minimum for each `group` neighbours of a row, or for the whole row.
 
@@ -35,7 +36,9 @@ from typing import NamedTuple
 import torch
 
 BAND, CELL_COLUMNS = 32, 128
-FORMS = ("fp8", "int8", "int4")
+FORMS = ("fp8", "int8", "int4", "mxfp4")
+FOUR_BITS = ("int4", "mxfp4")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _ZERO_BITS = 15  # the bits of a scale that hold the zero
 
@@ -43,7 +46,7 @@ _ZERO_BITS = 15  # the bits of a scale that hold the zero
 class CodedForm(NamedTuple):
     """How the weights of a matrix are written."""
 
-    codes: str  # fp8, int8 or int4
+    codes: str  # fp8, int8, int4 or mxfp4
     group: int = 0  # columns that share a scale; 0: all
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale: 1, or 128 (FP8 in blocks)
@@ -51,7 +54,7 @@ class CodedForm(NamedTuple):
     @property
     def bits(self) -> int:
         """How many bits a code has."""
-        return 4 if self.codes == "int4" else 8
+        return 4 if self.codes in FOUR_BITS else 8
 
     @property
     def spans(self) -> int:
@@ -77,8 +80,8 @@ class CodedForm(NamedTuple):
             raise ValueError(f"codes must be one of {FORMS} and scale_rows 1 or 128, got {self}")
         if group and group not in (32, 64) and group % CELL_COLUMNS:
             raise ValueError(f"group must be 0, 32, 64 or a multiple of 128, got {self}")
-        if (codes == "fp8" and has_minima) or (codes == "int4" and scale_rows > 1):
-            raise ValueError(f"fp8 has no minima, and int4 a scale for each row, got {self}")
+        if (codes in ("fp8", "mxfp4") and has_minima) or (codes in FOUR_BITS and scale_rows > 1):
+            raise ValueError(f"floats have no minima, and 4 bits a scale for each row, got {self}")
         if scale_rows > 1 and (has_minima or group % CELL_COLUMNS):
             raise ValueError(f"rows that share scales have groups of whole 128s and no minima, got {self}")
 
@@ -210,7 +213,9 @@ class CodedWeights:
         form = self.form
         codes = unpack(self.cells[:, :, : form.code_bytes], form.codes)[:, : self.size]
         numbers = codes.float()
-        if form.codes != "int4":
+        if form.codes == "mxfp4":
+            numbers = torch.tensor(E2M1, device=codes.device)[codes.long()]
+        elif form.codes != "int4":
             code_type = torch.float8_e4m3fn if form.codes == "fp8" else torch.int8
             numbers = codes.contiguous().view(code_type).float()
         scales = self._by_element(0)
@@ -241,7 +246,7 @@ def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
     # band, block, row + 8, g | 64 columns, half, 16 columns, column + 8, t, column + 1
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
     shape = (len(axes), num_columns // CELL_COLUMNS, -1)
-    if form == "int4":
+    if form in FOUR_BITS:
         both = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, *shape)
         return both[0] | both[1] << 4
     in_order = axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(*shape)
@@ -256,7 +261,7 @@ def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
 def unpack(packed: torch.Tensor, form: str) -> torch.Tensor:
     """The inverse of `pack`: codes as bytes, [rows of the bands, padded columns]."""
     bands = len(packed)
-    if form == "int4":
+    if form in FOUR_BITS:
         axes = torch.stack((packed & 15, packed >> 4)).reshape(2, bands, -1, 2, 8, 4, 2, 2, 2, 2)
         order = axes.permute(1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
     else:

@@ -26,6 +26,10 @@ def _number(byte, FORM: tl.constexpr):
         wide = byte.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif FORM == "mxfp4":  # and e2m1 that less 14
+        wide = byte.to(tl.uint16)
+        half = ((wide & 8) << 12) | ((wide & 7) << 9)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif FORM == "int8":
         return (byte ^ 0x80).to(tl.float32) - 128.0
     return byte.to(tl.float32)
@@ -34,7 +38,7 @@ def _number(byte, FORM: tl.constexpr):
 @jit
 def _codes(cells_ptr, first, FORM: tl.constexpr, CELLS: tl.constexpr, CELL_BYTES: tl.constexpr):
     """The bytes, one for each code, of 32 rows and CELLS times 128 columns from the cell at `first` on."""
-    if FORM == "int4":
+    if FORM == "int4" or FORM == "mxfp4":
         inside = tl.arange(0, CELLS * 2048)
         both = tl.load(cells_ptr + first + inside // 2048 * CELL_BYTES + inside % 2048)
         axes = tl.join(both & 15, both >> 4).reshape([CELLS * 2, 2, 8, 4, 4, 2, 2, 2])
@@ -92,7 +96,7 @@ def coded_tile(
     CELL_BYTES: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """32 rows and CELLS times 128 columns of W in float32."""
-    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" else 4096
+    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" or FORM == "mxfp4" else 4096
     first = (band.to(tl.int64) * num_cells + cell) * CELL_BYTES
     number = _number(_codes(cells_ptr, first, FORM, CELLS, CELL_BYTES), FORM)
     word = _of_groups(
@@ -141,7 +145,7 @@ def lookup_kernel(
     band, block, upper, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
     first = (band * num_cells + columns // 128) * CELL_BYTES
     in_lane = g * 64 + columns // 2 % 4 * 16
-    if FORM == "int4":
+    if FORM == "int4" or FORM == "mxfp4":
         inside = (columns // 64 % 2 * 2 + block) * 512 + in_lane
         inside += columns // 16 % 4 * 4 + columns % 2 * 2 + columns // 8 % 2
         byte = tl.load(cells_ptr + first + inside, mask=is_column, other=0)
@@ -157,7 +161,7 @@ def lookup_kernel(
             byte = tl.where(upper == 0, one, two)
         else:
             byte = tl.load(cells_ptr + first + inside + upper, mask=is_column, other=0)
-    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" else 4096
+    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" or FORM == "mxfp4" else 4096
     if SPANS:
         where = words_ptr + (first + CODE_BYTES) // 4 + columns % 128 // (128 // SPANS) * 32 + row % 32
         least_at = where + SPANS * 32

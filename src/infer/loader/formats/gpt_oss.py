@@ -12,7 +12,8 @@ Or the matrices are MXFP4, out before in already:
     ..._scales    [E, out, in / 32]        exponents: 32 columns are multiplied by 2^(byte - 127)
 
 A code is a float of 4 bits (sign, two bits of exponent, one of mantissa). Twice its value is a small integer,
-so the codes are handed out as integers of 8 bits with half the scale: none of them is rounded.
+so the codes are handed out as integers of 8 bits with half the scale: none of them is rounded, whether
+mxfp4 keeps them, which takes the codes back, or int8.
 
 Shapes:  E experts, D hidden size, F intermediate size of an expert, R rows, K columns.
 """
@@ -85,7 +86,7 @@ class ExpertStack(StoredTensor):
     @property
     def codes(self) -> StoredCodes | None:
         """What its codes are, where it has codes."""
-        return None if self.scales is None else StoredCodes("int8", self.shape[-1], BLOCK)
+        return None if self.scales is None else StoredCodes("mxfp4", self.shape[-1], BLOCK)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -160,7 +161,10 @@ def coded_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodedRows:
     """Blocks [R, K / 32, 16] and exponents [R, K / 32] as integers and scales."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # low half first
     twice = torch.tensor(TWICE, dtype=torch.int8, device=blocks.device)
-    scales = torch.ldexp(torch.ones((), device=blocks.device), exponents.int() - 128)
+    words = (exponents.int() - 1).clamp_(
+        min=0
+    ) << 23  # float32 of 2^(exponent - 128); 0 where it is too small
+    scales = words.view(torch.float32).masked_fill_(exponents == 255, torch.nan)
     return CodedRows(twice[codes.long()], 8, scales, 0, BLOCK)
 
 

@@ -88,11 +88,15 @@ ALWAYS_INLINE vi add_products(vi sum, __m512i weights, const int8_t *four) {
 }
 #endif
 
+#if defined(HAVE_AVX512)
+ALWAYS_INLINE __m512i mxfp4_table(void) { return _mm512_broadcast_i32x4(_mm_setr_epi8(MXFP4_TABLE)); }
+#endif
+
 /* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants wherever this
  * is inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                 const int rows, const int bits, const int digits) {
-    const int lines = rows * digits;
+                                 const int rows, const int kind, const int digits) {
+    const int lines = rows * digits, bits = kind == MXFP4 ? 4 : kind;
     const int64_t groups = act->groups;
     const int vectors = bits == 4 ? 4 : 8;
     const uint8_t *w = a->data + tile * groups * vectors * 64;
@@ -112,14 +116,17 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
         for (int v = 0; v < vectors; v++) {
             __m512i raw = _mm512_loadu_si512(w + v * 64);
             __m512i low = bits == 4 ? _mm512_and_si512(raw, _mm512_set1_epi8(15)) : raw;
+            if (kind == MXFP4) low = _mm512_shuffle_epi8(mxfp4_table(), low);
             for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], low, q + i * GROUP + v * 4);
             if (bits == 4) {
                 __m512i high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), _mm512_set1_epi8(15));
+                if (kind == MXFP4) high = _mm512_shuffle_epi8(mxfp4_table(), high);
                 for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], high, q + i * GROUP + 16 + v * 4);
             }
         }
 #elif defined(HAVE_AVX2)
         const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+        const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(MXFP4_TABLE));
         for (int i = 0; i < lines; i++) {
             const int8_t *x = q + i * GROUP;
             union { vi all; __m256i half[2]; } sum = {sums[i]};
@@ -136,12 +143,18 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
                         continue;
                     }
                     /* sums of pairs are below 15 * 127 * 2, so eight of them fit into 16 bits */
-                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(_mm256_and_si256(raw, nibble), xs));
-                    memcpy(&four, x + 16 + v * 4, 4);
+                    __m256i low = _mm256_and_si256(raw, nibble);
                     __m256i high = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
+                    if (kind == MXFP4) low = _mm256_shuffle_epi8(table, low), high = _mm256_shuffle_epi8(table, high);
+                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(low, xs));
+                    memcpy(&four, x + 16 + v * 4, 4);
                     pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(high, _mm256_set1_epi32(four)));
+                    if (kind == MXFP4) { /* up to 24 * 127 * 2 each: only two of them fit */
+                        s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, ones));
+                        pairs = _mm256_setzero_si256();
+                    }
                 }
-                if (bits == 4) s = _mm256_madd_epi16(pairs, ones);
+                if (bits == 4 && kind != MXFP4) s = _mm256_madd_epi16(pairs, ones);
                 sum.half[h] = s;
             }
             sums[i] = sum.all;
@@ -184,18 +197,20 @@ static void configure_tiles(void) {
 
 /* A group of int4 weights as bytes. Tiles are loaded from memory, and not before it has been written, so this is
  * done one group early. */
-ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to) {
+ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
     for (int v = 0; v < 4; v++) {
         __m512i raw = _mm512_loadu_si512(from + v * 64), mask = _mm512_set1_epi8(15);
-        _mm512_store_si512(to + v * 64, _mm512_and_si512(raw, mask));
-        _mm512_store_si512(to + 256 + v * 64, _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask));
+        __m512i low = _mm512_and_si512(raw, mask), high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
+        if (kind == MXFP4) low = _mm512_shuffle_epi8(mxfp4_table(), low), high = _mm512_shuffle_epi8(mxfp4_table(), high);
+        _mm512_store_si512(to + v * 64, low);
+        _mm512_store_si512(to + 256 + v * 64, high);
     }
 }
 
 /* What multiply_tile does, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                     const int blocks, const int bits, const int digits) {
-    const int block = LINES / digits, rows = blocks * block;
+                                     const int blocks, const int kind, const int digits) {
+    const int block = LINES / digits, rows = blocks * block, bits = kind == MXFP4 ? 4 : kind;
     const int64_t groups = act->groups, next_block = groups * block;
     const int64_t group_bytes = bits == 4 ? 256 : 512;
     const uint8_t *w = a->data + tile * groups * group_bytes;
@@ -209,7 +224,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);
-        if (bits == 4 && g == 0) unpack(weights, nibbles[0]);
+        if (bits == 4 && g == 0) unpack(weights, nibbles[0], kind);
         if (bits == 4) weights = nibbles[g & 1];
         if (g < groups) {
             const int8_t *q = act->q + place * digits * GROUP;
@@ -225,7 +240,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
                 _tile_stored(3, sums[g & 1] + LINES, 64);
             }
         }
-        if (bits == 4 && g + 1 < groups) unpack(w + (g + 1) * group_bytes, nibbles[(g + 1) & 1]);
+        if (bits == 4 && g + 1 < groups) unpack(w + (g + 1) * group_bytes, nibbles[(g + 1) & 1], kind);
         if (g == 0) continue;
         group_scales scales = load_scales(w_scales, g - 1, bits);
         const vi *line = sums[(g - 1) & 1];
@@ -280,12 +295,15 @@ typedef int32_t ints4 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float floats4 __attribute__((vector_size(16)));
 
 /* A group of weights of four neighbours in a tile, as integers: one lane each. */
-static inline void unpack_four(const uint8_t *w, ints4 *weights, const int bits) {
+static inline void unpack_four(const uint8_t *w, ints4 *weights, const int kind) {
+    static const int table[16] = {MXFP4_TABLE};
+    const int bits = kind == MXFP4 ? 4 : kind;
     for (int k = 0; k < GROUP; k++) {
         const int in_lane = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? k % 4 : 3 - k % 4; /* whose byte k % 4 is */
         ints4 raw = *(const ints4 *)(w + k / 4 % (bits == 4 ? 4 : 8) * 64);
         if (bits == 8) weights[k] = (raw << (24 - 8 * in_lane)) >> 24;
         else weights[k] = (raw >> (8 * in_lane + k / 16 * 4)) & 15;
+        for (int i = 0; kind == MXFP4 && i < 4; i++) weights[k][i] = table[weights[k][i]];
     }
 }
 
@@ -295,13 +313,14 @@ static inline floats4 four_halves(const uint16_t *p) {
 
 /* `rows` rows, eight at most, times four columns of a tile from column n on. */
 ALWAYS_INLINE void multiply_four(const linear_args *a, const activations *act, int64_t n, int64_t m, int64_t rows,
-                                 const int bits, const int digits) {
+                                 const int kind, const int digits) {
+    const int bits = kind == MXFP4 ? 4 : kind;
     const int64_t cell = n / LANES * act->groups, in_tile = n % LANES;
     floats4 total[8] = {{0}};
     int64_t place = place_of(act, m);
     for (int64_t g = 0; g < act->groups; g++, place += block_rows(digits)) {
         ints4 weights[GROUP];
-        unpack_four(a->data + (cell + g) * bits * 64 + in_tile * 4, weights, bits);
+        unpack_four(a->data + (cell + g) * bits * 64 + in_tile * 4, weights, kind);
         const uint16_t *w_scales = a->scales + (cell + g) * (bits == 4 ? 2 : 1) * LANES + in_tile;
         floats4 scale = four_halves(w_scales), minimum = bits == 4 ? four_halves(w_scales + LANES) : scale;
         for (int64_t i = 0; i < rows; i++) {
@@ -348,3 +367,9 @@ void infer_linear_int4(const void *args, int64_t chunk) {
     if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 4, 1);
     else multiply_chunk(args, chunk, 4, 2);
 }
+#ifndef HAVE_NEON /* there the same weights are kept in int8 */
+void infer_linear_mxfp4(const void *args, int64_t chunk) {
+    if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, MXFP4, 1);
+    else multiply_chunk(args, chunk, MXFP4, 2);
+}
+#endif

@@ -3,6 +3,8 @@
  * Weights: 32 neighbours of a row are a *group*, which shares a scale d, and in int4 a minimum m; both are halves.
  *     int8   w = d * q         q in -127 .. 127      8.5 bits per weight
  *     int4   w = d * q + m     q in 0 .. 15          5 bits per weight
+ *     mxfp4  w = d * t[q] + m  q in 0 .. 15          the same layout; t holds twice the floats of 4 bits, plus 12, and
+ *                                                    m is -12 d: unsigned integers, as the products want them
  *
  * 16 rows form a *tile*, and the instruction that multiplies four pairs of bytes and adds them to a 32-bit lane
  * wants four consecutive k of one row in a lane, 16 rows in a register:
@@ -22,6 +24,8 @@
 #include "infer.h"
 
 #define GROUP 32
+#define MXFP4 5 /* in the place of a weight's bits */
+#define MXFP4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 #define LINES 16
 
 #if defined(HAVE_AVX512)
@@ -41,7 +45,7 @@ typedef struct {
     const float *bias; /* may be NULL */
     uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
-    int64_t bits;                            /* of a weight */
+    int64_t bits;                            /* of a weight; of mxfp4, 4 */
     int64_t digits;                          /* of an activation: 2 or 1 */
     int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
 } linear_args;

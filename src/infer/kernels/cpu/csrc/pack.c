@@ -189,7 +189,7 @@ typedef struct {
     int64_t K, num_rows;
     const uint8_t *data;
     const uint16_t *scales;
-    int64_t bits; /* 8 or 4: packed as above; 16: halves, 17: bfloat16, 32: floats, all [num_rows][K] */
+    int64_t bits; /* 8, 4 or MXFP4: packed as above; 16: halves, 17: bfloat16, 32: floats, all [num_rows][K] */
     int64_t rows_per_chunk;
 } embed_args;
 
@@ -205,9 +205,10 @@ static void read_packed(const embed_args *a, int64_t row, float *out) {
         } else {
             float d = half_to_float(a->scales[cell * 2 * LANES + lane]);
             float m = half_to_float(a->scales[(cell * 2 + 1) * LANES + lane]);
+            static const int table[16] = {MXFP4_TABLE};
             for (int64_t k = 0; k < count; k++) {
-                uint8_t raw = data[k / 4 % 4 * 64 + k % 4];
-                out[g * GROUP + k] = d * (float)(k < 16 ? raw & 15 : raw >> 4) + m;
+                uint8_t raw = data[k / 4 % 4 * 64 + k % 4], q = k < 16 ? raw & 15 : raw >> 4;
+                out[g * GROUP + k] = d * (float)(a->bits == MXFP4 ? table[q] : q) + m;
             }
         }
     }
