@@ -97,6 +97,15 @@ TOKENS = {
     ),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
+    "granite": FamilyTokens(
+        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+        eos=("<|end_of_text|>",),
+        bos="<|end_of_text|>",
+    ),
+    "smollm3": _QWEN3,
+    "exaone4": FamilyTokens(
+        ("[PAD]", "[BOS]", "[EOS]", "[|endofturn|]"), eos=("[|endofturn|]",), bos="[BOS]"
+    ),
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -236,6 +245,28 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
                 "factor": 4.0,
                 "original_max_position_embeddings": max(sizes.context_len // 4, 2),
             },
+            "sliding_window": sizes.window,
+        },
+        "granite": {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "attention_multiplier": 1 / head_dim,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+        },
+        "smollm3": {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+        },
+        "exaone4": {
+            "architectures": ["Exaone4ForCausalLM"],
+            "model_type": "exaone4",
+            "head_dim": head_dim,
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
             "sliding_window": sizes.window,
         },
     }

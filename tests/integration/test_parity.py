@@ -104,6 +104,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "num_key_value_heads": 4},
     ),
     "olmo3: yarn in the layers without a window": ("olmo3", {}),
+    "granite: four factors": ("granite", {}),
+    "granite: tied head and biases": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3: every fourth layer does not rotate": ("smollm3", {}),
+    "smollm3: a list of layers, and windows where they do not rotate": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "exaone4: layers without a window do not rotate": ("exaone4", {}),
+    "exaone4: no window, every layer rotates": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",
@@ -306,7 +321,7 @@ def rope_cases() -> dict[str, dict[str, Any]]:
 
 def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[Model, Any]:
     """A pair of models whose layers turn as `section` says, ours made to serve `context_len` tokens."""
-    section, num_pairs = dict(section), 8 if family in ("qwen3", "qwen3_moe", "gemma3") else 6
+    section, num_pairs = dict(section), 8 if family in ("qwen3", "qwen3_moe", "gemma3", "exaone4") else 6
     if "short_factor" in section:
         section["short_factor"] = [1.0 + 0.1 * pair for pair in range(num_pairs)]
         section["long_factor"] = [1.0 + 3.0 * pair for pair in range(num_pairs)]

@@ -66,10 +66,25 @@ _TINY: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
         },
     },
+    "granite": _COMMON
+    | {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 6.0,
+    },
+    "smollm3": _COMMON | {"num_hidden_layers": 4},
+    "exaone4": _COMMON | {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 16},
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
-MORE_FAMILIES = ("olmo2", "olmo3")  # run by test_parity and test_more_families: other tests see no difference
+MORE_FAMILIES = (
+    "olmo2",
+    "olmo3",
+    "granite",
+    "smollm3",
+    "exaone4",
+)  # run by test_parity and test_more_families: other tests see no difference
 UNCUT_FAMILIES = ("olmo2", "olmo3")  # ranks cannot share them
 FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES + MORE_FAMILIES)
 
@@ -88,6 +103,9 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+        "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+        "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+        "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]

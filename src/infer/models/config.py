@@ -85,6 +85,9 @@ class ModelConfig:
     projection_norm: bool = False  # OLMo: normalise all queries of a token at once, and all keys
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
+    embedding_scale: float | None = None  # Granite: embeddings are multiplied by it; Gemma's is in its file
+    residual_scale: float = 1.0  # Granite: what attention and MLP add to the stream is multiplied by it
+    logit_scale: float = 1.0  # Granite: logits are multiplied by it
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled

@@ -33,6 +33,7 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
+from infer.kernels.elementwise.embedding import scaled
 from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
@@ -101,7 +102,9 @@ class Model(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        return as_tensor(self.head(hidden_SD))
+        logits_SV = as_tensor(self.head(hidden_SD))
+        factor = self.config.logit_scale
+        return logits_SV if factor == 1.0 else scaled(logits_SV, factor)
 
 
 def layer_rotaries(config: ModelConfig) -> list[Rotary]:

@@ -11,7 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, mixtral, olmo2, olmo3, qwen2, qwen3, qwen3_moe
+from infer.models import (
+    exaone4,
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -49,6 +63,12 @@ FAMILIES: tuple[Family, ...] = (
            olmo2.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
     Family("olmo3", ("Olmo3ForCausalLM",), ("olmo3",),
            olmo3.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("granite", ("GraniteForCausalLM",), ("granite",),
+           granite.read_config, granite.Granite, llama.WEIGHT_MAP),
+    Family("smollm3", ("SmolLM3ForCausalLM",), ("smollm3",),
+           smollm3.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("exaone4", ("Exaone4ForCausalLM",), ("exaone4",),
+           exaone4.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )
