@@ -106,6 +106,15 @@ TOKENS = {
     "exaone4": FamilyTokens(
         ("[PAD]", "[BOS]", "[EOS]", "[|endofturn|]"), eos=("[|endofturn|]",), bos="[BOS]"
     ),
+    "phi3": FamilyTokens(
+        ("<unk>", "<s>", "<|endoftext|>", "<|assistant|>", "<|user|>", "<|system|>", "<|end|>"),
+        eos=("<|end|>", "<|endoftext|>"),
+        bos="<s>",
+    ),
+    "glm4": FamilyTokens(
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -268,6 +277,26 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "head_dim": head_dim,
             "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
             "sliding_window": sizes.window,
+        },
+        "phi3": {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "original_max_position_embeddings": max(sizes.context_len // 2, 2),
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0 + 0.01 * pair for pair in range(3 * head_dim // 8)],
+                "long_factor": [1.0 + 0.5 * pair for pair in range(3 * head_dim // 8)],
+            },
+            "tie_word_embeddings": True,
+        },
+        "glm4": {
+            "architectures": ["Glm4ForCausalLM"],
+            "model_type": "glm4",
+            "attention_bias": True,
+            "head_dim": head_dim,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
         },
     }
     if family not in of_family:

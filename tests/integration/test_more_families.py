@@ -22,6 +22,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, load_model
 from infer.loader.weight_plan import plan_weights
+from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import MORE_FAMILIES, UNCUT_FAMILIES, build_like, reference_model
 from tests.support.kv_store import fill_store
@@ -120,3 +121,26 @@ def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root:
     )
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* normalised over all heads.*q_norm"):
         plan.check_cuts()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "allowed"), [("ct-int8", 0.1), ("gptq", 0.6), ("awq", 0.6), ("fp8-block", 0.3)]
+)
+@pytest.mark.parametrize("family", ["glm4", "phi3"])
+def test_rows_of_published_codes_change_places_as_rows_of_numbers_do(
+    family: str, scheme: str, allowed: float, tmp_path: Path
+) -> None:
+    """Rows in a wrong order would leave nothing of the logits."""
+    plain = tmp_path / "plain"
+    sizes = Sizes(
+        hidden_size=256, num_heads=2, num_kv_heads=1, vocab_size=300, num_layers=2
+    )  # heads of 128 rows
+    make_checkpoint(family, plain, sizes=sizes, seed=1)
+    group = {} if scheme in ("ct-int8", "fp8-block") else {"group_size": 32}
+    quantize_checkpoint(resolve_model(str(plain)), tmp_path / scheme, Recipe(scheme=scheme, **group))
+    expected, found, packed = (
+        run_step(loaded(path, quantization).model, [PROMPTS[1]])[0]
+        for path, quantization in ((plain, "none"), (tmp_path / scheme, "none"), (tmp_path / scheme, "auto"))
+    )
+    assert (found - expected).norm() < allowed * expected.norm()
+    assert (packed - expected).norm() < allowed * expected.norm()

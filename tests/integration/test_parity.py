@@ -119,6 +119,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
+    "phi3: longrope beyond the trained length, three quarters of a head": (
+        "phi3",
+        {"original_max_position_embeddings": 8},
+    ),
+    "phi3: whole heads, tied head, sliding window": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "partial_rotary_factor": 1.0,
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+        },
+    ),
+    "glm4: neighbours of half a head turn": ("glm4", {}),
+    "glm4: no biases, a quarter of a head": (
+        "glm4",
+        {"attention_bias": False, "partial_rotary_factor": 0.25},
+    ),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",
@@ -321,7 +339,8 @@ def rope_cases() -> dict[str, dict[str, Any]]:
 
 def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[Model, Any]:
     """A pair of models whose layers turn as `section` says, ours made to serve `context_len` tokens."""
-    section, num_pairs = dict(section), 8 if family in ("qwen3", "qwen3_moe", "gemma3", "exaone4") else 6
+    head_dims = {"qwen3": 16, "qwen3_moe": 16, "gemma3": 16, "exaone4": 16, "glm4": 8}  # that turn
+    section, num_pairs = dict(section), head_dims.get(family, 12) // 2
     if "short_factor" in section:
         section["short_factor"] = [1.0 + 0.1 * pair for pair in range(num_pairs)]
         section["long_factor"] = [1.0 + 3.0 * pair for pair in range(num_pairs)]
@@ -345,6 +364,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
     [
         (family, kind)
         for family in ROTARY_FAMILIES
+        if family != "phi3"  # which has longrope alone: cases of its own
         for kind, section in rope_cases().items()
         if family not in ("gemma3", "olmo3")
         or "truncate" not in section  # whose reference looks for it in another place
@@ -358,6 +378,18 @@ def test_scaled_positions_match_transformers_on_both_sides_of_the_trained_length
         ours, reference = with_rope(family, rope_cases()[kind], num_tokens)
         tokens = random_tokens(num_tokens)
         assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+
+
+def test_phi3_has_the_short_factors_where_no_longer_text_is_served() -> None:
+    changes = CASES["phi3: longrope beyond the trained length, three quarters of a head"][1]
+    reference = reference_model("phi3", **changes)
+    found, raw = find_family(raw_config(reference)), raw_config(reference)
+    ours = found.build(replace(found.read_config(raw), context_len=8))
+    copy_weights(ours, reference.state_dict(), found.weight_map)
+    tokens = random_tokens(8)
+
+    assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+    assert error(run_step(build_like(reference), [tokens])[0], reference_logits(reference, tokens)) > 0.01
 
 
 def test_short_texts_of_a_long_server_keep_the_long_tables() -> None:

@@ -77,6 +77,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # channels of a head that turn, the first ones; None: all
+    pairs_neighbours: bool = False  # GLM-4: files pair channels 2 i and 2 i + 1, not i and i + half
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
     mlp_bias: bool = False
@@ -126,6 +127,21 @@ class ModelConfig:
     def all_layer_weights(self) -> int:
         """The weights of all layers that one token is multiplied with; of experts, of those it is sent to."""
         return sum(map(self.layer_weights, range(self.num_layers)))
+
+    @property
+    def channel_order(self) -> tuple[int, ...] | None:
+        """The place in a file of each channel of a query or key head; None: it is the same.
+
+        Here channel i turns with channel i + H/2, and pairs that do not turn come last (loader/row_order.py).
+        """
+        size = self.rotary_dim or self.head_dim
+        step, half = (2, 1) if self.pairs_neighbours else (1, size // 2)
+        firsts = [step * pair for pair in range(size // 2)]
+        middle = (size + self.head_dim) // 2
+        order = (
+            *firsts, *range(size, middle), *(first + half for first in firsts), *range(middle, self.head_dim),
+        )  # fmt: skip
+        return None if order == tuple(range(self.head_dim)) else order
 
     @property
     def scale(self) -> float:

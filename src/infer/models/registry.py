@@ -14,6 +14,7 @@ from infer.errors import CheckpointError, ConfigError
 from infer.models import (
     exaone4,
     gemma3,
+    glm4,
     gpt2,
     granite,
     llama,
@@ -21,6 +22,7 @@ from infer.models import (
     mixtral,
     olmo2,
     olmo3,
+    phi3,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -69,6 +71,10 @@ FAMILIES: tuple[Family, ...] = (
            smollm3.read_config, llama.Llama, llama.WEIGHT_MAP),
     Family("exaone4", ("Exaone4ForCausalLM",), ("exaone4",),
            exaone4.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("phi3", ("Phi3ForCausalLM",), ("phi3",),
+           phi3.read_config, llama.Llama, phi3.WEIGHT_MAP),
+    Family("glm4", ("Glm4ForCausalLM",), ("glm4",),
+           glm4.read_config, glm4.Glm4, glm4.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )
