@@ -115,6 +115,8 @@ TOKENS = {
         ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
+    "ministral3": _MISTRAL,
+    "mistral3": _MISTRAL,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -299,6 +301,25 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "rms_norm_eps": 1e-5,
         },
     }
+    of_family["ministral3"] = {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": head_dim,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+    if family == "mistral3":
+        return {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "text_config": common | {"model_type": "mistral", "head_dim": head_dim},
+            "tie_word_embeddings": False,
+        }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]

@@ -51,8 +51,14 @@ def checkpoint(root: Path, family: str) -> Path:
 
 
 @functools.cache
-def loaded(path: Path, quantization: str = "none") -> LoadedModel:
-    return load_model(resolve_model(str(path)), dtype="float32", device="cpu", quantization=quantization)
+def loaded(path: Path, quantization: str = "none", max_seq_len: int | None = None) -> LoadedModel:
+    return load_model(
+        resolve_model(str(path)),
+        dtype="float32",
+        device="cpu",
+        quantization=quantization,
+        max_seq_len=max_seq_len,
+    )
 
 
 def answers(model: LoadedModel, *, together: bool = True, **knobs: Any) -> list[list[list[int]]]:
@@ -83,9 +89,9 @@ def test_the_engine_answers_as_the_simplest_loop(family: str, root: Path) -> Non
 @needs_c
 @all_families
 def test_a_decode_step_is_one_recorded_program(family: str, root: Path) -> None:
-    device = build_engine(
-        EngineConfig.from_knobs(num_blocks=8), loaded(checkpoint(root, family), "int8")
-    )._device
+    max_seq_len = 24 if family == "ministral3" else None  # beyond its trained context queries grow in Python
+    model = loaded(checkpoint(root, family), "int8", max_seq_len)
+    device = build_engine(EngineConfig.from_knobs(num_blocks=8), model)._device
     assert isinstance(device, TorchDevice) and device._cpu is not None
     assert device._cpu._program is not None, "some operation of the model is not in C"
 

@@ -137,6 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"attention_bias": False, "partial_rotary_factor": 0.25},
     ),
+    "ministral3: yarn, queries that grow": ("ministral3", {}),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",
@@ -307,6 +308,43 @@ def test_the_text_part_of_a_multimodal_gemma_matches_transformers() -> None:
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+@pytest.mark.parametrize("has_older_names", [False, True])
+def test_the_text_part_of_a_multimodal_mistral_matches_transformers(kind: str, has_older_names: bool) -> None:
+    import transformers
+
+    changes: dict[str, Any] = {"sliding_window": None} if kind == "mistral" else {}
+    text = reference_model(kind, vocab_size=256, **changes)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14, "head_dim": 8,
+    }  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=text.config.to_dict(), vision_config=vision | {"model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    reference: Any = transformers.Mistral3ForConditionalGeneration(config)
+    reference.eval()
+    reference.model.language_model.load_state_dict(text.model.state_dict())
+    reference.lm_head.load_state_dict(text.lm_head.state_dict())
+    raw, tensors = raw_config(reference), reference.state_dict()
+    if has_older_names:
+        raw["text_config"].pop("tie_word_embeddings", None)
+        tensors = {
+            "language_model." + name.replace("model.language_model.", "model.")
+            if "language_model" in name or name == "lm_head.weight"
+            else name.removeprefix("model."): tensor
+            for name, tensor in tensors.items()
+        }
+    family = find_family(raw)
+    ours = family.build(family.read_config(raw))
+    copy_weights(ours, tensors, family.weight_map)
+    tokens = random_tokens(23)
+
+    assert any("vision" in name for name in tensors)
+    assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("llama") and "rope" in case])
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 def test_the_older_spelling_of_rope_gives_the_same_logits(case: str, name: str) -> None:
@@ -364,7 +402,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
     [
         (family, kind)
         for family in ROTARY_FAMILIES
-        if family != "phi3"  # which has longrope alone: cases of its own
+        if family not in ("phi3", "ministral3")  # which have one kind alone: cases of their own
         for kind, section in rope_cases().items()
         if family not in ("gemma3", "olmo3")
         or "truncate" not in section  # whose reference looks for it in another place

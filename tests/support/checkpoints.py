@@ -90,11 +90,24 @@ _TINY: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": _COMMON | {"head_dim": 16},
+    "ministral3": _COMMON
+    | {
+        "head_dim": 20,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
 # run by test_parity and test_more_families: other tests see no difference
-MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4")
+MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3")
 UNCUT_FAMILIES = ("olmo2", "olmo3")  # ranks cannot share them
 FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES + MORE_FAMILIES)
 
@@ -118,6 +131,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+        "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]

@@ -92,6 +92,9 @@ class ModelConfig:
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
+    query_growth: float = (
+        0.0  # Ministral 3: queries grow by it times ln(1 + times the trained context is past)
+    )
     still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
     experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE

@@ -42,6 +42,7 @@ from infer.layers.rotary import (
     Rotary,
     dynamic_theta,
     frequencies,
+    query_factors,
     stretch_llama3,
     stretch_longrope,
     stretch_yarn,
@@ -121,9 +122,10 @@ def layer_rotaries(config: ModelConfig) -> list[Rotary]:
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
     """The rotary tables of one base, stretched as the config says, for texts up to `config.context_len`."""
-    size, scale = config.rotary_dim or config.head_dim, 1.0
+    size, scale, query_P = config.rotary_dim or config.head_dim, 1.0, None
     if scaling is not None:
         original, scale = scaling.original_context_len, scaling.attention_factor
+        query_P = query_factors(config.query_growth, original, config.context_len)
         if scaling.kind == "dynamic":
             theta = dynamic_theta(
                 theta, size, factor=scaling.factor, original_context_len=original, length=config.context_len
@@ -131,7 +133,8 @@ def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) 
     frequencies_R = frequencies(size, theta)
     if scaling is not None:
         frequencies_R = _stretch(frequencies_R, theta, scaling, config.context_len)
-    return Rotary(frequencies_R, config.context_len, num_pairs=config.head_dim // 2, scale=scale)
+    num_pairs = config.head_dim // 2
+    return Rotary(frequencies_R, config.context_len, num_pairs=num_pairs, scale=scale, query_P=query_P)
 
 
 def _stretch(

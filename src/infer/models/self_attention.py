@@ -73,6 +73,9 @@ class SelfAttention(nn.Module):
             for part_TY, weight_Y in zip(self.qkv.split(qkv_TX), norm_weights, strict=False):  # not of values
                 rms_norm(part_TY, weight_Y, eps=self.eps, offset=self.norm_offset, out=part_TY)
             norm_weights = None
+        if self.rotary.query_P is not None:
+            q_TY = self.qkv.split(qkv_TX)[0]
+            q_TY.mul_(self.rotary.query_P[step.positions][:, None])
         transform = HeadTransform(
             norm_weights=norm_weights,
             cos_PR=self.rotary.cos_PR,
