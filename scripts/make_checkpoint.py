@@ -118,6 +118,26 @@ TOKENS = {
         ),
         eos=("<|return|>", "<|call|>", "<|endoftext|>"),
     ),  # fmt: skip
+    "granite": FamilyTokens(
+        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+        eos=("<|end_of_text|>",),
+        bos="<|end_of_text|>",
+    ),
+    "smollm3": _QWEN3,
+    "exaone4": FamilyTokens(
+        ("[PAD]", "[BOS]", "[EOS]", "[|endofturn|]"), eos=("[|endofturn|]",), bos="[BOS]"
+    ),
+    "phi3": FamilyTokens(
+        ("<unk>", "<s>", "<|endoftext|>", "<|assistant|>", "<|user|>", "<|system|>", "<|end|>"),
+        eos=("<|end|>", "<|endoftext|>"),
+        bos="<s>",
+    ),
+    "glm4": FamilyTokens(
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "ministral3": _MISTRAL,
+    "mistral3": _MISTRAL,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
 
@@ -338,7 +358,68 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             },
             "sliding_window": sizes.window,
         },
+        "granite": {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "attention_multiplier": 1 / head_dim,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+        },
+        "smollm3": {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+        },
+        "exaone4": {
+            "architectures": ["Exaone4ForCausalLM"],
+            "model_type": "exaone4",
+            "head_dim": head_dim,
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "sliding_window": sizes.window,
+        },
+        "phi3": {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "original_max_position_embeddings": max(sizes.context_len // 2, 2),
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0 + 0.01 * pair for pair in range(3 * head_dim // 8)],
+                "long_factor": [1.0 + 0.5 * pair for pair in range(3 * head_dim // 8)],
+            },
+            "tie_word_embeddings": True,
+        },
+        "glm4": {
+            "architectures": ["Glm4ForCausalLM"],
+            "model_type": "glm4",
+            "attention_bias": True,
+            "head_dim": head_dim,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
     }
+    of_family["ministral3"] = {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": head_dim,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": max(sizes.context_len // 4, 2),
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+    if family == "mistral3":
+        return {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "text_config": common | {"model_type": "mistral", "head_dim": head_dim},
+            "tie_word_embeddings": False,
+        }
     if family not in of_family:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
     return common | of_family[family]

@@ -153,6 +153,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "num_key_value_heads": 4},
     ),
     "olmo3: yarn in the layers without a window": ("olmo3", {}),
+    "granite: four factors": ("granite", {}),
+    "granite: tied head and biases": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3: every fourth layer does not rotate": ("smollm3", {}),
+    "smollm3: a list of layers, and windows where they do not rotate": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "exaone4: layers without a window do not rotate": ("exaone4", {}),
+    "exaone4: no window, every layer rotates": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "phi3: longrope beyond the trained length, three quarters of a head": (
+        "phi3",
+        {"original_max_position_embeddings": 8},
+    ),
+    "phi3: whole heads, tied head, sliding window": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "partial_rotary_factor": 1.0,
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+        },
+    ),
+    "glm4: neighbours of half a head turn": ("glm4", {}),
+    "glm4: no biases, a quarter of a head": (
+        "glm4",
+        {"attention_bias": False, "partial_rotary_factor": 0.25},
+    ),
+    "ministral3: yarn, queries that grow": ("ministral3", {}),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",
@@ -326,6 +360,43 @@ def test_the_text_part_of_a_multimodal_gemma_matches_transformers() -> None:
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+@pytest.mark.parametrize("has_older_names", [False, True])
+def test_the_text_part_of_a_multimodal_mistral_matches_transformers(kind: str, has_older_names: bool) -> None:
+    import transformers
+
+    changes: dict[str, Any] = {"sliding_window": None} if kind == "mistral" else {}
+    text = reference_model(kind, vocab_size=256, **changes)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14, "head_dim": 8,
+    }  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=text.config.to_dict(), vision_config=vision | {"model_type": "pixtral"},
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    reference: Any = transformers.Mistral3ForConditionalGeneration(config)
+    reference.eval()
+    reference.model.language_model.load_state_dict(text.model.state_dict())
+    reference.lm_head.load_state_dict(text.lm_head.state_dict())
+    raw, tensors = raw_config(reference), reference.state_dict()
+    if has_older_names:
+        raw["text_config"].pop("tie_word_embeddings", None)
+        tensors = {
+            "language_model." + name.replace("model.language_model.", "model.")
+            if "language_model" in name or name == "lm_head.weight"
+            else name.removeprefix("model."): tensor
+            for name, tensor in tensors.items()
+        }
+    family = find_family(raw)
+    ours = family.build(family.read_config(raw))
+    copy_weights(ours, tensors, family.weight_map)
+    tokens = random_tokens(23)
+
+    assert any("vision" in name for name in tensors)
+    assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("llama") and "rope" in case])
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 def test_the_older_spelling_of_rope_gives_the_same_logits(case: str, name: str) -> None:
@@ -358,7 +429,8 @@ def rope_cases() -> dict[str, dict[str, Any]]:
 
 def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[Model, Any]:
     """A pair of models whose layers turn as `section` says, ours made to serve `context_len` tokens."""
-    section, num_pairs = dict(section), 8 if "head_dim" in TINY[family] else 6
+    pairs_of = {"glm4": 4}  # which turns half of each head
+    section, num_pairs = dict(section), pairs_of.get(family, 8 if "head_dim" in TINY[family] else 6)
     if "short_factor" in section:
         section["short_factor"] = [1.0 + 0.1 * pair for pair in range(num_pairs)]
         section["long_factor"] = [1.0 + 3.0 * pair for pair in range(num_pairs)]
@@ -382,6 +454,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
     [
         (family, kind)
         for family in ROTARY_FAMILIES
+        if family not in ("phi3", "ministral3")  # which have one kind alone: cases of their own
         for kind, section in rope_cases().items()
         if family not in ("gemma3", "olmo3")
         or "truncate" not in section  # whose reference looks for it in another place
@@ -395,6 +468,18 @@ def test_scaled_positions_match_transformers_on_both_sides_of_the_trained_length
         ours, reference = with_rope(family, rope_cases()[kind], num_tokens)
         tokens = random_tokens(num_tokens)
         assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+
+
+def test_phi3_has_the_short_factors_where_no_longer_text_is_served() -> None:
+    changes = CASES["phi3: longrope beyond the trained length, three quarters of a head"][1]
+    reference = reference_model("phi3", **changes)
+    found, raw = find_family(raw_config(reference)), raw_config(reference)
+    ours = found.build(replace(found.read_config(raw), context_len=8))
+    copy_weights(ours, reference.state_dict(), found.weight_map)
+    tokens = random_tokens(8)
+
+    assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+    assert error(run_step(build_like(reference), [tokens])[0], reference_logits(reference, tokens)) > 0.01
 
 
 def test_short_texts_of_a_long_server_keep_the_long_tables() -> None:

@@ -151,9 +151,10 @@ static void run_norms(word D) {
     enum { T = 5, N = 3 };
     float *x = random_floats(T * (N * D + 4)), *residual = random_floats(T * N * D), *weight = random_floats(D);
     float *y = room((size_t)(T * N * D) * 4), *sum = room((size_t)(T * N * D) * 4);
-    RUN("infer_rms_norm", 3, T, p(x), N * D + 4, D, 0, 0, p(weight), p(y), 0, N, D, d(1e-5), d(1.0), 2);
+    RUN("infer_rms_norm", 3, T, p(x), N * D + 4, D, 0, 0, p(weight), p(y), N * D, 0, N, D, d(1e-5), d(1.0), 2);
     emit_floats("norm_of_heads", y, T * N * D);
-    RUN("infer_rms_norm", 5, T, p(x), D + 1, 0, p(residual), D, p(weight), p(y), p(sum), 1, D, d(1e-6), d(0.0), 1);
+    RUN("infer_rms_norm", 5, T, p(x), D + 1, 0, p(residual), D, p(weight), p(y), D, p(sum), 1, D, d(1e-6), d(0.0),
+        1);
     emit_floats("norm_of_sum", y, T * D);
     emit("norm_sum", "bytes", sum, T * D * 4);
     RUN("infer_layer_norm", 3, T, p(x), D + 1, 0, 0, p(weight), p(residual), p(y), 0, D, d(1e-5), 2);
@@ -161,8 +162,10 @@ static void run_norms(word D) {
     RUN("infer_layer_norm", 5, T, p(x), D + 1, p(residual), D, p(weight), p(residual), p(y), p(sum), D, d(1e-5), 1);
     emit_floats("layer_norm_of_sum", y, T * D);
     emit("layer_norm_sum", "bytes", sum, T * D * 4);
-    RUN("infer_scale", 3, T, p(x), D + 1, p(y), D, d(33.94), 2);
+    RUN("infer_scale", 3, T, p(x), D + 1, 0, 0, p(y), D, d(33.94), 2);
     emit("scaled", "bytes", y, T * D * 4);
+    RUN("infer_scale", 3, T, p(x), D + 1, p(residual), D, p(y), D, d(1.0), 2);
+    emit("added", "bytes", y, T * D * 4);
 }
 
 static void run_gates(word F) {

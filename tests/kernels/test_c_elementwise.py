@@ -10,7 +10,14 @@ import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
-from infer.kernels.elementwise.embedding import embed, embed_reference, scaled, scaled_reference
+from infer.kernels.elementwise.embedding import (
+    added,
+    added_reference,
+    embed,
+    embed_reference,
+    scaled,
+    scaled_reference,
+)
 from infer.kernels.elementwise.gated_activation import (
     ACTIVATIONS,
     activate,
@@ -74,6 +81,7 @@ def test_layer_norm(c: Library, shape: tuple[int, int], mean: float, has_residua
 def test_scaled_rows_are_pytorch_s_to_the_last_bit(c: Library, shape: tuple[int, int]) -> None:
     x = torch.randn(shape[0], shape[1] + 3)[:, : shape[1]]
     assert torch.equal(scaled(x, 1152**0.5), scaled_reference(x, 1152**0.5))
+    assert torch.equal(added(x, 3 * x[:, :]), added_reference(x, 3 * x))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

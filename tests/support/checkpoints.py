@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infer.layers.linear import ExpertLinear
+from infer.loader.row_order import row_order
 from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import WeightMap, find_target
@@ -117,13 +118,50 @@ TINY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "granite": _COMMON
+    | {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 6.0,
+    },
+    "smollm3": _COMMON | {"num_hidden_layers": 4},
+    "exaone4": _COMMON | {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 16},
+    "phi3": _COMMON
+    | {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+            "long_factor": [1.5, 2.0, 4.0, 9.0, 20.0, 40.0],
+        },
+    },
+    "glm4": _COMMON | {"head_dim": 16},
+    "ministral3": _COMMON
+    | {
+        "head_dim": 20,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
-MORE_FAMILIES = ("olmo2", "olmo3")  # run by test_parity and test_more_families: other tests see no difference
+# run by test_parity and test_more_families: other tests see no difference
+MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3")
 MORE_MOE_FAMILIES = ("olmoe", "gpt_oss")  # likewise
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in test_hybrid: their blocks hold states
-UNCUT_FAMILIES = (*MORE_FAMILIES, "olmoe", *HYBRID_FAMILIES)  # ranks cannot share them
+UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe", *HYBRID_FAMILIES)  # ranks cannot share them
 FAMILIES = tuple(
     family
     for family in TINY
@@ -152,6 +190,12 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
         "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+        "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+        "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+        "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+        "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+        "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]
@@ -234,5 +278,7 @@ def copy_weights(model: Model, tensors: Mapping[str, torch.Tensor], weight_map: 
         is_stack = isinstance(module, ExpertLinear) and target.expert is None and target.part is not None
         place = whole[:, rows] if is_stack else whole[rows]
         source = tensor.t() if target.transposed else tensor
+        order = row_order(model.config, target.module, target.part, getattr(module, "parts", {}), len(source))
+        source = source if order is None else source[order]
         assert place.shape == source.shape, (name, tuple(place.shape), tuple(source.shape))
         place.copy_(source)

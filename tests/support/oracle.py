@@ -48,6 +48,7 @@ from infer.scheduling.sequence import Sequence
 from tests.support.books import check_books
 from tests.support.oracle_text import VOCAB_SIZE as VOCAB_SIZE
 from tests.support.oracle_text import expected_output as expected_output
+from tests.support.oracle_text import extend_hash, hash_of
 from tests.support.oracle_text import next_token as next_token
 from tests.support.oracle_text import offers as offers
 from tests.support.simple_beams import Hypothesis, beam_search
@@ -120,14 +121,14 @@ class OracleDevice(SyncDevice):
         size = self.pool.block_size
         for row, start, stop, end in zip(order.rows, order.starts, order.stops, layout.ends, strict=True):
             for first, last in pieces_of(int(start), int(stop), size):
-                state = _hash((), 0)
+                state = hash_of((), 0)
                 if first:
                     state, num_tokens = self.device[tables[row, (first - 1) // size], :2].tolist()
                     assert num_tokens == first, (
                         f"row {row} reads the state after {num_tokens} tokens at {first}"
                     )
                 for token in layout.tokens[end - (stop - first) : end - (stop - last)].tolist():
-                    state = _extend(state, token)
+                    state = extend_hash(state, token)
                 self.device[tables[row, first // size], :2] = state, last
 
     def draw(self, order: StepOrder, seen: list[list[int]], masks: StepMasks) -> StepResult:
@@ -201,7 +202,7 @@ class OracleDevice(SyncDevice):
             if window == STATE:
                 seen = seen or [*self._sequence(row).tokens[:stop]]
                 state = self.device[table[(stop - 1) // self.pool.block_size], 0]
-                assert state == _hash(seen, 0), f"row {row} has the state of another text"
+                assert state == hash_of(seen, 0), f"row {row} has the state of another text"
                 continue
             first = 0 if window is None else max(start - window + 1, 0)
             if not seen:

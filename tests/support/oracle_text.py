@@ -23,12 +23,12 @@ VOCAB_SIZE = 997
 
 def next_token(tokens: Seq[int], seed: int) -> int:
     """The oracle: what follows these tokens in a sequence seeded like this."""
-    return (_hash(tokens, seed) >> 7) % VOCAB_SIZE
+    return (hash_of(tokens, seed) >> 7) % VOCAB_SIZE
 
 
 def offers(tokens: Seq[int], count: int) -> tuple[tuple[int, float], ...]:
     """The oracle for beams: the likeliest next tokens with their logprobs, no two sums of them alike."""
-    state = _hash(tokens, 0)
+    state = hash_of(tokens, 0)
     found = []
     logprob = -0.05
     for rank in range(count):
@@ -43,21 +43,23 @@ def expected_output(
 ) -> list[int]:
     """What a request must get, made without any cache."""
     stops, own_seed = frozenset(stop_ids), sequence_seed(seed, index)
-    state, output = _hash(prompt, own_seed), list[int]()
+    state, output = hash_of(prompt, own_seed), list[int]()
     while len(output) < num_tokens and not (output and output[-1] in stops):
         output.append((state >> 7) % VOCAB_SIZE)
-        state = _extend(state, output[-1])
+        state = extend_hash(state, output[-1])
     return output
 
 
-def _hash(tokens: Seq[int], seed: int) -> int:
+def hash_of(tokens: Seq[int], seed: int) -> int:
+    """The hash of a text."""
     state = (seed * 31 + 7) & 0xFFFFFFFF
     for token in tokens:
-        state = _extend(state, token)
+        state = extend_hash(state, token)
     return state
 
 
-def _extend(state: int, token: int) -> int:
+def extend_hash(state: int, token: int) -> int:
+    """The hash of a text with one more token."""
     return (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
 
 

@@ -29,6 +29,9 @@ by an attention factor, which sharpens the scores: cosines and sines are multipl
 Pairs that never turn (a layer without positions, the rest of a head that turns in part) have cosine 1 and
 sine 0, whatever the attention factor.
 
+Ministral 3 also makes queries longer the later they stand, by a table of positions (`query_factors`); keys
+stay. Within the trained context it is 1, and there is no table where nothing longer is served.
+
 Shapes:  H head size, P positions, R = H/2 pairs, of which the first ones turn.
 """
 
@@ -107,6 +110,16 @@ def dynamic_theta(theta: float, size: int, *, factor: float, original_context_le
     return float(theta * stretch ** (size / (size - 2)))
 
 
+def query_factors(growth: float, original_context_len: int, context_len: int) -> torch.Tensor | None:
+    """What queries are multiplied by at each position, [P]; None: by 1 at all of them."""
+    if not growth or context_len <= original_context_len:
+        return None
+    if torch.get_default_device().type == "meta":
+        return torch.empty(context_len, dtype=torch.float32)
+    positions_P = torch.arange(context_len, dtype=torch.float32)
+    return 1 + growth * torch.log(1 + torch.floor(positions_P / original_context_len))
+
+
 class Rotary(nn.Module):
     """The tables of one set of frequencies, for positions 0 .. context_len - 1.
 
@@ -115,6 +128,7 @@ class Rotary(nn.Module):
 
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
+    query_P: torch.Tensor | None
 
     def __init__(
         self,
@@ -123,8 +137,10 @@ class Rotary(nn.Module):
         *,
         num_pairs: int | None = None,
         scale: float = 1.0,
+        query_P: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("query_P", query_P, persistent=False)
         num_still = 0 if num_pairs is None else num_pairs - len(frequencies_R)
         cos_PR, sin_PR = _tables(frequencies_R.float(), context_len, num_still, scale)
         self.register_buffer("cos_PR", cos_PR, persistent=False)

@@ -33,7 +33,9 @@ from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.cut_tensor import cut_tensor
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.headers import ModelHeaders, WeightSource
+from infer.loader.row_order import reordered, row_order
 from infer.loader.slices import Slice
+from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
@@ -96,7 +98,13 @@ def plan_moves(model: Model, headers: ModelHeaders, slices: Mapping[str, Slice] 
         return []
     name, is_tied = headers.source.name, model.config.tie_embeddings
     return match_tensors(
-        model, headers.sources, headers.family.weight_map, name=name, is_tied=is_tied, slices=slices or {}
+        model,
+        headers.sources,
+        headers.family.weight_map,
+        name=name,
+        is_tied=is_tied,
+        slices=slices or {},
+        config=model.config,
     )
 
 
@@ -108,11 +116,13 @@ def match_tensors(
     name: str,
     is_tied: bool,
     slices: Mapping[str, Slice] = {},
+    config: ModelConfig | None = None,
 ) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place. `slices` are
-    the parts of tensors, by name, that the model of one rank has.
+    the parts of tensors, by name, that the model of one rank has. `config` says which rows of queries and
+    keys change places (row_order.py).
     """
     modules = dict(model.named_modules())
     leaves = {name: leaves_of(module) for name, module in modules.items()}
@@ -147,6 +157,11 @@ def match_tensors(
             cut = slices[tensor_name]
             sources = [cut_tensor(each, cut, transposed=is_transposed) for each in sources]
             shape = shape if cut.rows else (0,)  # the bias of a sum, which another rank adds
+        parts = module.parts if isinstance(module, Projected) else {}
+        num_rows = sources[0].shape[0] if sources[0].shape else 0
+        if config and (order := row_order(config, target.module, target.part, parts, num_rows)):
+            assert not is_transposed, tensor_name
+            sources = [reordered(sources[0], order, tensor_name, config.head_dim)]
         if is_transposed:
             shape = shape[::-1]
         if not tensor.is_readable:

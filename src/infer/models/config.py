@@ -95,6 +95,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # channels of a head that turn, the first ones; None: all
+    pairs_neighbours: bool = False  # GLM-4: files pair channels 2 i and 2 i + 1, not i and i + half
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
     mlp_bias: bool = False
@@ -104,12 +105,18 @@ class ModelConfig:
     clip_qkv: float | None = None  # OLMoE: queries, keys and values are cut off at this size
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
 
+    embedding_scale: float | None = None  # Granite: embeddings are multiplied by it; Gemma's is in its file
+    residual_scale: float = 1.0  # Granite: what attention and MLP add to the stream is multiplied by it
+    logit_scale: float = 1.0  # Granite: logits are multiplied by it
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2: c, of scores: s becomes c tanh(s / c)
     attention_sinks: bool = False  # gpt-oss: each query head has a score that belongs to no position
     logit_softcap: float | None = None  # Gemma 2: the same of logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
+    query_growth: float = (
+        0.0  # Ministral 3: queries grow by it times ln(1 + times the trained context is past)
+    )
     still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
     experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
@@ -165,6 +172,21 @@ class ModelConfig:
     def has_plain_scores(self) -> bool:
         """True if scores are neither capped nor joined by sinks: some kernels know nothing else."""
         return self.attention_softcap is None and not self.attention_sinks
+
+    @property
+    def channel_order(self) -> tuple[int, ...] | None:
+        """The place in a file of each channel of a query or key head; None: it is the same.
+
+        Here channel i turns with channel i + H/2, and pairs that do not turn come last (loader/row_order.py).
+        """
+        size = self.rotary_dim or self.head_dim
+        step, half = (2, 1) if self.pairs_neighbours else (1, size // 2)
+        firsts = [step * pair for pair in range(size // 2)]
+        middle = (size + self.head_dim) // 2
+        order = (
+            *firsts, *range(size, middle), *(first + half for first in firsts), *range(middle, self.head_dim),
+        )  # fmt: skip
+        return None if order == tuple(range(self.head_dim)) else order
 
     @property
     def scale(self) -> float:

@@ -91,15 +91,15 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 class Block(nn.Module):
     """Attention, then the MLP, each between two norms and each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float = 1.0) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = RMSNorm(size, eps=eps, offset=1.0)
-        self.attention = SelfAttention(config, layer, rotary, norm_offset=1.0)
-        self.post_attention_norm = RMSNorm(size, eps=eps, offset=1.0)
-        self.mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
+        self.attention_norm = RMSNorm(size, eps=eps, offset=norm_offset)
+        self.attention = SelfAttention(config, layer, rotary, norm_offset=norm_offset)
+        self.post_attention_norm = RMSNorm(size, eps=eps, offset=norm_offset)
+        self.mlp_norm = RMSNorm(size, eps=eps, offset=norm_offset)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
-        self.post_mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
+        self.post_mlp_norm = RMSNorm(size, eps=eps, offset=norm_offset)
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
         """Add attention's output to the stream, then the MLP's, each normalised once more."""

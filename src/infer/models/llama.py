@@ -122,10 +122,12 @@ class Block(nn.Module):
 class Llama(Model):
     """A stack of blocks that keep their global numbers."""
 
+    block: type[Block] = Block
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, embedding_scale=config.embedding_scale)
         self.layers = nn.ModuleList(
-            Block(config, layer, rotary, self.make_mlp(config, layer))
+            self.block(config, layer, rotary, self.make_mlp(config, layer))
             for layer, rotary in enumerate(layer_rotaries(config))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)

@@ -33,6 +33,7 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
+from infer.kernels.elementwise.embedding import scaled
 from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
@@ -41,6 +42,7 @@ from infer.layers.rotary import (
     Rotary,
     dynamic_theta,
     frequencies,
+    query_factors,
     stretch_llama3,
     stretch_longrope,
     stretch_yarn,
@@ -101,8 +103,11 @@ class Model(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        logits_SV, cap = as_tensor(self.head(hidden_SD)), self.config.logit_softcap
-        return logits_SV if cap is None else (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
+        logits_SV = as_tensor(self.head(hidden_SD))
+        cap, factor = self.config.logit_softcap, self.config.logit_scale
+        if cap is not None:
+            return (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
+        return logits_SV if factor == 1.0 else scaled(logits_SV, factor)
 
 
 def layer_rotaries(config: ModelConfig) -> list[Rotary]:
@@ -119,9 +124,10 @@ def layer_rotaries(config: ModelConfig) -> list[Rotary]:
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
     """The rotary tables of one base, stretched as the config says, for texts up to `config.context_len`."""
-    size, scale = config.rotary_dim or config.head_dim, 1.0
+    size, scale, query_P = config.rotary_dim or config.head_dim, 1.0, None
     if scaling is not None:
         original, scale = scaling.original_context_len, scaling.attention_factor
+        query_P = query_factors(config.query_growth, original, config.context_len)
         if scaling.kind == "dynamic":
             theta = dynamic_theta(
                 theta, size, factor=scaling.factor, original_context_len=original, length=config.context_len
@@ -129,7 +135,8 @@ def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) 
     frequencies_R = frequencies(size, theta)
     if scaling is not None:
         frequencies_R = _stretch(frequencies_R, theta, scaling, config.context_len)
-    return Rotary(frequencies_R, config.context_len, num_pairs=config.head_dim // 2, scale=scale)
+    num_pairs = config.head_dim // 2
+    return Rotary(frequencies_R, config.context_len, num_pairs=num_pairs, scale=scale, query_P=query_P)
 
 
 def _stretch(

@@ -15,16 +15,22 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.models import (
+    exaone4,
     gemma2,
     gemma3,
+    glm4,
     gpt2,
     gpt_oss,
+    granite,
     llama,
+    ministral3,
     mistral,
+    mistral3,
     mixtral,
     olmo2,
     olmo3,
     olmoe,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -32,6 +38,7 @@ from infer.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -86,6 +93,20 @@ FAMILIES: tuple[Family, ...] = (
            olmoe.read_config, mixtral.Mixtral, olmoe.WEIGHT_MAP),
     Family("gpt_oss", ("GptOssForCausalLM",), ("gpt_oss",),
            gpt_oss.read_config, mixtral.Mixtral, gpt_oss.WEIGHT_MAP),
+    Family("granite", ("GraniteForCausalLM",), ("granite",),
+           granite.read_config, granite.Granite, llama.WEIGHT_MAP),
+    Family("smollm3", ("SmolLM3ForCausalLM",), ("smollm3",),
+           smollm3.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("exaone4", ("Exaone4ForCausalLM",), ("exaone4",),
+           exaone4.read_config, olmo2.Olmo2, olmo2.WEIGHT_MAP),
+    Family("phi3", ("Phi3ForCausalLM",), ("phi3",),
+           phi3.read_config, llama.Llama, phi3.WEIGHT_MAP),
+    Family("glm4", ("Glm4ForCausalLM",), ("glm4",),
+           glm4.read_config, glm4.Glm4, glm4.WEIGHT_MAP),
+    Family("ministral3", ("Ministral3ForCausalLM",), ("ministral3",),
+           ministral3.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("mistral3", ("Mistral3ForConditionalGeneration",), ("mistral3",),
+           mistral3.read_config, llama.Llama, mistral3.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )

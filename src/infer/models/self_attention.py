@@ -85,6 +85,9 @@ class SelfAttention(nn.Module):
             norm_weights = None
         if self.clip is not None:
             qkv_TX = qkv_TX.clamp(-self.clip, self.clip)
+        if self.rotary.query_P is not None:
+            q_TY = self.qkv.split(qkv_TX)[0]
+            q_TY.mul_(self.rotary.query_P[step.positions][:, None])
         y_TD: torch.Tensor | PendingProduct = self.out(self.attend(qkv_TX, norm_weights, step).flatten(-2))
         return y_TD
 

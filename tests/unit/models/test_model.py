@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from infer.models.model import layer_rotaries
 from infer.models.registry import FAMILIES, get_family
 from scripts.make_checkpoint import Sizes, raw_config
 
@@ -76,7 +77,7 @@ def test_layers_share_one_rotary_table_per_base() -> None:
 def test_local_gemma_layers_turn_with_the_local_base() -> None:
     model = build("gemma3", num_hidden_layers=4)  # every second layer is global
 
-    for layer in model.layers:
-        is_local = layer.attention.layer.window is not None
-        assert layer.attention.rotary is (model.local_rotary if is_local else model.global_rotary)
+    rotaries = layer_rotaries(model.config)
+    turns = [float(rotary.sin_PR[1, -1]) for rotary in rotaries]  # of the slowest pair
+    assert turns[0] == turns[2] > 10 * turns[1] == 10 * turns[3] > 0
     assert [layer.attention.layer.window for layer in model.layers] == [16, None, 16, None]

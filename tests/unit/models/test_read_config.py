@@ -317,6 +317,55 @@ def test_a_head_that_turns_in_part_is_refused_where_the_family_has_none() -> Non
         read(LLAMA_3_2_1B, partial_rotary_factor=0.5)
 
 
+_SMALL = {
+    "hidden_size": 64, "vocab_size": 99, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def test_smollm3_s_list_says_which_layers_rotate() -> None:
+    """The list is called `no_rope_layers`, and a 1 in it means that the layer does rotate."""
+    raw = _SMALL | {"architectures": ["SmolLM3ForCausalLM"]}
+
+    assert read(raw).still_layers == (3, 7)
+    assert read(raw, no_rope_layers=[1, 0, 1, 1, 1, 1, 0, 1]).still_layers == (1, 6)
+    assert (read(raw).rope_theta, read(raw).tie_embeddings, read(raw).layer_windows) == (2e6, True, ())
+    assert read(raw, use_sliding_window=True, sliding_window=64).window(3) == 64
+    assert read(raw, use_sliding_window=True, sliding_window=64).window(2) is None
+    with pytest.raises(CheckpointError, match="no_rope_layers"):
+        read(raw, no_rope_layers=[1, 0, 2, 1, 1, 1, 0, 1])
+
+
+def test_exaone4_rotates_where_it_has_a_window_or_nowhere_one() -> None:
+    raw = _SMALL | {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 64}
+    for pattern in ({}, {"sliding_window_pattern": "LLLG"}, {"sliding_window_pattern": 4}):
+        assert read(raw, **pattern).still_layers == (3, 7)
+    assert read(raw, sliding_window=None, sliding_window_pattern=None).still_layers == ()
+
+
+def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    config = read(
+        _SMALL | {"architectures": ["Olmo3ForCausalLM"], "rope_scaling": yarn, "sliding_window": 64}
+    )
+
+    assert config.rope_scaling is not None and config.rope_scaling.kind == "yarn"
+    assert (config.rope_theta, config.local_rope_theta) == (5e5, 5e5)
+    assert [config.window(layer) for layer in range(4)] == [64, 64, 64, None]
+    assert read(_SMALL | {"architectures": ["Olmo3ForCausalLM"]}).window(0) == 4096
+
+
+def test_granite_divides_its_logits() -> None:
+    """A forgotten division leaves the likeliest token as it is and makes every logprob wrong."""
+    raw = _SMALL | {
+        "architectures": ["GraniteForCausalLM"],
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.5,
+    }
+
+    assert (read(raw).logit_scale, read(raw).scale) == (0.125, 0.5)
+
+
 def test_a_head_size_is_given_or_derived() -> None:
     assert read(without(LLAMA_3_2_1B, "head_dim")).head_dim == 64
     assert read(LLAMA_3_2_1B, head_dim=None).head_dim == 64

@@ -81,9 +81,9 @@ def test_only_wanted_rows_pass_what_is_behind_the_last_attention(name: str) -> N
     assert {
         "layers.2.attention.qkv",
         "layers.2.attention.out",
-        "layers.2.mlp_norm",
         "norm",
     } <= set(rows)
+    assert {"layers.2.mlp_norm", "layers.2.post_mlp_norm"} & set(rows)
     assert {"layers.2.mlp.down", "layers.2.mlp"} & set(rows)
 
 

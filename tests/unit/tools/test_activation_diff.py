@@ -52,7 +52,7 @@ def test_the_first_tensor_that_parts_is_named(module: str, rows: slice, named: s
 def test_a_wrong_rotation_shows_in_the_output_of_attention() -> None:
     reference = reference_model("llama")
     ours = build_like(reference)
-    ours.rotary.cos_PR.mul_(0.9)  # type: ignore[union-attr, operator]
+    ours.layers[0].attention.rotary.cos_PR.mul_(0.9)  # type: ignore[union-attr, operator]
 
     first = diff_models(ours, reference, TOKENS).first_difference
 

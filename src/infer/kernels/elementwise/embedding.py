@@ -47,8 +47,13 @@ def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     return scaled_reference(x_TD, factor)
 
 
+def added_reference(x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+    """The specification of `added`, and its path on a GPU."""
+    return x_TD + residual_TD
+
+
 def added(x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
     """Add two tensors of one shape; C where steps are recorded (kernels/cpu/program.py), else PyTorch."""
     if x_TD.dim() == 2 and (c := use_c(x_TD)) and use_c(residual_TD):
         return operations.scale(c, x_TD, 1.0, residual_TD)
-    return x_TD + residual_TD
+    return added_reference(x_TD, residual_TD)

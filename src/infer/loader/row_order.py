@@ -1,0 +1,139 @@
+"""Rows of queries and keys in the order in which the kernels turn them.
+
+The kernels turn channel i of a head with channel i + H/2 (kernels/elementwise/rope.py). Some families pair
+neighbours, and in some only the first channels turn:
+
+    GLM-4, 8 channels, 4 of them turn       Phi-4-mini, 8 channels, 6 of them turn
+    file      (0 1) (2 3) 4 5 6 7           (0 3) (1 4) (2 5) 6 7
+    kept      0 2 4 5 | 1 3 6 7             0 1 2 6 | 3 4 5 7
+
+Scores stay what they are when the channels of queries and keys change places alike. So the rows of both,
+their biases and the weights of their norms are brought into this order while they are loaded, whatever form
+they have: a row's codes, scales, zeros and minima move together. Values keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from infer.errors import ConfigError
+from infer.layers.parallel import kind_of
+from infer.loader.formats.axes import Axes
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.models.config import ModelConfig
+from infer.quant.coded import CodedRows, StoredCodes
+
+
+def row_order(
+    config: ModelConfig, module: str, part: str | None, parts: Mapping[str, int], num_rows: int
+) -> list[int] | None:
+    """The place in the file of each row of a tensor that fills a module; None: they stay as they are.
+
+    The tensor has `num_rows` rows: those of its part, or of all `parts` of the module that a rank has.
+    """
+    channels, kind = config.channel_order, kind_of(module)
+    if channels is None:
+        return None
+    if kind in ("attention.q_norm", "attention.k_norm"):
+        part = "q"
+    elif kind != "attention.qkv":
+        return None
+    order: list[int] = []
+    for name, count in {part: num_rows}.items() if part else parts.items():
+        first, last = len(order), len(order) + count
+        if name in ("q", "k"):
+            heads = range(first, last, config.head_dim)
+            order += [head + channel for head in heads for channel in channels]
+        else:
+            order += range(first, last)
+    return None if order == list(range(num_rows)) or len(order) != num_rows else order  # or it is misshapen
+
+
+def reordered(tensor: StoredTensor, order: list[int], name: str, head_dim: int) -> StoredTensor:
+    """A tensor with its rows in another order; refused where rows of several heads share scales."""
+    if tensor.codes is not None and tensor.codes.scale_rows % head_dim and tensor.codes.scale_rows > 1:
+        raise ConfigError(
+            f"{name}: {tensor.codes.scale_rows} rows share a scale, so the channels of heads of {head_dim} "
+            "cannot change places; use a checkpoint whose scales belong to single rows"
+        )
+    return ReorderedTensor(tensor, tuple(order))
+
+
+@dataclass(frozen=True, slots=True)
+class ReorderedTensor(StoredTensor):
+    """The rows of a matrix, or the numbers of a bias or norm, in another order."""
+
+    whole: StoredTensor
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which stays."""
+        return self.whole.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """The tensor's size on disk."""
+        return self.whole.num_bytes
+
+    @property
+    def type_name(self) -> str:
+        """What its numbers are."""
+        return self.whole.type_name
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's type of its numbers."""
+        return self.whole.dtype
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the tensor can be read."""
+        return self.whole.is_readable
+
+    @property
+    def codes(self) -> StoredCodes | None:
+        """What its codes are."""
+        return self.whole.codes
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The names of its format."""
+        return self.whole.formats
+
+    @property
+    def axes(self) -> Axes:
+        """A tensor is cut before its rows are reordered."""
+        raise NotImplementedError("rows are reordered after a cut")
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out` with the numbers, each row in its place."""
+        if out.dim() > 1:
+            StoredTensor.copy_to(self, out)
+            return
+        numbers = torch.empty(self.shape, dtype=self.dtype or torch.float32)
+        self.whole.copy_to(numbers)
+        out.copy_(numbers[list(self.order)])
+
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The rows in their new order, some at a time; all of them are read at once."""
+        for _, held in self.whole.rows(self.shape[0], device):
+            for first in range(0, self.shape[0], num_rows):
+                part = slice(first, min(first + num_rows, self.shape[0]))
+                yield part, _pick(held, torch.tensor(self.order[part], device=device))
+
+    def matrix(self, index: int) -> StoredTensor:
+        """Queries and keys are never a stack."""
+        raise NotImplementedError("queries and keys are one matrix")
+
+
+def _pick(held: CodedRows | torch.Tensor, rows: torch.Tensor) -> CodedRows | torch.Tensor:
+    """Some rows; what belongs to a row goes with it."""
+    if isinstance(held, torch.Tensor):
+        return held[rows]
+    zeros = held.zeros[rows] if isinstance(held.zeros, torch.Tensor) else held.zeros
+    minima = None if held.minima is None else held.minima[rows]
+    return held._replace(codes=held.codes[rows], scales=held.scales[rows], zeros=zeros, minima=minima)

@@ -1,0 +1,64 @@
+"""The text part of Mistral Small 3.1, 3.2 and of the multimodal Ministral 3; images are not read.
+
+`text_config` is a Mistral's without a window, or a Ministral 3's. Its tensors have longer names; the vision
+tower and the projector are left in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from infer.errors import ConfigError
+from infer.models import llama, ministral3
+from infer.models.config import ModelConfig
+from infer.models.raw_config import RawConfig
+from infer.models.weight_map import IGNORED, Target, WeightMap
+
+_DEFAULTS = {  # the reference's: published configs leave out what equals them
+    "vocab_size": 131_072,
+    "hidden_size": 5120,
+    "intermediate_size": 32_768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000_000.0,
+}
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the text part of a `Mistral3ForConditionalGeneration`."""
+    top = RawConfig(raw)
+    text = top.section("text_config")
+    kind = text.get("model_type") or "mistral"
+    if kind == "ministral3":
+        shared = ministral3.read_config(text.raw)
+    elif kind == "mistral":
+        keys = text.with_defaults(**_DEFAULTS)
+        window = keys.size("sliding_window") if keys.get("sliding_window") is not None else None
+        shared = llama.read_shared_config(keys, family="mistral3", window=window)
+    else:
+        raise ConfigError(f"'model_type' in {text.where} is {kind!r}; supported: mistral, ministral3")
+    is_tied = text.flag("tie_word_embeddings", default=False)
+    return replace(
+        shared,
+        family="mistral3",
+        tie_embeddings=top.flag("tie_word_embeddings", default=is_tied),
+        bos_id=next(iter(top.token_ids("bos_token_id", shared.vocab_size)), shared.bos_id),
+        eos_ids=shared.eos_ids or top.token_ids("eos_token_id", shared.vocab_size),
+    )
+
+
+_TEXT = {key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"}
+_PREFIXES = ("language_model.model", "model.language_model")  # of older files, and of newer ones
+_VISION = ("vision_tower.*", "multi_modal_projector.*")
+
+WEIGHT_MAP: WeightMap = {
+    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in _TEXT.items()},
+    **{name: Target("head") for name in ("language_model.lm_head", "lm_head")},
+    **dict.fromkeys((*_VISION, *(f"model.{name}" for name in _VISION)), IGNORED),
+}
