@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from infer.engine import machine
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import headers_of_config, read_headers
-from infer.models.transformers_model import Seen, _read_mask
+from infer.models.transformers_model import Seen, _read_mask, check_tokens_apart
 from infer.tools.doctor import examine_machine
 from infer.tools.memory_plan import find_machine, plan_memory
 from scripts.make_checkpoint import make_checkpoint
@@ -179,6 +180,7 @@ def test_what_needs_layers_of_ours_is_refused_by_name(
     [
         ({"model_type": "bloom"}, "BloomForCausalLM computes attention by itself"),
         ({"model_type": "mamba"}, "mamba"),
+        (GROUPED | {"model_type": "falcon_h1"}, "FalconH1ForCausalLM keeps a state|layers of the kind"),
         ({"model_type": "t5"}, "an encoder and a decoder"),
         ({"model_type": "llama4_text"}, "chunked_attention"),
         ({"model_type": "nothing_known"}, "ValueError"),
@@ -239,6 +241,28 @@ def test_a_checkpoint_that_lacks_weights_is_not_filled_with_random_ones(
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing_keys: model\.layers\.1\.mlp\.fc1\.weight"):
         LLM(str(tmp_path), **KNOBS)
+
+
+def test_the_command_line_plans_and_generates(checkpoints: Any) -> None:
+    path, _, _ = checkpoints("phi")
+    for words in (["plan", str(path)], ["generate", "the river", "--model", str(path), "--max-tokens", "3"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "infer", *words], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_a_network_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:
+    path, _, _ = checkpoints("phi")
+    with LLM(str(path), **KNOBS) as llm:
+        model = llm.engine._device.model  # type: ignore[attr-defined]
+        check_tokens_apart(model, torch.device("cpu"))
+        embed = model.base.embed_tokens
+        shifted = embed.register_forward_hook(lambda _, __, made: made + made.cumsum(dim=1))
+        with pytest.raises(ConfigError, match="would mix sequences"):
+            check_tokens_apart(model, torch.device("cpu"))
+        shifted.remove()
 
 
 def test_masks_are_read_by_what_they_let_through() -> None:

@@ -152,5 +152,8 @@ def is_headless(raw: Mapping[str, Any]) -> bool:
 
 
 def get_family(name: str) -> Family:
-    """The family that a `ModelConfig.family` names."""
-    return next(family for family in FAMILIES if family.name == name)
+    """The family that a `ModelConfig.family` names; one without a file here is refused."""
+    found = next((family for family in FAMILIES if family.name == name), None)
+    if found is None:
+        raise ConfigError(f"{name} runs with the code of transformers; this needs a family with a file here")
+    return found

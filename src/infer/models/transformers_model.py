@@ -25,6 +25,7 @@ heads, H head size, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ HARMLESS = frozenset(  # arguments of attention that change nothing of what it c
     {"dropout", "sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "layer_idx",
      "output_attentions", "output_hidden_states", "return_dict", "position_embeddings"}
 )  # fmt: skip
+MIXED = 0.1  # of a hidden state's length: a difference that rounding does not make
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SWITCHING_ROPE = ("dynamic", "longrope")  # kinds that turn all sequences by the longest one of a batch
 
@@ -221,6 +223,8 @@ def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tupl
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if cls is None:
         raise ConfigError(f"it has no causal language model for {name}")
+    if getattr(cls, "_is_stateful", False):
+        raise ConfigError(f"{cls.__name__} keeps a state besides keys and values")
     if not cls.is_backend_compatible():
         raise ConfigError(f"{cls.__name__} computes attention by itself, and offers no place for ours")
     sizes = {key: getattr(hf_config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
@@ -242,6 +246,8 @@ def _rope_types(parameters: object) -> set[str]:
 def _build_meta(transformers: Any, hf_config: Any) -> Any:
     """The network without memory, with the attention function that probes."""
     _register(transformers)
+    shapes = importlib.import_module("torch._meta_registrations")
+    assert callable(shapes.activate_meta)  # to ask is to import it: client/imports.py puts that off
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
@@ -338,7 +344,40 @@ def _load(
     forward = ForwardPass()
     forward.layers = dict(enumerate(_layers_of(config)))
     _share(network, forward)
-    return TransformersModel(config, network.eval().requires_grad_(False).to(device), forward)
+    model = TransformersModel(config, network.eval().requires_grad_(False).to(device), forward)
+    check_tokens_apart(model, device)
+    return model
+
+
+class BlindStep(StepContext):
+    """A step in which tokens see nothing of each other: attention gives each its own query back."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+
+    def attend(
+        self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
+    ) -> torch.Tensor:
+        """The queries."""
+        return q_TNH
+
+
+@torch.inference_mode()
+def check_tokens_apart(model: TransformersModel, device: torch.device) -> None:
+    """Refuse a network whose tokens reach each other by another way than attention: it would mix sequences.
+
+    Three tokens that see nothing must come out as each does by itself; a convolution or a recurrence shows in
+    all but the first. Two of them must differ: a choice of experts may fall the other way by rounding.
+    """
+    tokens_T, positions = torch.arange(1, 4, device=device), torch.tensor([5, 0, 9], device=device)
+    tokens_T, positions = tokens_T % model.config.vocab_size, positions % model.config.context_len
+    together = model(tokens_T, BlindStep(positions)).float()
+    alone = [model(tokens_T[i : i + 1], BlindStep(positions[i : i + 1]))[0].float() for i in range(3)]
+    apart = torch.stack(alone)
+    if int(((together - apart).norm(dim=-1) > MIXED * apart.norm(dim=-1)).sum()) > 1:
+        raise ConfigError(
+            "its tokens reach each other by another way than attention, which would mix sequences"
+        )
 
 
 def _layers_of(config: ModelConfig) -> list[Layer]:

@@ -356,7 +356,7 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
     for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
         form = settings.load.quantization
         is_rounded = form != config.load.quantization
-        if any(form in names for names in forms.values()):
+        if any(form in names for names in forms.values()) or (is_rounded and headers.family.load is not None):
             continue
         choice = choose_load(settings, headers, machine)
         step = steps_of(machine.resolve(settings, choice), choice)

@@ -15,6 +15,7 @@ from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.headers import ModelHeaders
+from infer.loader.weight_plan import kept_bytes
 from infer.models.model import Model
 from infer.tools.memory_plan import MachineMemory, choose_load, plan_memory, weight_bytes
 
@@ -63,7 +64,9 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
 
 
 def bytes_per_token(model: Model) -> int:
-    """The bytes of the matrices that one token meets."""
+    """The bytes of the matrices that one token meets; of a model whose code is not ours, of all weights."""
+    if model.config.impl != "infer":
+        return kept_bytes(model)
     layers = [module for module in model.modules() if isinstance(module, Projected)]
     total = 0.0
     for layer in layers:
