@@ -29,7 +29,7 @@ def make_layer(
     )
     # states lie in larger blocks, as they do in a cache
     numbers = torch.randn(2, num_blocks, num_values // 2 * key_dim * value_dim + 64, device=device)
-    states = numbers[:, :, :-64].unflatten(-1, (num_values // 2, key_dim, value_dim))
+    states = numbers[:, :, :-64].view(2, num_blocks, num_values // 2, key_dim, value_dim)
     tails = torch.randn(num_blocks, 3, num_channels, device=device).to(dtype)
     return rule, StateCache(states, tails)
 
