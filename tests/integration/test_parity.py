@@ -136,6 +136,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),
     "gemma3: one kv head": ("gemma3", {"num_key_value_heads": 1}),
     "qwen3_5: linear and full attention": ("qwen3_5", {}),
+    "qwen3_5_moe: 2 of 6 experts and one for all": ("qwen3_5_moe", {}),
+    "qwen3_next: rows by key head, one plain layer": ("qwen3_next", {}),
     "qwen3_5: linear attention in the last layer, tied head": (
         "qwen3_5",
         {"layer_types": ["full_attention"] * 3 + ["linear_attention"], "tie_word_embeddings": True},

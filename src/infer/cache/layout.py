@@ -39,6 +39,7 @@ STATE: Final = 0  # in place of a window: its layers have a state
 STATE_WINDOW: Final = (
     2  # tokens whose blocks such a layer needs: the one that it computes and the one before it
 )
+STATE_TOKENS: Final = 16  # tokens that a kernel computes at once, all of one block
 
 
 class StateSize(NamedTuple):
@@ -51,7 +52,7 @@ class StateSize(NamedTuple):
     def min_block_size(self, bytes_per_token: int) -> int:
         """Tokens of the smallest block with room for a state, where a token's keys take so many bytes."""
         num_bytes = 4 * self.num_heads // 2 * self.shape[0] * self.shape[1]
-        return 1 << (-(-num_bytes // bytes_per_token) - 1).bit_length()
+        return max(STATE_TOKENS, 1 << (-(-num_bytes // bytes_per_token) - 1).bit_length())
 
     @property
     def num_tail(self) -> int:

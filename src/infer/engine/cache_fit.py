@@ -170,6 +170,10 @@ def token_elements(model: ModelConfig) -> int:
     if model.experts is not None:  # each of a token's experts has a result of its own until they are added
         widest_mlp += model.experts.num_choices * model.hidden_size
     heads = 3 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    if model.delta is not None:  # projected and in order, gates, mixed, seen
+        values = model.delta.num_value_heads * model.delta.value_dim
+        gated = heads + 3 * model.num_heads * model.head_dim
+        heads = max(gated, 4 * model.delta.num_channels + 6 * values)
     return 4 * model.hidden_size + max(4 * widest_mlp, heads)
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.cache.layout import KVLayout, blocks_of_sequence, longest_sequence
+from infer.cache.layout import STATE, KVLayout, blocks_of_sequence, longest_sequence
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
     CacheSize,
@@ -156,8 +156,10 @@ class MemoryPlan:
         return min(self.choice.max_seq_len, longest + 1)
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of keys and values of one sequence of this length while it decodes."""
+        """Bytes of keys, values and states of one sequence of this length while it decodes."""
         num_blocks = blocks_of_sequence(self.layout.windows, context, self.cache.block_size, 1)
+        if STATE in self.layout.windows:  # which takes its whole block from the first token on
+            return num_blocks * self.cache.bytes_per_block
         return min(num_blocks * self.cache.bytes_per_block, context * self.cache.bytes_per_token)
 
     def at_once(self, context: int) -> int:

@@ -85,6 +85,7 @@ class DeviceStep(StepContext):
         self.positions, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = self._decoding = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
+        self._runs_S4: torch.Tensor | None = None  # rows that decode, for layers with a state
         self._backend, self._has_shared_rows = backend, has_shared_rows
         self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
@@ -162,8 +163,12 @@ class DeviceStep(StepContext):
         """Let the states of all rows go on; see layers/attention.py."""
         cache, tables_RB = self._store.states[layer], self._tables[self._store.tables[layer]]
         assert cache is not None, f"layer {layer} has no states"
+        rows_S, lens_S = self._decoding
+        if self._runs_S4 is None:
+            self._runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
+        runs_S4, chunks = self._runs_S4, self._chunks
         return recur_paged(
-            rule, cache, tables_RB, self._block_size, self._decoding, self._chunks, qkv_TC, b_TV, a_TV
+            rule, cache, tables_RB, self._block_size, (rows_S, lens_S), runs_S4, chunks, qkv_TC, b_TV, a_TV
         )
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:

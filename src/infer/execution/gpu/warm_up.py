@@ -197,7 +197,7 @@ class WarmUp:
         chunk = PrefillChunk(num_rows + num_tokens - num_dense, num_dense, 0, 0)
         batches = device.dense.split([chunk])[0] if device.dense and num_dense else []
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=device.device)
-        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
+        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)], tiles_W4)
         device.forward(model, num_rows + num_tokens, rows_S, tiles, batches)
         device.follow_padding(num_rows + num_tokens)
 

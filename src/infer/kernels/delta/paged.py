@@ -15,7 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from infer.kernels.attention.prefill import PrefillChunks
+from infer.kernels.delta.kernels import recur_runs
 from infer.kernels.delta.reference import DeltaRule, StateCache, StateSpan, pieces_of, run_spans
+from infer.kernels.runtime.dispatch import use_triton
 
 
 def recur_paged(
@@ -24,6 +26,7 @@ def recur_paged(
     tables_RB: torch.Tensor,
     block_size: int,
     decoding: tuple[torch.Tensor, torch.Tensor],
+    runs_S4: torch.Tensor,
     chunks: PrefillChunks | None,
     qkv_TC: torch.Tensor,
     b_TV: torch.Tensor,
@@ -31,8 +34,20 @@ def recur_paged(
 ) -> torch.Tensor:
     """Let the states of all rows go through their tokens; returns [T, V, H].
 
-    `decoding` are the rows that decode and their lengths with this token, 0: padding.
+    `decoding` are the rows that decode and their lengths with this token, 0: padding; `runs_S4` is the same
+    as chunks of one token each.
     """
+    if use_triton(qkv_TC):
+        out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))
+        mixed_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
+        whole_C4 = None if chunks is None else chunks.whole_C4
+        for runs_U4, are_tokens in ((runs_S4, True), (whole_C4, False)):
+            if runs_U4 is not None and len(runs_U4):
+                recur_runs(
+                    rule, cache, tables_RB, block_size, runs_U4, qkv_TC, b_TV, a_TV, mixed_TC, out_TVH,
+                    are_tokens=are_tokens,
+                )  # fmt: skip
+        return out_TVH
     spans = list(_spans(tables_RB, block_size, decoding, chunks))
     return run_spans(rule, cache, spans, qkv_TC, b_TV, a_TV)
 

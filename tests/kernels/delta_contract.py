@@ -1,0 +1,102 @@
+"""What the kernels of the gated delta rule promise: the numbers of the reference, wherever blocks end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks
+from infer.kernels.delta.paged import recur_paged
+from infer.kernels.delta.reference import DeltaRule, StateCache, StateSpan, pieces_of, run_spans
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 24
+# key heads, value heads, key size, value size
+SHAPES = [(2, 4, 16, 16), (1, 2, 24, 40), (3, 6, 8, 12)]
+
+
+def make_layer(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, num_blocks: int = NUM_BLOCKS
+) -> tuple[DeltaRule, StateCache]:
+    num_keys, num_values, key_dim, value_dim = shape
+    num_channels = 2 * num_keys * key_dim + num_values * value_dim
+    rule = DeltaRule(
+        0.5 * torch.randn(num_channels, 4, device=device).to(dtype),
+        torch.randn(num_values, device=device) - 2,
+        torch.randn(num_values, device=device),
+        num_keys,
+        key_dim,
+        value_dim,
+    )
+    # states lie in larger blocks, as they do in a cache
+    numbers = torch.randn(2, num_blocks, num_values // 2 * key_dim * value_dim + 64, device=device)
+    states = numbers[:, :, :-64].view(2, num_blocks, num_values // 2, key_dim, value_dim)
+    tails = torch.randn(num_blocks, 3, num_channels, device=device).to(dtype)
+    return rule, StateCache(states, tails)
+
+
+def spans_of(
+    tables_RB: torch.Tensor, block_size: int, lens: list[int], rows: list[int], chunks: list[PrefillChunk]
+) -> list[StateSpan]:
+    """The same work for the reference, one row after the other."""
+    found = []
+    runs = [(place, 1, row, length - 1) for place, (row, length) in enumerate(zip(rows, lens, strict=True))]
+    for first, num, row, start in [*(run for run in runs if run[3] >= 0), *chunks]:
+        for begin, end in pieces_of(start, start + num, block_size):
+            read = tables_RB[row, (begin - 1) // block_size] if begin else torch.tensor(-1)
+            blocks = torch.stack([read.to(tables_RB.device), tables_RB[row, begin // block_size]]).long()
+            tokens = slice(first - start + begin, first - start + end)
+            found.append(StateSpan(tokens, blocks[:1], blocks[1:]))
+    return found
+
+
+def check(
+    device: str, shape: tuple[int, int, int, int], dtype: torch.dtype, lens: list[int],
+    chunks: list[PrefillChunk], *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS,
+) -> None:  # fmt: skip
+    """Compare outputs, states and tails; rows that decode come first, then chunks."""
+    torch.manual_seed(0)
+    rule, cache = make_layer(shape, dtype, device, num_blocks)
+    num_rows = len(lens) + len(chunks)
+    tables_RB = torch.randperm(num_blocks, device=device).int()[: num_rows * (num_blocks // num_rows)]
+    tables_RB = tables_RB.view(num_rows, -1)
+    rows = [row if length else -1 for row, length in enumerate(lens)]
+    num_tokens = len(lens) + sum(chunk.num for chunk in chunks)
+    num_channels, num_values = rule.conv_CW.shape[0], len(rule.decay_V)
+    whole_TX = torch.randn(num_tokens, num_channels + 2 * num_values, device=device).to(dtype)
+    inputs = torch.split(whole_TX, [num_channels, num_values, num_values], dim=-1)
+    expected_cache = StateCache(cache.states.clone(), cache.tails.clone())
+    expected = run_spans(
+        rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs
+    )
+    rows_S, lens_S = (torch.tensor(each, dtype=torch.int32, device=device) for each in (rows, lens))
+    padding = [PrefillChunk(0, 0, 0, 0)]
+    whole_C4 = torch.tensor([*chunks, *padding], dtype=torch.int32, device=device)
+    tiles = PrefillChunks.from_arrays(whole_C4, chunks, whole_C4)
+    runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
+    out = recur_paged(rule, cache, tables_RB, block_size, (rows_S, lens_S), runs_S4, tiles, *inputs)
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(cache.states, expected_cache.states, rtol=bound, atol=bound)
+    assert torch.equal(cache.tails, expected_cache.tails)
+
+
+class DeltaContract:
+    device = "cpu"
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_rows_that_decode(self, shape: tuple[int, int, int, int]) -> None:
+        """At the first position, within a block, at its end and behind it; and padding."""
+        check(self.device, shape, torch.float32, [1, 7, 16, 17, 0, 33], [])
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_chunks_from_state_to_state(self, shape: tuple[int, int, int, int]) -> None:
+        """From nothing, from within a block across its end, and of one token."""
+        chunks = [PrefillChunk(0, 21, 0, 0), PrefillChunk(21, 35, 1, 15), PrefillChunk(56, 1, 2, 31)]
+        check(self.device, shape, torch.float32, [], chunks)
+
+    def test_both_and_short_chunks_behind_each_other(self) -> None:
+        chunks = [PrefillChunk(3, 2, 3, 14), PrefillChunk(5, 16, 4, 16), PrefillChunk(21, 3, 5, 30)]
+        check(self.device, SHAPES[0], torch.float32, [5, 0, 18], chunks)
+
+    def test_bfloat16(self) -> None:
+        check(self.device, SHAPES[0], torch.bfloat16, [9, 16], [PrefillChunk(2, 19, 2, 5)])
