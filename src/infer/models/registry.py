@@ -148,7 +148,8 @@ def read_architectures(raw: Mapping[str, Any]) -> list[str]:
 
 def is_headless(raw: Mapping[str, Any]) -> bool:
     """True for an embedding model or a classifier: it has no head that makes tokens."""
-    return any(name.endswith(HEADLESS) for name in read_architectures(raw))
+    names = read_architectures(raw)
+    return any(name.endswith(HEADLESS) and not name.endswith("LMHeadModel") for name in names)
 
 
 def get_family(name: str) -> Family:

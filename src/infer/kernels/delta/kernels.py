@@ -71,7 +71,7 @@ def _mix_kernel(
     tl.debug_barrier()  # the tail that was read may be written now
     first_block = start // BLOCK_SIZE
     num_blocks = tl.where(num > 0, (start + num - 1) // BLOCK_SIZE - first_block + 1, 0)
-    for number in range(0, num_blocks):
+    for number in range(num_blocks):
         end = tl.minimum((first_block + number + 1) * BLOCK_SIZE - start, num)
         block = tl.load(table + first_block + number).to(tl.int64)
         slots = tl.arange(0, 4)
