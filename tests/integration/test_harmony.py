@@ -44,7 +44,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def unlikely_ends(llm: LLM) -> dict[int, float]:
     """A bias by which a random network does not end its answer in the middle of its analysis."""
-    return {token_id: -100.0 for token_id in (0, *llm.tokenizer.special_ids)}
+    return dict.fromkeys((0, *llm.tokenizer.special_ids), -100.0)
 
 
 @pytest.mark.parametrize("choice", ["required", "get_weather"])
