@@ -50,7 +50,7 @@ def _is_special(tokenizer: Tokenizer, token: str) -> bool:
 _LLAMA = frozenset({"llama"})
 _QWEN2 = frozenset({"qwen2", "qwen2_moe"})
 _QWEN3 = frozenset({"qwen3", "qwen3_moe"})
-_GEMMA3 = frozenset({"gemma3", "gemma3_text"})
+_GEMMA3 = frozenset({"gemma2", "gemma3", "gemma3_text"})
 _GPT_OSS = frozenset({"gpt_oss", "gpt-oss"})
 _MISTRAL3 = frozenset({"mistral3", "ministral3"})  # newer ones have system prompts that their templates write
 _MISTRAL = frozenset({"mistral", "mixtral"})
@@ -64,7 +64,6 @@ FAMILIES = (
     ChatFamily("qwen3_coder", _QWEN3, tokens=("<|im_start|>", "<|im_end|>"), published="<function="),
     ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
-    ChatFamily("gemma3", frozenset({"gemma2"}), tokens=("<start_of_turn>", "<end_of_turn>"), yields=True),
     ChatFamily("mistral_v11", _MISTRAL3, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]"), yields=True),
     ChatFamily("mistral_v7", _MISTRAL3, tokens=("[INST]", "[SYSTEM_PROMPT]"), yields=True),
     ChatFamily("mistral_v11", _LLAMA | _MISTRAL, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]")),
