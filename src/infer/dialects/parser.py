@@ -135,7 +135,7 @@ class AnswerParser:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether what comes next is no part of the answer: reasoning, or a header. No stop string counts."""
+        """True while reasoning or a header is read: neither is shown in the answer, so stop strings wait."""
         return self.is_reasoning or self._is_header
 
     def _send(self, char: str | None) -> None:
@@ -568,7 +568,7 @@ class AnswerParser:
     # -- Harmony -------------------------------------------------------------------------------------
 
     def _messages(self) -> Reader[None]:
-        """Messages, one after another; what ends a call or the answer ends the reading."""
+        """Reads messages, one after another, up to the marker that ends a call or the answer."""
         spoken: set[bool] = set()  # kinds of text that there were: reasoning or not
         channel, recipient = ("analysis" if self.is_reasoning else "final"), ""
         if not self.is_reasoning and not self._form.in_text:
@@ -602,7 +602,7 @@ class AnswerParser:
             channel, recipient = yield from self._header()
 
     def _header(self) -> Reader[tuple[str, str]]:
-        """The channel and the recipient of the next message; what is no header is left to be read."""
+        """The channel and the recipient of the next message; other text is left to be read."""
         self._is_header = True
         channel = recipient = text = ""
         has_begun = False  # a marker has come

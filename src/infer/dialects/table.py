@@ -169,8 +169,8 @@ class Think:
     begin: str
     end: str
     blank: str = "\n"  # behind the one and before the other
-    next: str = ""  # what comes behind the end, in front of an answer that is constrained
-    wrap: tuple[str, str] | None = None  # tags around the answer behind it
+    next: str = ""  # header that the engine writes after the end, before a constrained answer
+    wrap: tuple[str, str] | None = None  # tags around the answer that follows
     shown_by: str = ""  # a template that holds this text asks for it; else one that holds the end
 
     @property
@@ -188,6 +188,7 @@ _THINKS: dict[str, Think] = {  # the first one that a template asks for wins
     "qwen3": THINK,
     "deepseek_r1": THINK,
     "mistral": Think("[THINK]", "[/THINK]", ""),
+    "granite_3_2": Think("Here is my thought process:", "Here is my response:"),
     "gemma4": Think("<|channel>thought", "<channel|>", shown_by="<|channel>thought"),
     "harmony": Think(
         "<|channel|>analysis<|message|>",
@@ -214,7 +215,7 @@ def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dia
 def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think | None:
     """The tags of a model's reasoning; with `auto` those that its template writes.
 
-    Of templates that are ours, only if they are tokens: a family has models that do not reason.
+    Tags of our own templates count only if they are tokens: each also serves models that do not reason.
     """
     if name == "none":
         return None

@@ -328,7 +328,7 @@ class PromptEncoder:
             why = "this model does not reason: its chat template has no tags for it"
             raise RequestError.about(named[0], f"is {named[1]!r}, but {why}; leave it out")
         if max_tokens is None and budget and self.think and self.tokenizer.token_id(self.think.end) is None:
-            return None  # an end that is no token cannot be brought about: an effort is no promise
+            return None  # the engine can only force an end that is one token; an effort is a wish
         return budget
 
     def make_request(

@@ -64,7 +64,6 @@ FAMILIES = (
     ChatFamily("qwen3_coder", _QWEN3, tokens=("<|im_start|>", "<|im_end|>"), published="<function="),
     ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
-    ChatFamily("gemma3", frozenset({"gemma2"}), tokens=("<start_of_turn>", "<end_of_turn>"), yields=True),
     ChatFamily("mistral_v11", _MISTRAL3, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]"), yields=True),
     ChatFamily("mistral_v7", _MISTRAL3, tokens=("[INST]", "[SYSTEM_PROMPT]"), yields=True),
     ChatFamily("mistral_v11", _LLAMA | _MISTRAL, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]")),

@@ -61,7 +61,7 @@ class Detokenizer:
     def look_for(self, stop: Sequence[str]) -> str:
         """End the text at these strings from here on; returns what was held back because of others.
 
-        What has been shown is no part of one.
+        Text that has been shown is not searched again.
         """
         held = self._search.finish() if self._search is not None else ""
         if self.stopped is None:

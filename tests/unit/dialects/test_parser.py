@@ -528,6 +528,12 @@ def test_an_answer_may_have_tags_of_its_own_behind_reasoning(text: str) -> None:
         assert parts(events) == ("hm" if "hm" in text else "", "So.", [])
 
 
+def test_reasoning_may_be_announced_in_words() -> None:
+    parser = AnswerParser(AnswerFormat(think=THINKS["granite_3_2"]))
+    events = parser.push("Here is my thought process: hm\nHere is my resp") + parser.push("onse:\nSo.")
+    assert parts(events + parser.finish()) == ("hm", "So.", [])
+
+
 def test_arguments_are_passed_on_as_they_come() -> None:
     parser = AnswerParser(AnswerFormat(dialect=BY_NAME["hermes"], tools=TOOLS), lambda: "id")
     assert parser.push('Hi<tool_call>\n{"name": "now"') == [ContentDelta("Hi")]

@@ -143,6 +143,7 @@ PUBLISHED = {  # what tells the notations of published templates apart, and thei
     "{{ '<|system|>' + message['tools'] + '<|/tool|>' }}": ("phi4_mini", None),
     "{{ tools }} # 可用工具 {{ '</think>' }}": ("glm4", "think"),
     "{{ tools }} <function_calls></function_calls>": ("olmo3", None),
+    "Here is my thought process: ... Here is my response:": (None, "granite_3_2"),
     "{{ tools }} <|tool_call>call: <|channel>thought": ("gemma4", "gemma4"),
     "{{ tools }} <tool_call>\n<function=f> {{ '</think>' }}": ("qwen3_coder", "think"),
     "{{ tools }} [TOOL_CALLS]f[ARGS] [THINK][/THINK]": ("mistral_v11", "mistral"),

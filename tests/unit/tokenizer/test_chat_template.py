@@ -494,3 +494,15 @@ def test_guards_survive_python_s_notation() -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     ids = own_template("gemma3").encode_chat([ASK, message])
     assert ids.count(id_of(family_tokenizer("gemma3"), "<end_of_turn>")) == 2
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", "ministral3"])
+@pytest.mark.parametrize(("marker", "name"), [("[ARGS]", "mistral_v11"), ("[THINK]", "mistral_v7")])
+def test_a_newer_mistral_without_a_template_has_that_of_its_vocabulary(
+    model_type: str, marker: str, name: str
+) -> None:
+    specials = ("<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", marker, "</s>")
+    bare = gpt2_metadata(specials)
+    shipped = bare | {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    assert find_template(model_type, Tokenizer.from_gguf(bare)).name == name
+    assert find_template(model_type, Tokenizer.from_gguf(shipped)).name == "checkpoint"
