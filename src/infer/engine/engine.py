@@ -205,16 +205,17 @@ class Engine:
             )
         return self._adapters
 
-    def set_adapter(self, name: str, path: str | None) -> None:
+    def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         """Load the LoRA adapter in a directory under a name; None: unload it.
 
-        Requests that began with an adapter go on with it when it is unloaded.
+        With `replaces` another one may have the name. Requests that began with an adapter go on with it when it is unloaded.
         """
         if path is None:
             self.adapters.unload(name)
             return
         groups = [*self._requests.groups.values(), *(group for group, _ in self._compiling)]
-        self.adapters.load(name, path, {group.adapter_slot for group in groups})
+        running = {group.adapter_slot for group in groups}
+        self.adapters.load(name, path, running=running, replaces=replaces)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
         """Compile constraints in threads from now on; `wake` is called there when `step` has to be.

@@ -1,7 +1,7 @@
 """Will it fit? The memory of a model on a machine, from its config and headers alone.
 
-    memory = weights (+ a draft model's, + LoRA adapters') + activations of the largest step + graphs + KV cache (+ workspace)
-             + runtime
+    memory = weights (+ a draft model's, LoRA adapters') + activations of the largest step + graphs + KV cache
+             (+ workspace) + runtime
 
 Weights, activations and bytes per token are arithmetic (cache/memory.py); what `device_memory` leaves is the
 cache, and the cache divided by a context is how many sequences of that length run at once. The plan ends in
