@@ -130,6 +130,9 @@ def test_adapter_is_replaced_in_place(world: World) -> None:
         body = {"lora_name": "law", "lora_path": str(world.paths[name]), "load_inplace": True}
         assert post(world, "/v1/load_lora_adapter", body, **ADMIN).status_code == 200
         assert complete(world, "law") == world.texts[name][0]
+    bad = {"lora_name": "law", "lora_path": str(world.paths["law"].parent), "load_inplace": True}
+    assert post(world, "/v1/load_lora_adapter", bad, **ADMIN).status_code == 400
+    assert complete(world, "law") == world.texts["sql"][0]
     assert post(world, "/v1/unload_lora_adapter", {"lora_name": "law"}, **ADMIN).status_code == 200
 
 

@@ -100,8 +100,8 @@ class Remembering:
     async def look(self) -> LiveSnapshot:
         return await self._engine.look()
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        await self._engine.set_adapter(name, path)
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+        await self._engine.set_adapter(name, path, replaces=replaces)
 
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()

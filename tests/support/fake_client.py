@@ -82,7 +82,7 @@ class FakeClient:
         self.num_resets += 1
         return 3
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         return None
 
     async def explain(self, request_id: str) -> EngineStory | None:

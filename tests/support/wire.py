@@ -148,7 +148,7 @@ class ScriptedClient:
     async def reset_prefix_cache(self) -> int:
         return 0
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         return None
 
     async def explain(self, request_id: str) -> EngineStory | None:

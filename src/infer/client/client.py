@@ -77,8 +77,8 @@ class EngineClient(Protocol):
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         ...
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a directory under a name; None: unload it."""
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
         ...
 
     async def explain(self, request_id: str) -> EngineStory | None:
@@ -162,9 +162,9 @@ class InProcessClient:
         """Forget all cached prefixes, between two steps; returns how many blocks were forgotten."""
         return await self._call(self._engine.reset_prefix_cache)
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         """Load an adapter, or unload it, between two steps."""
-        await self._call(lambda: self._engine.set_adapter(name, path))
+        await self._call(lambda: self._engine.set_adapter(name, path, replaces=replaces))
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: it is not known, or not any more."""

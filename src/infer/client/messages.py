@@ -112,6 +112,7 @@ class SetAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
     name: str
     path: str | None  # None: unload it
+    replaces: bool = False  # another one may have the name
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -150,7 +150,7 @@ class EngineServer:
                 self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.SetAdapter):
             try:
-                self._engine.set_adapter(command.name, command.path)
+                self._engine.set_adapter(command.name, command.path, replaces=command.replaces)
                 link.answers.append(messages.Answer(command.ticket, None, None))
             except Exception as error:  # it belongs to this call alone
                 if not isinstance(error, InferError):

@@ -130,9 +130,9 @@ class ProcessClient:
         assert answer.result is not None
         return answer.result
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a directory under a name; None: unload it."""
-        await self._call(messages.SetAdapter(next(self._tickets), name, path))
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
+        await self._call(messages.SetAdapter(next(self._tickets), name, path, replaces))
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request, between two steps; None: this engine does not know it, or not any more."""

@@ -56,13 +56,16 @@ class Adapters:
             raise self._unknown(request.adapter)
         return replace(request, cache_salt=found.salt + request.cache_salt), found.slot
 
-    def load(self, name: str, path: str, running: Collection[int] = ()) -> None:
-        """Load the adapter in a directory; slots that are still `running` are not free."""
+    def load(self, name: str, path: str, *, running: Collection[int] = (), replaces: bool = False) -> None:
+        """Load the adapter in a directory; slots that are still `running` are not free.
+
+        With `replaces` another adapter may have the name: it is served until this one is, if that fails too.
+        """
         if fault := adapter_name_fault(name):
             raise ConfigError(fault)
-        if name in self.loaded:
+        if name in self.loaded and not replaces:
             raise NameTaken(f"an adapter {name!r} is loaded already; unload it first, or use another name")
-        taken = {each.slot for each in self.loaded.values()} | set(running)
+        taken = {each.slot for other, each in self.loaded.items() if other != name} | set(running)
         slot = next((slot for slot in range(1, self._bank.num_slots + 1) if slot not in taken), None)
         if slot is None:
             raise ConfigError(

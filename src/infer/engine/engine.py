@@ -54,12 +54,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.constraints.compiler import Compiler, Grammar
 from infer.constraints.compiling import CompilingRequests
 from infer.constraints.token_bytes import TokenBytes
-from infer.engine.adapters import Adapters
 from infer.engine.admission import admit, seed_of
 from infer.engine.host_half import HostHalf
 from infer.engine.live import LiveSnapshot, LiveView
@@ -76,6 +75,9 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from infer.engine.adapters import Adapters  # it imports torch, which a server does without
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +213,18 @@ class Engine:
             )
         return self._adapters
 
-    def set_adapter(self, name: str, path: str | None) -> None:
+    def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         """Load the LoRA adapter in a directory under a name; None: unload it.
 
-        Requests that began with an adapter go on with it when it is unloaded.
+        With `replaces` another one may have the name. Requests that began with an adapter go on with it when
+        it is unloaded.
         """
         if path is None:
             self.adapters.unload(name)
             return
         groups = [*self._requests.groups.values(), *(group for group, _ in self._compiling)]
-        self.adapters.load(name, path, {group.adapter_slot for group in groups})
+        running = {group.adapter_slot for group in groups}
+        self.adapters.load(name, path, running=running, replaces=replaces)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
         """Compile constraints in threads from now on; `wake` is called there when `step` has to be.

@@ -248,26 +248,25 @@ class Fleet:
     ) -> str:
         """Load a LoRA adapter into every engine of a model, the default one unless named.
 
-        Returns the model's name. An adapter of the same name that it replaces is served until then; requests
-        that began with it go on with it.
+        Returns the model's name. An adapter of the same name that it replaces is served until then, and goes
+        on if this one cannot be read; requests that began with it go on with it in any case.
         """
         base = base or self.state.default_model
         model = self.state.get_model(base)
         is_replaced = replaces and self.state.adapters.get(name) == model.name
         if not is_replaced:
             self._check_name(name)
-        done: list[EngineClient] = []
+        num_done = 0
         try:
             for client in model.clients:
-                if is_replaced:
-                    await client.set_adapter(name, None)
-                await client.set_adapter(name, path)
-                done.append(client)
+                await client.set_adapter(name, path, replaces=is_replaced)
+                num_done += 1
         except BaseException:
-            for client in done:
-                await client.set_adapter(name, None)
-            if is_replaced:
-                del self.state.adapters[name]
+            if num_done:  # engines that disagree
+                for client in model.clients:
+                    with suppress(InferError):
+                        await client.set_adapter(name, None)
+                self.state.adapters.pop(name, None)
                 self._tell_names()
             raise
         self.state.adapters[name] = model.name

@@ -137,9 +137,9 @@ class MeteredClient:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self.client.reset_prefix_cache()
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a directory under a name; None: unload it."""
-        await self.client.set_adapter(name, path)
+    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
+        await self.client.set_adapter(name, path, replaces=replaces)
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is served or was."""
