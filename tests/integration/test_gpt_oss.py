@@ -15,12 +15,16 @@ from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.library import MXFP4, library
+from infer.kernels.linear.coded import E2M1, CodedForm
 from infer.layers.linear import ExpertLinear
 from infer.loader.find.source import resolve_model
+from infer.loader.headers import headers_of_config
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.weight_plan import kept_bytes, plan_weights
 from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import Mxfp4
+from infer.quant.rounding import round_rows
+from infer.tools.quantize import Recipe, quantize_checkpoint
 from tests.support.checkpoints import reference_model
 from tests.support.step import run_step
 from tests.support.tiny import greedy, run_engine
@@ -28,6 +32,7 @@ from tests.unit.loader.tiny_files import write_directory
 
 TOKENS = torch.randint(0, 199, (23,), generator=torch.Generator().manual_seed(1)).tolist()
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+CPU = torch.device("cpu")
 has_kernel = (c := library()) is not None and MXFP4 in c.linear
 needs_kernel = pytest.mark.skipif(not has_kernel, reason="no C kernel for floats of 4 bits")
 
@@ -84,7 +89,8 @@ def test_experts_stay_codes_on_a_cpu(tmp_path: Path, world_size: int) -> None:
         return
     loaded = load(path, quantization="auto")
     assert kept_bytes(plan.skeleton) == pytest.approx(kept_bytes(loaded.model), rel=0.01)
-    for layer, block in enumerate(loaded.model.layers):
+    blocks: Any = loaded.model.layers
+    for layer, block in enumerate(blocks):
         gate_up = block.mlp.gate_up.stored.expert(3).dequantized()
         own = reference.model.layers[layer].mlp.experts.gate_up_proj[3].T
         assert torch.equal(gate_up, torch.cat((own[::2], own[1::2])))
@@ -120,6 +126,35 @@ def test_a_cut_through_a_block_of_codes_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="a block of 32 columns straddles the cut at column 48"):
         plan.check_cuts()
+
+
+def test_a_config_alone_tells_what_the_experts_will_take(tmp_path: Path) -> None:
+    """Random weights for it are rounded to the same form."""
+    path = write_mxfp4(tmp_path, reference_model("gpt_oss", **SIZES))
+    headers = headers_of_config(path / "config.json", "gpt-oss")
+    for device, home in ((CPU, None), (CPU, "cuda")):
+        plan = plan_weights(
+            headers, quantization="auto", dtype="bfloat16" if home else "auto", device=device, home=home
+        )
+        schemes = {m.stored.scheme for m in plan.skeleton.modules() if isinstance(m, ExpertLinear)}
+        assert schemes == {"mxfp4" if has_kernel or home else "none"}
+
+
+def test_numbers_are_rounded_to_the_nearest_float_of_4_bits() -> None:
+    weight = torch.tensor([[6.0, -5.1, 0.2, 0.3, -1.2, 2.4, 2.6, -0.0] * 4, [0.375, 0.0] * 16])
+    part = round_rows(weight, CodedForm("mxfp4", 32))
+    assert part.scales.tolist() == [[1.0], [2.0**-4]]
+    numbers = torch.tensor(E2M1)[part.codes.long()] * part.scales
+    assert numbers[0, :8].tolist() == [6.0, -6.0, 0.0, 0.5, -1.0, 2.0, 3.0, 0.0]
+    assert numbers[1, :2].tolist() == [0.375, 0.0]
+
+
+def test_files_that_tools_cannot_write_are_refused(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "plain", reference_model("gpt_oss", **SIZES))
+    with pytest.raises(ConfigError, match="experts of gpt-oss have a layout of their own"):
+        quantize_checkpoint(
+            resolve_model(str(path), show_progress=False), tmp_path / "out", Recipe(scheme="gptq")
+        )
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:

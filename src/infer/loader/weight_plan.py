@@ -302,12 +302,15 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     if rule.home == "cpu":
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
             return replace(dense, scheme=SCHEMES["int8"])
-        if rule.scheme is None and _is_mxfp4(tensors):
+        is_announced = not tensors and _is_mxfp4_stack(spec, settings) and _multiplies_mxfp4()
+        if rule.scheme is None and (is_announced or _is_mxfp4(tensors)):
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
         return replace(dense, scheme=rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"])
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
         codes = settings.codes(spec.size)
+        if _is_mxfp4_stack(spec, settings):
+            codes = StoredCodes("mxfp4", spec.size, 32)
         forms = [codes and stored_form(codes)]
     form = joined_form(forms, spec.size, spec.row_counts)
     if rule.scheme is not None:
@@ -328,8 +331,8 @@ def _held(headers: ModelHeaders) -> Held:
     """What the files hold, from headers; from the config, where there are no tensors yet."""
     if not headers.tensors and headers.quantization:
         said = Settings(headers.quantization)
-        bits = 4 if 0 < said.bits <= 4 else 8
-        return Held(headers.stored, formats=frozenset({said.method}), bits=frozenset({bits}))
+        bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}
+        return Held(headers.stored, formats=frozenset({said.method}), bits=frozenset(bits))
     matrices = stored_matrices(headers)
     tensors = [tensor for matrix in matrices.values() for tensor in matrix]
     return Held(
@@ -371,10 +374,18 @@ def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
 
 def _is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
     """Whether all of these are floats of 4 bits, and the C kernels multiply them."""
-    c, forms = library(), [form_of(tensor) for tensor in tensors]
-    return (
-        c is not None and MXFP4 in c.linear and bool(forms) and all(f and f.codes == "mxfp4" for f in forms)
-    )
+    forms = [form_of(tensor) for tensor in tensors]
+    return bool(forms) and all(form and form.codes == "mxfp4" for form in forms) and _multiplies_mxfp4()
+
+
+def _multiplies_mxfp4() -> bool:
+    c = library()
+    return c is not None and MXFP4 in c.linear
+
+
+def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
+    """Whether a config announces floats of 4 bits for a matrix: they are the experts' alone."""
+    return settings.method == "mxfp4" and spec.num_experts is not None
 
 
 def stored_form(stored: StoredCodes) -> CodedForm | None:

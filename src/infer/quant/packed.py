@@ -31,7 +31,7 @@ from infer.kernels.runtime.torch_threads import one_thread
 from infer.quant.coded import CodedRows
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Source, WeightSpec
-from infer.quant.rounding import fit_rows
+from infer.quant.rounding import fit_rows, round_rows
 
 # what kernels/cpu multiplies with, by bits
 _FORMS = {8: CodedForm("int8", 32), 4: CodedForm("int4", 32, has_minima=True)}
@@ -192,7 +192,7 @@ class Int8(Packed):
 
 
 class Mxfp4(Packed):
-    """Floats of 4 bits as their file has them, 5 bits per weight with scales: nothing is rounded to them.
+    """Floats of 4 bits as their file has them, 5 bits per weight with scales.
 
     csrc/linear.h says how they become unsigned integers of the products. A scale is a half here: what lies
     below 2^-24 is 0, and what lies above 2^12 is no weight.
@@ -208,10 +208,10 @@ class Mxfp4(Packed):
         return tensors
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put a file's codes into place."""
-        assert isinstance(rows, CodedRows), "only codes of a file are kept so"
-        part = fit_rows(rows, CodedForm("mxfp4", 32))
-        assert part is not None, rows.codes.dtype
+        """Put a file's codes into place; numbers, which only random weights have, are rounded."""
+        form = CodedForm("mxfp4", 32)
+        part = fit_rows(rows, form) if isinstance(rows, CodedRows) else round_rows(rows, form)
+        assert part is not None, "codes of another format"
         steps = part.scales / 2  # of twice the floats
         if bool((steps > 4096).any()):
             raise CheckpointError("an MXFP4 matrix has a scale above 2^13: the file is damaged")

@@ -18,6 +18,7 @@ Shapes:  R rows, K columns, G groups of a row.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,8 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
     if form.codes == "int4":
         part = _round_to_zeros(groups, size)
         return part._replace(minima=torch.zeros_like(part.scales)) if form.has_minima else part
+    if form.codes == "mxfp4":
+        return _round_to_floats(groups, size)
     largest = E4M3_MAX if form.codes == "fp8" else 127.0
     scales = groups.abs().amax(2).clamp(min=TINY) / largest
     codes = (groups / scales[:, :, None]).clamp_(-largest, largest).flatten(1)[:, :size]
@@ -78,6 +81,15 @@ def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
             best = _better(best, [codes, scale, zero, error])
     codes, scale, zero, _ = best
     return CodedPart(codes.to(torch.uint8).flatten(1)[:, :size], scale[:, :, 0], zeros=zero[:, :, 0].int())
+
+
+def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
+    """Groups [R, G, k] as floats of 4 bits: the largest of a group keeps its power of two."""
+    scales = torch.exp2(groups.abs().amax(2).clamp(min=TINY).log2().floor() - 2)
+    numbers = (groups / scales[:, :, None]).flatten(1)[:, :size]
+    halfway = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1[:8])], device=groups.device)
+    codes = torch.bucketize(numbers.abs(), halfway) + 8 * (numbers < 0)
+    return CodedPart(codes.to(torch.uint8), scales)
 
 
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -278,6 +278,8 @@ def quantize_checkpoint(
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ConfigError(f"{out_dir} is not empty; delete it or choose another directory")
     headers = read_headers(source, "infer")
+    if headers.family.name == "gpt_oss":
+        raise ConfigError("experts of gpt-oss have a layout of their own, which no scheme here writes")
     if headers.quantization or published_as(headers.tensors):
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infer.errors import CheckpointError, InferError
+from infer.errors import CheckpointError, ConfigError, InferError
 from infer.models.config import ExpertConfig
 from tests.unit.models.test_read_config import MISTRAL_7B, QWEN_3_0_6B, read, without
 
@@ -55,6 +55,80 @@ QWEN_1_5_MOE_A2_7B: dict[str, Any] = without(
     "sliding_window": 32768,
     "use_sliding_window": False,
 }
+
+
+OLMOE_1B_7B: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 50304,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_olmoe_clips_only_where_its_config_says_so() -> None:
+    config = read(OLMOE_1B_7B)
+    assert config.experts == ExpertConfig(num_experts=64, num_choices=8, size=1024, normalized=False)
+    assert (config.projection_norm, config.clip_qkv, config.qkv_bias) == (True, None, False)
+    assert read(OLMOE_1B_7B, clip_qkv=8.0).clip_qkv == 8.0
+
+
+def test_gpt_oss_has_sinks_biases_and_unrounded_yarn() -> None:
+    config = read(GPT_OSS_20B)
+    assert config.experts == ExpertConfig(num_experts=32, num_choices=4, size=2880, normalized=True)
+    assert config.layer_windows == (128, None) * 12
+    assert (config.attention_sinks, config.qkv_bias, config.attention_out_bias, config.mlp_bias) == (
+        True,
+    ) * 4
+    rope = config.rope_scaling
+    assert rope is not None and (rope.kind, rope.truncate, rope.factor) == ("yarn", False, 32.0)
+    assert rope.attention_factor == pytest.approx(1.3466, abs=1e-4)
+    assert read(without(GPT_OSS_20B, "rope_scaling", "layer_types", "swiglu_limit", "rope_theta")) == config
+    with pytest.raises(ConfigError, match="swiglu_limit"):
+        read(GPT_OSS_20B, swiglu_limit=8.0)
 
 
 def test_a_shared_expert_is_for_every_token() -> None:
@@ -109,7 +183,9 @@ def test_a_damaged_mixture_is_refused_by_its_key(changes: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    "raw", [MIXTRAL_8X7B, QWEN_3_30B_A3B, QWEN_1_5_MOE_A2_7B], ids=["mixtral", "qwen3_moe", "qwen2_moe"]
+    "raw",
+    [MIXTRAL_8X7B, QWEN_3_30B_A3B, QWEN_1_5_MOE_A2_7B, OLMOE_1B_7B, GPT_OSS_20B],
+    ids=["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss"],
 )
 @pytest.mark.parametrize("damage", [-1, 0, True, "x", 2.5, [], {}, 2**40], ids=repr)
 def test_no_damage_to_any_key_is_more_than_an_error_of_ours(raw: dict[str, Any], damage: Any) -> None:
