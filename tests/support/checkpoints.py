@@ -103,11 +103,12 @@ _TINY: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.4,
         },
     },
+    "cohere2": _COMMON | {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.3},
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
 # run by test_parity and test_more_families: other tests see no difference
-MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3")
+MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3", "cohere2")
 UNCUT_FAMILIES = ("olmo2", "olmo3")  # ranks cannot share them
 FAMILIES = tuple(family for family in _TINY if family not in MOE_FAMILIES + MORE_FAMILIES)
 
@@ -132,6 +133,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+        "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]
