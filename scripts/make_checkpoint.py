@@ -137,6 +137,12 @@ TOKENS = {
         eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
     "ministral3": _MISTRAL,
+    "cohere2": FamilyTokens(
+        ("<PAD>", "<BOS_TOKEN>", "<EOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        eos=("<|END_OF_TURN_TOKEN|>",),
+        bos="<BOS_TOKEN>",
+        adds_bos=True,
+    ),
     "mistral3": _MISTRAL,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
 }
@@ -400,6 +406,15 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1e-5,
         },
+    }
+    of_family["cohere2"] = {
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "layer_norm_eps": 1e-5,
+        "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+        "logit_scale": 0.25,
+        "sliding_window": sizes.window,
+        "tie_word_embeddings": True,
     }
     of_family["ministral3"] = {
         "architectures": ["Ministral3ForCausalLM"],

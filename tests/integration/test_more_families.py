@@ -34,10 +34,11 @@ from tests.support.kv_store import fill_store
 from tests.support.simple_loop import generate_greedy
 from tests.support.step import run_step
 from tests.support.tiny import greedy, random_prompts, run_engine
-from tests.unit.loader.tiny_files import write_directory
+from tests.unit.loader.tiny_files import ARCHITECTURES, write_directory, write_gguf
 
 SIZES = Sizes(hidden_size=128, vocab_size=300, context_len=96, num_layers=4)
 PROMPTS = random_prompts(6)
+YARN = {"rope_type": "yarn", "rope_theta": 500_000.0, "factor": 16.0, "original_max_position_embeddings": 8}
 all_families = pytest.mark.parametrize("family", MORE_FAMILIES + MORE_MOE_FAMILIES)
 needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
@@ -124,6 +125,24 @@ def test_a_saved_model_has_the_logits_of_the_reference(family: str, tmp_path: Pa
         assert torch.equal(model.model.get_parameter(name), parameter), name
 
 
+@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if family in ARCHITECTURES])
+def test_a_gguf_file_has_the_logits_of_the_reference(family: str, tmp_path: Path) -> None:
+    """Rows that the converter reordered, factors and windows that it spells in its own way."""
+    changes: dict[str, Any] = {}
+    if family == "olmo3":  # the format has one base for all layers
+        changes["rope_parameters"] = {
+            "full_attention": dict(YARN),
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+        }
+    reference = reference_model(family, **changes)
+    path = write_gguf(tmp_path / "model.gguf", reference)
+    model = load_model(resolve_model(str(path)), dtype="float32", device="cpu")
+    tokens = torch.randint(0, 199, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    expected = run_step(build_like(reference), [tokens])[0]
+    torch.testing.assert_close(run_step(model.model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmoe"])
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))
@@ -147,7 +166,7 @@ def test_rows_of_published_codes_change_places_as_rows_of_numbers_do(
         hidden_size=256, num_heads=2, num_kv_heads=1, vocab_size=300, num_layers=2
     )  # heads of 128 rows
     make_checkpoint(family, plain, sizes=sizes, seed=1)
-    group = {} if scheme in ("ct-int8", "fp8-block") else {"group_size": 32}
+    group: dict[str, Any] = {} if scheme in ("ct-int8", "fp8-block") else {"group_size": 32}
     quantize_checkpoint(resolve_model(str(plain)), tmp_path / scheme, Recipe(scheme=scheme, **group))
     expected, found, packed = (
         run_step(loaded(path, quantization).model, [PROMPTS[1]])[0]

@@ -189,6 +189,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": False, "partial_rotary_factor": 0.25},
     ),
     "ministral3: yarn, queries that grow": ("ministral3", {}),
+    "cohere2: parallel blocks, layers without a window do not rotate": ("cohere2", {}),
+    "cohere2: biases and an untied head": (
+        "cohere2",
+        {"attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (
         "gpt2",

@@ -65,9 +65,7 @@ def check(
     whole_TX = torch.randn(num_tokens, num_channels + 2 * num_values, device=device).to(dtype)
     inputs = torch.split(whole_TX, [num_channels, num_values, num_values], dim=-1)
     expected_cache = StateCache(cache.states.clone(), cache.tails.clone())
-    expected = run_spans(
-        rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs
-    )
+    expected = run_spans(rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs)
     rows_S, lens_S = (torch.tensor(each, dtype=torch.int32, device=device) for each in (rows, lens))
     padding = [PrefillChunk(0, 0, 0, 0)]
     whole_C4 = torch.tensor([*chunks, *padding], dtype=torch.int32, device=device)

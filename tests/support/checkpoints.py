@@ -154,11 +154,12 @@ TINY: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.4,
         },
     },
+    "cohere2": _COMMON | {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.3},
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
 # run by test_parity and test_more_families: other tests see no difference
-MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3")
+MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3", "cohere2")
 MORE_MOE_FAMILIES = ("olmoe", "gpt_oss")  # likewise
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in test_hybrid: their blocks hold states
 UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe", *HYBRID_FAMILIES)  # ranks cannot share them
@@ -196,6 +197,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+        "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config_class, model_class = classes[family]

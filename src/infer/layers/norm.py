@@ -47,15 +47,17 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift."""
+    """GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift (Cohere: scale)."""
 
     offset = 0.0
+    bias: torch.Tensor
 
-    def __init__(self, size: int, *, eps: float) -> None:
+    def __init__(self, size: int, *, eps: float, has_bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        # zeros are not a parameter: no checkpoint has them
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if has_bias else torch.zeros(size)
 
     def forward(self, x: torch.Tensor | ResidualStream) -> torch.Tensor:
         """Normalise the rows of a tensor, or the stream, at once: no kernel has this norm in its prologue."""

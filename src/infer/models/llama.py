@@ -11,8 +11,8 @@ What they differ in is three facts of ModelConfig, each read exactly once, in se
     layer_windows    Mistral 7B v0.1
 
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
-A family with another MLP in the same block overrides `make_mlp` (mixtral.py); a model that needs a fourth
-switch gets its own file (gemma3.py, gpt2.py).
+A family with another MLP in the same block overrides `make_mlp` (mixtral.py), one that scales its halves
+`block` (granite.py); a model that needs a fourth switch gets its own file (gemma3.py, olmo2.py, gpt2.py).
 
 x is the residual stream, an object that layers add to. Norms, projections and additions around it are fused
 by the projections themselves (quant/residual.py).

@@ -15,6 +15,7 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.models import (
+    cohere2,
     exaone4,
     gemma2,
     gemma3,
@@ -107,6 +108,8 @@ FAMILIES: tuple[Family, ...] = (
            ministral3.read_config, llama.Llama, llama.WEIGHT_MAP),
     Family("mistral3", ("Mistral3ForConditionalGeneration",), ("mistral3",),
            mistral3.read_config, llama.Llama, mistral3.WEIGHT_MAP),
+    Family("cohere2", ("Cohere2ForCausalLM",), ("cohere2",),
+           cohere2.read_config, cohere2.Cohere2, cohere2.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
            gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
 )

@@ -21,6 +21,8 @@ from tests.support.checkpoints import raw_config
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "gemma2": "gemma2"}
+ARCHITECTURES |= {name: name for name in ("granite", "smollm3", "olmo2", "exaone4", "phi3", "glm4")}
+ARCHITECTURES["olmo3"] = "olmo2"
 
 
 def state(reference: Any) -> dict[str, torch.Tensor]:
@@ -130,16 +132,34 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if family in ("mistral", "gemma2", "gemma3"):
+    if family in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4"):
         writer.add_sliding_window(config.sliding_window)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if family in ("olmo3", "exaone4"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
 
 
 def convert(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> np.ndarray[Any, Any]:
     """What the converter does to a tensor before it is stored."""
-    if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+    if architecture in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         rest = tensor.shape[1:]
         tensor = (

@@ -19,8 +19,13 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.gguf import GGMLType, GGUFFile
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "gpt2")
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "granite", "smollm3", "olmo2",
+    "exaone4", "phi3", "glm4", "gpt2",
+)  # fmt: skip
+PARTLY_ROTARY = ("phi3", "glm4")
 ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 # What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
 _LLAMA3 = (1.0, 4.0, 8192)
@@ -73,7 +78,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         return shared | _gpt2_config(keys)
     hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", default=hidden_size // num_heads)
-    if (rotated := keys.size("rope.dimension_count", default=head_dim)) != head_dim:
+    rotated = keys.size("rope.dimension_count", default=head_dim)
+    if rotated != head_dim and architecture not in PARTLY_ROTARY:
         raise ConfigError(
             f"{file.path} turns {rotated} of {head_dim} channels, partial rotation is not supported"
         )
@@ -87,7 +93,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", default=1e6 if architecture == "gemma3" else 1e4),
-        "rope_scaling": _rope_scaling(keys, head_dim),
+        "rope_scaling": _rope_scaling(keys, head_dim, rotated),
+        **({"partial_rotary_factor": rotated / head_dim} if architecture in PARTLY_ROTARY else {}),
     }
     return config | _family_config(keys, config)
 
@@ -127,6 +134,34 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
             "layer_types": _layer_types(keys, config["num_hidden_layers"]),
             "rope_local_base_freq": keys.number("rope.freq_base_swa", default=1e4),
         }
+    has_bias = "blk.0.attn_q.bias" in tensors
+    if keys.architecture == "granite":
+        return {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_bias": has_bias,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+            "attention_multiplier": keys.number("attention.scale", default=config["head_dim"] ** -0.5),
+            "embedding_multiplier": keys.number("embedding_scale", default=1.0),
+            "residual_multiplier": keys.number("residual_scale", default=1.0),
+            "logits_scaling": keys.number("logit_scale", default=1.0),
+        }
+    if keys.architecture in ("olmo2", "exaone4"):  # files of OLMo 3 say olmo2
+        name = "Exaone4" if keys.architecture == "exaone4" else "Olmo3" if window else "Olmo2"
+        types = {"layer_types": _layer_types(keys, config["num_hidden_layers"], default=4)} if window else {}
+        return {"architectures": [f"{name}ForCausalLM"], "sliding_window": window or None, **types}
+    if keys.architecture == "phi3":
+        original = keys.size(
+            "rope.scaling.original_context_length", default=config["max_position_embeddings"]
+        )
+        return {
+            "architectures": ["Phi3ForCausalLM"],
+            "original_max_position_embeddings": original,
+            "sliding_window": window or None,
+        }
+    if keys.architecture == "glm4":
+        return {"architectures": ["Glm4ForCausalLM"], "attention_bias": has_bias}
+    if keys.architecture == "smollm3":
+        return {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": has_bias}
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
 
 
@@ -158,11 +193,11 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
     }
 
 
-def _layer_types(keys: Keys, num_layers: int) -> list[str]:
+def _layer_types(keys: Keys, num_layers: int, *, default: int = 6) -> list[str]:
     """Which layers see a window: told layer by layer, or one full layer after every so many."""
     pattern = keys.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list) or not all(isinstance(is_local, bool) for is_local in pattern):
-        every = keys.size("attention.sliding_window_pattern", default=6)
+        every = keys.size("attention.sliding_window_pattern", default=default)
         pattern = [(layer + 1) % every != 0 for layer in range(num_layers)]
     return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
 
@@ -180,9 +215,12 @@ def _gpt2_config(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(keys: Keys, head_dim: int, rotated: int) -> dict[str, Any] | None:
     if ROPE_FACTORS in keys.file.tensors:
         return _llama3_scaling(keys, head_dim)
+    if any(name in keys.file.tensors for name in LONGROPE_FACTORS.values()):
+        factors = {key: _table(keys, name, rotated // 2) for key, name in LONGROPE_FACTORS.items()}
+        return {"rope_type": "longrope", "attention_factor": keys.get("rope.scaling.attn_factor"), **factors}
     kind = str(keys.get("rope.scaling.type") or "none")
     if kind == "none":
         return None
@@ -193,12 +231,18 @@ def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     return scaling | {"original_max_position_embeddings": original}
 
 
+def _table(keys: Keys, name: str, count: int) -> list[float]:
+    """The numbers of a tensor with one for each pair of channels."""
+    tensor = keys.file.tensors.get(name)
+    if tensor is None or tensor.shape != (count,) or tensor.kind is not GGMLType.F32:
+        raise CheckpointError(f"{keys.file.path}: {name!r} must be {count} numbers of type F32")
+    numbers: list[float] = keys.file.packed_rows(name)[0].view("<f4").tolist()
+    return numbers
+
+
 def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     """Recover the parameters behind a table of divisors, or refuse a table we cannot explain."""
-    path, tensor = keys.file.path, keys.file.tensors[ROPE_FACTORS]
-    if tensor.shape != (head_dim // 2,) or tensor.kind is not GGMLType.F32:
-        raise CheckpointError(f"{path}: {ROPE_FACTORS!r} must be {head_dim // 2} numbers of type F32")
-    divisors = keys.file.packed_rows(ROPE_FACTORS)[0].view("<f4").tolist()
+    path, divisors = keys.file.path, _table(keys, ROPE_FACTORS, head_dim // 2)
     if all(divisor == 1.0 for divisor in divisors):
         return None
     factor = max(divisors)  # the slowest pairs are divided by all of it

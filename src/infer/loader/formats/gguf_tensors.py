@@ -3,7 +3,8 @@
 The two formats name the same things differently, and the converter that writes GGUF files also
 changes some tensors. Everything is translated back here, so that weight maps know one language only:
 
-    llama    rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
+    llama, granite, smollm3
+             rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
              rotate channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
     gemma2, gemma3   norm weights are stored with 1 added
     qwen2moe the gate of the shared expert, a matrix of one row, is stored as a vector
@@ -25,7 +26,7 @@ from infer.errors import CheckpointError
 from infer.loader.formats.axes import Axes, plain_axes
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
-from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
+from infer.loader.formats.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, Keys
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize, stored_codes
 from infer.quant.coded import CodedRows, StoredCodes
 
@@ -65,6 +66,19 @@ _GEMMA3 = _QWEN3 | {
     "blk.{}.ffn_norm":         "model.layers.{}.pre_feedforward_layernorm",
     "blk.{}.post_ffw_norm":    "model.layers.{}.post_feedforward_layernorm",
 }
+_POST_NORM = _QWEN3 | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.post_ffw_norm":    "model.layers.{}.post_feedforward_layernorm",
+}
+_PHI3 = _DENSE | {
+    "blk.{}.attn_qkv":         "model.layers.{}.self_attn.qkv_proj",
+    "blk.{}.ffn_up":           "model.layers.{}.mlp.gate_up_proj",
+}
+_GLM4 = _DENSE | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+    "blk.{}.post_ffw_norm":    "model.layers.{}.post_mlp_layernorm",
+    "blk.{}.ffn_up":           "model.layers.{}.mlp.gate_up_proj",
+}
 _GPT2 = {
     "token_embd":              "transformer.wte",
     "position_embd":           "transformer.wpe",
@@ -86,8 +100,15 @@ NAMES: dict[str, Mapping[str, str]] = {
     "qwen3moe": _LLAMA | _QWEN3,
     "gemma2": _GEMMA3,
     "gemma3": _GEMMA3,
+    "granite": _DENSE,
+    "smollm3": _DENSE,
+    "olmo2": _POST_NORM,
+    "exaone4": _POST_NORM,
+    "phi3": _PHI3,
+    "glm4": _GLM4,
     "gpt2": _GPT2,
 }
+PERMUTED = ("llama", "granite", "smollm3")  # architectures whose queries and keys are reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +227,7 @@ def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
     names = NAMES[keys.architecture]
     tensors: dict[str, StoredTensor] = {}
     for stored in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
-        if stored.name == ROPE_FACTORS:  # read with the config
+        if stored.name in (ROPE_FACTORS, *LONGROPE_FACTORS.values()):  # read with the config
             continue
         module, _, leaf = stored.name.rpartition(".")
         key = re.sub(r"^blk\.(\d+)\.", "blk.{}.", module)
@@ -221,7 +242,7 @@ def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
 
 def _undone(keys: Keys, stored: GGUFTensor, key: str) -> PackedTensor:
     file, architecture = keys.file, keys.architecture
-    if architecture == "llama" and key in ("blk.{}.attn_q", "blk.{}.attn_k"):
+    if architecture in PERMUTED and key in ("blk.{}.attn_q", "blk.{}.attn_k"):
         heads = keys.size("attention.head_count")
         if key == "blk.{}.attn_k":
             heads = keys.size("attention.head_count_kv", default=heads)

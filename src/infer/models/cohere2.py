@@ -1,0 +1,90 @@
+"""Cohere 2 (Command R7B, Command A): attention and MLP side by side, on one norm of the stream.
+
+   x ──► norm ──┬──► attention ──► (+) ──►
+    │           └──► mlp ─────────► │
+    └───────────────────────────────┘
+
+norm            LayerNorm with a weight and no bias, once per block
+three of four   layers see a sliding window, and neighbouring channels of their heads turn together
+the fourth      sees everything and does not rotate
+logit_scale     multiplies the logits (Granite's divides them)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from infer.layers.attention import StepContext
+from infer.layers.mlp import GatedMLP
+from infer.layers.norm import LayerNorm
+from infer.layers.rotary import Rotary
+from infer.models import llama
+from infer.models.config import ModelConfig
+from infer.models.model import Model, layer_rotaries
+from infer.models.raw_config import RawConfig, read_window
+from infer.models.self_attention import SelfAttention
+from infer.models.weight_map import Target, WeightMap
+from infer.quant.residual import ResidualStream
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Cohere2ForCausalLM`."""
+    top = RawConfig(raw)
+    top.refuse("use_qk_norm", "norms of queries and keys are not supported in this family")
+    eps = top.number("layer_norm_eps", default=1e-5)
+    given = {name: value for name, value in raw.items() if name != "head_dim"}  # always an equal share
+    keys = RawConfig(given).with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
+    pattern = keys.size("sliding_window_pattern", default=4)
+    shared = llama.read_shared_config(
+        keys, family="cohere2", window=read_window(top), slides=lambda layer: (layer + 1) % pattern != 0
+    )
+    has_bias = keys.flag("attention_bias", default=False)
+    return replace(
+        shared,
+        norm_eps=eps,
+        pairs_neighbours=True,
+        still_layers=tuple(layer for layer in range(shared.num_layers) if shared.window(layer) is None),
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        logit_scale=keys.number("logit_scale", default=0.0625),
+    )
+
+
+class Block(nn.Module):
+    """Attention and the MLP of one norm, both added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm = LayerNorm(size, eps=config.norm_eps, has_bias=False)
+        self.attention = SelfAttention(config, layer, rotary)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
+
+    def forward(self, stream: ResidualStream, step: StepContext) -> None:
+        """Add attention's output to the stream, and the MLP's of the same input."""
+        normed_TD = self.norm(stream)
+        stream.add(self.attention(normed_TD, step))
+        stream.add(self.mlp(normed_TD))
+
+
+class Cohere2(Model):
+    """A stack of parallel blocks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(
+            Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
+        )
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, has_bias=False)
+
+
+# fmt: off
+WEIGHT_MAP: WeightMap = {
+    **{key: target for key, target in llama.WEIGHT_MAP.items() if "layernorm" not in key},
+    "model.layers.{}.input_layernorm":            Target("layers.{}.norm"),
+}
+# fmt: on
