@@ -65,16 +65,14 @@ def check(
     whole_TX = torch.randn(num_tokens, num_channels + 2 * num_values, device=device).to(dtype)
     inputs = torch.split(whole_TX, [num_channels, num_values, num_values], dim=-1)
     expected_cache = StateCache(cache.states.clone(), cache.tails.clone())
-    expected = run_spans(
-        rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs
-    )
+    expected = run_spans(rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs)
     rows_S, lens_S = (torch.tensor(each, dtype=torch.int32, device=device) for each in (rows, lens))
     padding = [PrefillChunk(0, 0, 0, 0)]
     whole_C4 = torch.tensor([*chunks, *padding], dtype=torch.int32, device=device)
     tiles = PrefillChunks.from_arrays(whole_C4, chunks, whole_C4)
     runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
     out = recur_paged(rule, cache, tables_RB, block_size, (rows_S, lens_S), runs_S4, tiles, *inputs)
-    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    bound = 5e-2 if dtype == torch.bfloat16 else 2e-5 if device == "cpu" else 3e-4
     torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
     torch.testing.assert_close(cache.states, expected_cache.states, rtol=bound, atol=bound)
     assert torch.equal(cache.tails, expected_cache.tails)
