@@ -72,7 +72,7 @@ def check(
     tiles = PrefillChunks.from_arrays(whole_C4, chunks, whole_C4)
     runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
     out = recur_paged(rule, cache, tables_RB, block_size, (rows_S, lens_S), runs_S4, tiles, *inputs)
-    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    bound = 5e-2 if dtype == torch.bfloat16 else 2e-5 if device == "cpu" else 3e-4
     torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
     torch.testing.assert_close(cache.states, expected_cache.states, rtol=bound, atol=bound)
     assert torch.equal(cache.tails, expected_cache.tails)

@@ -12,7 +12,9 @@ nilpotent, so the inverse of I + A is a short product that needs no order of row
 
     (I + A)^-1 = (I - A) (I + A^2) (I + A^4) (I + A^8)
 
-Pieces begin at positions that are multiples of 16, so no piece lies across the end of a block.
+Products are those of tensor cores in three parts, which are as exact as float32; without tensor cores a piece
+would not fit the registers. Pieces begin at positions that are multiples of 16, so no piece lies across the
+end of a block.
 
 Shapes:  T tokens, U runs, C channels of q, k and v, V value heads, K key size, H value size.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.delta.reference import NORM_EPS, DeltaRule, StateCache
-from infer.kernels.runtime.dispatch import jit, next_power_of_two, tl
+from infer.kernels.runtime.dispatch import is_amd, jit, next_power_of_two, tl
 from infer.kernels.runtime.launch import launch_triton
 
 TILE_TOKENS, TILE_CHANNELS = 16, 128  # of a program of `mix`
@@ -101,6 +103,7 @@ def _recur_kernel(
     gate_stride, table_stride, half_stride, block_stride, scale, eps,
     BLOCK_SIZE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, num, row, start = _run_of(runs_ptr, tl.program_id(0))
     head, half = tl.program_id(1), NUM_HEADS // 2
@@ -148,22 +151,24 @@ def _recur_kernel(
             between = tl.exp(tl.where(is_before, total[:, None] - total[None, :], float("-inf")))
             since = tl.exp(total)[:, None]
             k_beta, k_turned = k * beta[:, None], tl.trans(k)
-            system = tl.dot(k_beta, k_turned, input_precision="ieee") * between
+            system = tl.dot(k_beta, k_turned, input_precision=PRECISION) * between
             power = tl.where(places[:, None] > places[None, :], system, 0.0)
             unit = (places[:, None] == places[None, :]).to(tl.float32)
             inverse = unit - power
-            power = tl.dot(power, power, input_precision="ieee")
-            inverse = tl.dot(inverse, unit + power, input_precision="ieee")
-            power = tl.dot(power, power, input_precision="ieee")
-            inverse = tl.dot(inverse, unit + power, input_precision="ieee")
-            power = tl.dot(power, power, input_precision="ieee")
-            inverse = tl.dot(inverse, unit + power, input_precision="ieee")
-            known = v * beta[:, None] - tl.dot(k_beta * since, state, input_precision="ieee")
-            u = tl.dot(inverse, known, input_precision="ieee")
-            scores = tl.dot(q, k_turned, input_precision="ieee") * between
-            out = tl.dot(q * since, state, input_precision="ieee") + tl.dot(scores, u, input_precision="ieee")
+            power = tl.dot(power, power, input_precision=PRECISION)
+            inverse = tl.dot(inverse, unit + power, input_precision=PRECISION)
+            power = tl.dot(power, power, input_precision=PRECISION)
+            inverse = tl.dot(inverse, unit + power, input_precision=PRECISION)
+            power = tl.dot(power, power, input_precision=PRECISION)
+            inverse = tl.dot(inverse, unit + power, input_precision=PRECISION)
+            known = v * beta[:, None] - tl.dot(k_beta * since, state, input_precision=PRECISION)
+            u = tl.dot(inverse, known, input_precision=PRECISION)
+            scores = tl.dot(q, k_turned, input_precision=PRECISION) * between
+            out = tl.dot(q * since, state, input_precision=PRECISION) + tl.dot(
+                scores, u, input_precision=PRECISION
+            )
             left = tl.exp(all_of_it - total)[:, None]
-            state = state * tl.exp(all_of_it) + tl.dot(tl.trans(k * left), u, input_precision="ieee")
+            state = state * tl.exp(all_of_it) + tl.dot(tl.trans(k * left), u, input_precision=PRECISION)
         out_at = out_ptr + (tokens[:, None] * NUM_HEADS + head) * H + values[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=has_value)
         end = tl.minimum(base + PIECE, stop)
@@ -201,5 +206,6 @@ def recur_runs(
         (b_TV.stride(0), tables_RB.stride(0), cache.states.stride(0), cache.states.stride(1),
          key_dim**-0.5, NORM_EPS),
         BLOCK_SIZE=block_size, NUM_KEY_HEADS=rule.num_key_heads, NUM_HEADS=num_heads, K=key_dim, H=value_dim,
-        BLOCK_K=max(next_power_of_two(key_dim), least), BLOCK_H=columns, PIECE=piece, num_warps=4,
+        BLOCK_K=max(next_power_of_two(key_dim), least), BLOCK_H=columns, PIECE=piece,
+        PRECISION="ieee" if is_amd() else "tf32x3", num_warps=8,
     )  # fmt: skip
