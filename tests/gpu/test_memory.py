@@ -128,7 +128,8 @@ def test_the_computed_step_is_at_least_the_measured_one(
     monkeypatch.setattr(rehearsal, "GAP_FACTOR", 1.0)
     config = resolve_for(EngineConfig(), loaded)
     computed = compute_step(config, loaded)
-    measured = build._rehearse(config, loaded, bind(loaded.model, loaded.device, deterministic=False))
+    bound = bind(loaded.model, loaded.device, deterministic=False)
+    measured = build._rehearse(config, loaded, bound, None)
     assert measured is not None
     print(f"computed {computed} measured {measured}")
     assert measured.layers <= computed.layers < 3 * measured.layers

@@ -60,8 +60,8 @@ class ListStep(StepContext):
         for cache, (q, k, v) in zip(self.caches, parts, strict=True):
             cache.extend(layer.number, k, v)
             seen = cache.keys[layer.number], cache.values[layer.number]
-            how = {"softcap": layer.softcap, "sinks_N": layer.sinks_N}
-            outputs.append(attend_naive(q, *seen, scale=layer.scale, window=layer.window, **how))
+            how = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
+            outputs.append(attend_naive(q, *seen, sinks_N=layer.sinks_N, **how))  # type: ignore[arg-type]
         return torch.cat(outputs)
 
     def recur(

@@ -71,7 +71,7 @@ def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
         while warm_up.prepare():
             pass
     assert not caplog.records, "a step of padding could not be run"
-    assert num_layers == {2} and len(model.layers) == 5
+    assert isinstance(model, Model) and num_layers == {2} and len(model.layers) == 5
     assert {tokens for tokens, _ in tried} == {512, 768, 1032, 1288, 1536, 1792, 2048}
     assert {rows for _, rows in tried} == {0, MAX_ROWS}
     assert outputs == set(range(1, 18))
@@ -131,4 +131,5 @@ def test_the_largest_step_is_rehearsed_with_few_layers(
 
     monkeypatch.setattr(device, "forward", watch)
     warm_up.compute_padding()
+    assert isinstance(device.model, Model)
     assert seen == [(MAX_TOKENS, 2)] and len(device.model.layers) == 5
