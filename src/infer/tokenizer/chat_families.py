@@ -51,9 +51,9 @@ _LLAMA = frozenset({"llama"})
 _QWEN2 = frozenset({"qwen2", "qwen2_moe"})
 _QWEN3 = frozenset({"qwen3", "qwen3_moe"})
 _GEMMA3 = frozenset({"gemma2", "gemma3", "gemma3_text"})
-_GPT_OSS = frozenset({"gpt_oss", "gpt-oss"})
-_MISTRAL3 = frozenset({"mistral3", "ministral3"})  # newer ones have system prompts that their templates write
 _MISTRAL = frozenset({"mistral", "mixtral"})
+_MISTRAL3 = frozenset({"mistral3", "ministral3"})  # newer ones have system prompts that their templates write
+_GPT_OSS = frozenset({"gpt_oss", "gpt-oss"})
 
 FAMILIES = (
     ChatFamily("harmony", _GPT_OSS, tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),

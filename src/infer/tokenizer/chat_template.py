@@ -342,6 +342,11 @@ def _suit(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any
                 text = message["content"] if message.get("tool_calls") else ""
                 message["thinking"] = f"{thought}\n\n{text}" if text else thought
                 message["content"] = "" if text else message["content"]
+    if "block['thinking']" in source:  # Ministral 3
+        for message in messages:
+            if thought := message.get("reasoning_content"):
+                text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+                message["content"] = [{"type": "thinking", "thinking": thought}, *text]
     if SYSTEM_TOOLS in source and tools:  # Phi-4-mini
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": ""})

@@ -207,6 +207,20 @@ def test_tools_stand_in_the_system_message_where_a_template_wants_them() -> None
     assert shipped.render([{"role": "user", "content": "Q"}], tools=tools) == 'system[{"name": "f"}];user;'
 
 
+def test_reasoning_of_a_mistral_history_is_shown_between_its_tokens() -> None:
+    blocks = (
+        "{% for message in messages %}{% set said = message['content'] %}"
+        "{% if said is string %}{{ said }};{% else %}{% for block in said %}"
+        "{{ block['type'] ~ ':' ~ (block['thinking'] or block['text']) }};{% endfor %}{% endif %}{% endfor %}"
+    )
+    history = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning": "R"}]
+    shipped = ChatTemplate(blocks, tokenizer(), name=CHECKPOINT)
+    assert shipped.render(history) == "Q;thinking:R;text:A;"
+    for published, shown in (("[THINK]", "[THINK]R[/THINK]A"), ("none", "A")):
+        vocabulary = tokenizer(published=published)
+        assert template("mistral_v11", vocabulary).render(history) == f"[INST]Q[/INST]{shown}</s>"
+
+
 def test_a_constraint_needs_a_token_behind_reasoning_that_the_prompt_opens() -> None:
     vocabulary = tokenizer()
     form = find_format(vocabulary, vocabulary.encode("<think>\n"), dialect=None, think=THINK)
