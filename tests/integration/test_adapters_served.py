@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from infer.errors import UnknownModel
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.adapters import make_adapter, merge
-from tests.support.server_process import ServerProcess, start_server
+from tests.support.server_process import ServerProcess, start_server, wait_until
 
 ADMIN = {"authorization": "Bearer root"}
 PROMPT = "The quick brown fox"
@@ -202,3 +204,20 @@ def test_library_and_commands_answer_with_an_adapter(
     assert planned["adapters"] == kept > 0
     assert main(["plan", *model, "--lora-modules", *both]) == 0
     assert "room for 8 LoRA adapters" in capsys.readouterr().out
+
+
+def test_engine_that_is_started_again_gets_its_adapters_back(world: World) -> None:
+    load = {"lora_name": "law", "lora_path": str(world.paths["law"])}
+    assert post(world, "/v1/load_lora_adapter", load, **ADMIN).status_code == 200
+    engines = [
+        child
+        for child in world.server.children()
+        if b"infer.client.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert len(engines) == 1
+    os.kill(engines[0], signal.SIGKILL)
+    asked = {"model": "law", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    wait_until(lambda: post(world, "/v1/completions", asked).status_code == 200, 120)
+    assert complete(world, "law") == world.texts["law"][0]
+    assert complete(world, "sql") == world.texts["sql"][0]
+    assert complete(world, "tiny") == world.texts[""][0]

@@ -475,9 +475,9 @@ def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     sizes: list[int] = []
     forward, warm_up = device.forward, warm_up_of(engine)
 
-    def note(model: Model, num_tokens: int, *others: Any) -> torch.Tensor:
+    def note(model: Model, num_tokens: int, *others: Any, **named: Any) -> torch.Tensor:
         sizes.append(num_tokens)
-        hidden_TD: torch.Tensor = forward(model, num_tokens, *others)
+        hidden_TD: torch.Tensor = forward(model, num_tokens, *others, **named)
         return hidden_TD
 
     monkeypatch.setattr(device, "forward", note)
