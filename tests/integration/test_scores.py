@@ -14,8 +14,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from infer import LLM
 from infer.errors import RequestError
 from infer.frontend.scoring import AFTER, BEFORE, INSTRUCTION
+from infer.loader.find.source import resolve_model
+from infer.loader.pooling import Pooling
+from infer.loader.score_head import read_scorer
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.checkpoints import reference_model
 from tests.unit.loader.test_pooling import NORMALIZE, POOLING, TRANSFORMER, write
+from tests.unit.loader.tiny_files import write_gguf
 
 QUERY = "Where is the river?"
 DOCUMENTS = ["The river is behind the house.", "Water boils at one hundred degrees.", "the clock", "engine"]
@@ -125,3 +130,13 @@ def test_an_embedding_model_without_prefix_and_head_gives_cosines(tmp_path: Path
         torch.testing.assert_close(short[0], torch.nn.functional.normalize(wanted[0, :8], dim=-1))
         with pytest.raises(RequestError, match="no head that makes tokens"):
             llm.generate("x")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("Q8_0", 1e-2), ("Q4_1", 0.1)])
+def test_the_row_of_a_score_is_read_from_packed_heads(tmp_path: Path, kind: str, error: float) -> None:
+    reference = reference_model("qwen3", hidden_size=128, head_dim=32, num_hidden_layers=1)
+    path = write_gguf(tmp_path / "tiny-Reranker.gguf", reference, kind=kind)
+    scorer = read_scorer(resolve_model(str(path)), Pooling(), None, {"yes": 5, "no": 9}.get)
+    wanted = reference.lm_head.weight[5] - reference.lm_head.weight[9]
+    assert scorer.is_judged
+    assert scorer.row == pytest.approx(wanted.tolist(), abs=error)
