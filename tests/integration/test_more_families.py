@@ -174,3 +174,15 @@ def test_rows_of_published_codes_change_places_as_rows_of_numbers_do(
     )
     assert (found - expected).norm() < allowed * expected.norm()
     assert (packed - expected).norm() < allowed * expected.norm()
+
+
+def test_a_line_says_that_longrope_is_made_for_the_served_length(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = resolve_model(str(checkpoint(root, "phi3")))  # trained on 48 of its 96 tokens
+    with caplog.at_level("INFO"):
+        load_model(source, device="cpu", max_seq_len=48)
+        assert not any("longrope" in message for message in caplog.messages)
+        load_model(source, device="cpu")
+    (message,) = [message for message in caplog.messages if "longrope" in message]
+    assert "96 tokens" in message and "max_seq_len=48" in message

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -353,6 +354,64 @@ def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:
     assert (config.rope_theta, config.local_rope_theta) == (5e5, 5e5)
     assert [config.window(layer) for layer in range(4)] == [64, 64, 64, None]
     assert read(_SMALL | {"architectures": ["Olmo3ForCausalLM"]}).window(0) == 4096
+
+
+def test_phi_4_mini_is_read() -> None:
+    """Three quarters of a head turn; the trained context stands beside the section, and `su` is longrope."""
+    factors = [1.0] * 48
+    raw: dict[str, Any] = {
+        "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
+        "vocab_size": 200064, "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+        "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_scaling": {"long_factor": factors, "short_factor": factors, "type": "longrope"},
+    }  # fmt: skip
+    config = read(raw)
+
+    assert (config.head_dim, config.rotary_dim, config.context_len) == (128, 96, 131072)
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.original_context_len) == ("longrope", 4096)
+    assert config.rope_scaling.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+    assert config.window(0) == 262144
+    assert read(without(raw, "sliding_window")).layer_windows == ()
+    assert read(raw, rope_scaling=raw["rope_scaling"] | {"type": "su"}) == config
+    with pytest.raises(CheckpointError, match="list of 48 numbers"):
+        read(raw, rope_scaling=raw["rope_scaling"] | {"long_factor": factors[:-1]})
+
+
+def test_glm4_turns_neighbours_of_half_a_head() -> None:
+    config = read(_SMALL | {"architectures": ["Glm4ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2})
+
+    assert (config.rotary_dim, config.qkv_bias, config.attention_out_bias) == (4, True, False)
+    assert config.channel_order == (0, 2, 4, 5, 1, 3, 6, 7)
+    assert config.norm_eps == 1.5625e-7
+
+
+def test_mistral_small_3_leaves_out_what_equals_the_reference() -> None:
+    """Heads of 128, which are not an equal share of 5120, and no window."""
+    raw = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral"}}
+    config = read(raw)
+
+    assert (config.head_dim, config.hidden_size, config.num_kv_heads) == (128, 5120, 8)
+    assert (config.rope_theta, config.layer_windows, config.tie_embeddings) == (1e9, (), False)
+    with pytest.raises(ConfigError, match="'model_type' in text_config"):
+        read(raw, text_config={"model_type": "ministral"})
+
+
+def test_ministral_3_is_yarn_without_an_attention_factor_of_its_own() -> None:
+    config = read(_SMALL | {"architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2})
+
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.original_context_len) == ("yarn", 16384)
+    assert (config.rope_scaling.attention_factor, config.query_growth, config.head_dim) == (1.0, 0.1, 128)
+
+
+def test_cohere2_multiplies_its_logits_and_rotates_only_behind_windows() -> None:
+    config = read(_SMALL | {"architectures": ["Cohere2ForCausalLM"]})
+
+    assert (config.logit_scale, config.still_layers, config.window(0)) == (0.0625, (3, 7), 4096)
+    with pytest.raises(ConfigError, match="use_qk_norm"):
+        read(_SMALL | {"architectures": ["Cohere2ForCausalLM"], "use_qk_norm": True})
 
 
 def test_granite_divides_its_logits() -> None:
