@@ -65,7 +65,7 @@ def complete(world: World, model: str) -> str:
         world, "/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     )
     assert answer.status_code == 200, answer.text
-    assert answer.json()["model"] == model
+    assert answer.json()["model"] == answer.headers["x-infer-model"] == model
     text: str = answer.json()["choices"][0]["text"]
     return text
 

@@ -132,6 +132,7 @@ class RequestRecord:
     unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
+    adapter: str = ""  # LoRA adapter that it asked for
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
@@ -142,6 +143,11 @@ class RequestRecord:
     stories: ServedRequests | None = None  # where it is kept if it goes to an engine; None: nowhere
     story: ServedRequest | None = None  # what is kept of it
     spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
+
+    @property
+    def model_name(self) -> str | None:
+        """The name of the adapter or the model that serves it; None: no model was asked for."""
+        return self.adapter or self.models[-1].name if self.models else None
 
     def note_user(self, body: Any) -> None:
         """Let the user that a body names be the asker, instead of the API key."""
@@ -295,6 +301,7 @@ class ServerState:
             raise self._unknown(name)
         if (record := _RECORD.get()) is not None:
             record.models.append(found)
+            record.adapter = self.adapter_of(name)
             found.num_held += 1
         found.used_at = monotonic()
         return found

@@ -84,7 +84,7 @@ class Tracing:
             )
             stage.end(end_time=self._at(end))
         span.update_name(f"{scope['method']} {route}")
-        model = record.models[-1].name if record.models else None
+        model = record.model_name
         told: dict[str, str | int | None] = {
             "http.request.method": scope["method"],
             "http.route": route,

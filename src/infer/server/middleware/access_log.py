@@ -120,8 +120,8 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *id_headers]
-                for model in record.models[-1:]:
-                    message["headers"].append((MODEL_HEADER, quote(model.name, safe=PLAIN_CHARS).encode()))
+                if (name := record.model_name) is not None:
+                    message["headers"].append((MODEL_HEADER, quote(name, safe=PLAIN_CHARS).encode()))
                 if record.story is not None:
                     record.story.status, record.story.started_at = record.status, perf_counter()
                 if record.is_traced:
@@ -175,7 +175,7 @@ class AccessLog:
                 1000 * (perf_counter() - record.arrived_at),
                 record.num_prompt_tokens,
                 record.num_output_tokens,
-                "".join(f" model={orjson.dumps(model.name).decode()}" for model in record.models[-1:]),
+                "" if (name := record.model_name) is None else f" model={orjson.dumps(name).decode()}",
                 " client=gone" if record.is_gone else "",
                 record.request_id,
                 "" if record.error is None else redacted_reason(record.error),
