@@ -81,8 +81,8 @@ def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
 def test_a_reranker_gives_the_chance_of_yes_against_no(tmp_path: Path, ties: bool) -> None:
     path = tmp_path / "tiny-reranker"
     make_checkpoint("qwen3", path, sizes=Sizes(context_len=512))
-    causal: Any = AutoModelForCausalLM
-    reference = causal.from_pretrained(path, dtype=torch.float32).eval()
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference.eval()
     if reference.config.tie_word_embeddings != ties:
         reference.config.tie_word_embeddings = ties
         head = reference.model.embed_tokens.weight.detach().clone() * (1.0 if ties else 0.7)
