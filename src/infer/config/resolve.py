@@ -312,8 +312,10 @@ def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
     """Refuse by name what needs layers of ours, where the code of transformers computes the model."""
     if model.model_impl == "infer":
         return
-    run, is_eagle = config.run, config.speculation.is_on and config.speculation.method == "eagle3"
+    run, knobs = config.run, config.knobs()
+    is_eagle = config.speculation.is_on and config.speculation.method == "eagle3"
     asked = {
+        "enable_lora=on": knobs.get("enable_lora") or knobs.get("lora_modules"),
         "use_cuda_graphs=on": run.use_cuda_graphs,
         "record_cpu_step=on": run.record_cpu_step,
         "deterministic=on": run.deterministic,
