@@ -61,6 +61,10 @@ RECIPES = {
 }
 
 
+# Its stacks are cut while they are translated: tests/integration/test_tensor_parallel.py and test_gpt_oss.py.
+NAMES.remove("gpt_oss")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("slices")

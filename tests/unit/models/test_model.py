@@ -56,7 +56,7 @@ def test_the_config_knows_the_weights_that_a_token_meets_in_a_layer(name: str) -
         matrices = {
             part: p
             for part, p in block.named_parameters()
-            if p.ndim > 1 and not part.endswith(("router.weight", "shared_gate.weight"))
+            if p.ndim > 1 and not part.endswith(("router.weight", "shared_gate.weight", "bias"))
         }
         shares = dict.fromkeys(matrices, 1.0)
         if (experts := model.config.experts_of(layer)) is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError
-from infer.layers.linear import Linear
+from infer.layers.linear import Projected
 from infer.models.registry import FAMILIES, get_family
 from infer.models.weight_map import IGNORED, Target, find_target
 from scripts.make_checkpoint import Sizes, raw_config
@@ -109,5 +109,5 @@ def test_the_map_reaches_every_parameter_of_the_network(name: str) -> None:
     for path, module in model.named_modules():
         if not list(module.parameters(recurse=False)):
             continue
-        parts = list(module.parts) if isinstance(module, Linear) else []
+        parts = list(module.parts) if isinstance(module, Projected) else []
         assert (path, None) in targets or (parts and all((path, part) in targets for part in parts)), path
