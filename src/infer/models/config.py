@@ -61,7 +61,7 @@ class ExpertConfig:
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3, gpt2
+    family: str  # the registry's name: llama, mistral, qwen3, gemma3, ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
