@@ -279,7 +279,7 @@ def test_a_quantized_tied_embedding_is_its_head(tmp_path: Path) -> None:
 # -- made while loading -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "phi3", "glm4"))  # the last two reorder rows
 @pytest.mark.parametrize("scheme", MADE)
 def test_any_checkpoint_is_rounded_while_it_is_loaded(scheme: str, family: str, root: Path) -> None:
     made, plain = load(dense(root, family), scheme), load(dense(root, family), "none")
