@@ -120,6 +120,10 @@ def read_draft(
         headers = read_headers(source)
     else:
         headers = find(settings.draft_model)
+    if headers.config.delta is not None:
+        raise ConfigError(
+            f"draft_model={settings.draft_model} has layers that keep a state, and cannot draft; use another"
+        )
     if headers.config.vocab_size != model.vocab_size:
         raise ConfigError(
             f"draft_model={settings.draft_model} has {headers.config.vocab_size} tokens and {name} has "

@@ -156,9 +156,8 @@ class ModelConfig:
         Of matrices, however they are stored; norms, biases and routers are too small to count.
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        if self.delta is not None:  # a gate for the output: with a state as wide as its values, else as q
-            values = self.delta.num_value_heads * self.delta.value_dim
-            gated = self.delta.num_channels + 2 * values
+        if self.delta is not None:  # q, k, v, a gate for the output, b, a, and the way out; or a gate alone
+            gated = self.delta.num_channels + 2 * self.delta.num_value_heads * (self.delta.value_dim + 1)
             attention = gated if self.has_state(layer) else attention + self.num_heads * self.head_dim
         mlp = (3 if self.gated_mlp else 2) * self.mlp_size(layer)
         return self.hidden_size * (attention + mlp)

@@ -62,9 +62,13 @@ def test_wanted_rows_are_those_of_the_whole(name: str, places: list[int]) -> Non
     torch.testing.assert_close(model.logits(wanted), model.logits(whole[places]), rtol=1e-5, atol=1e-6)
     assert whole.abs().max() > 0
     for cache, other in zip(caches, caches_of_whole, strict=True):  # what later tokens will look at
-        for layer in range(len(model.layers)):
+        states = cache.states._states, other.states._states
+        assert sorted([*cache.keys, *states[0]]) == list(range(len(model.layers)))
+        for layer in cache.keys:
             assert torch.equal(cache.keys[layer], other.keys[layer])
             assert torch.equal(cache.values[layer], other.values[layer])
+        for layer in states[0]:
+            assert all(map(torch.equal, states[0][layer], states[1][layer]))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +80,15 @@ def test_only_wanted_rows_pass_what_is_behind_the_last_attention(name: str) -> N
     _, _, made = run(model, [0, 100])
     experts = {part for part, module in model.named_modules() if isinstance(module, ExpertLinear)}
     rows = {part: len(y) for part, y in made.items() if part.partition("#")[0] not in experts}
-    last = ("layers.2.attention_norm", "layers.2.attention.qkv")
+    has_state = model.config.has_state(2)
+    inner, outer = ("projected", "output") if has_state else ("qkv", "out")
+    last = ("layers.2.attention_norm", f"layers.2.attention.{inner}")
     before = ("embedding", "position_embedding", "layers.0", "layers.1", *last)
 
     assert rows == {part: num_tokens if part.startswith(before) else 2 for part in rows}
     assert {
-        "layers.2.attention.qkv",
-        "layers.2.attention.out",
+        f"layers.2.attention.{inner}",
+        f"layers.2.attention.{outer}",
         "norm",
     } <= set(rows)
     assert {"layers.2.mlp_norm", "layers.2.post_mlp_norm"} & set(rows)
