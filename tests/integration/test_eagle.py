@@ -45,6 +45,7 @@ from tests.integration.test_speculation import (
     checkpoint,
     directory,
     engine_of,
+    plain,
     requests_of,
     serve,
     target,
@@ -195,23 +196,16 @@ COMPUTED: dict[str, dict[str, Any]] = {  # in many ways, none of which finds a p
 }
 
 
-@functools.cache
-def plain_texts(family: str) -> tuple[list[Request], Any]:
-    """Requests, and what an engine without a head makes of them."""
-    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
-    return requests, serve(engine_of(family), requests)
-
-
 @pytest.mark.parametrize("way", COMPUTED)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_drafts_are_those_of_the_whole_text(family: str, way: str) -> None:
     knobs = {"use_prefix_caching": False} | COMPUTED[way]
     if family == "gemma3" and "num_blocks" in knobs:
         knobs |= {"num_blocks": 60}  # it has several tables
-    requests, expected = plain_texts(family)
+    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
     engine = engine_of(family, **head_knobs(family, 4, **knobs))
     found = watch(engine)
-    assert_same(serve(engine, requests, every=1), expected)
+    assert_same(serve(engine, requests, every=1), plain(requests, family))
     assert len(found) > 20
     assert share_right(family, found) == 1.0
     if way in ("recompute", "swap") and family == "llama":
@@ -237,7 +231,7 @@ def test_the_text_is_the_same(family: str) -> None:
     """Greedy and drawn, alone and together, with drafts that are often right and that are wrong."""
     biased = [kind | {"logit_bias": BIASED} for kind in MIX[1:5]]
     requests = requests_of(MIX + biased + DEPENDENT[:4])
-    expected = serve(engine_of(family), requests)
+    expected = plain(requests, family)
     engine = engine_of(family, **head_knobs(family, 1 + ALL_FAMILIES.index(family) % 7))
     assert_same(serve(engine, requests), expected)
     assert_same(serve(engine, requests, every=3), expected)  # prompts that are cached, and come one by one
@@ -266,7 +260,7 @@ def test_constrained_sequences(is_adaptive: bool) -> None:
     ]
     requests = requests_of(kinds)
     engine = engine_of("qwen3", **head_knobs("qwen3", 4, adaptive_speculation=is_adaptive))
-    assert_same(serve(engine, requests), serve(engine_of("qwen3"), requests))
+    assert_same(serve(engine, requests), plain(requests))
     assert totals(engine)[0] > 0
 
 
@@ -281,7 +275,7 @@ def test_deterministic_logprobs_are_the_same_bits() -> None:
 
 def test_steps_that_find_no_memory_are_followed_in_halves() -> None:
     requests = requests_of([kind for kind in GREEDY if "n" not in kind], seed=7)
-    expected = serve(engine_of("llama"), requests)
+    expected = plain(requests, "llama")
     engine = engine_of("llama", **head_knobs("llama", 3, use_prefix_caching=False))
     allocator = FailingAllocator(lambda number: number % 151 == 90)
     FailingEngine(engine, allocator)
