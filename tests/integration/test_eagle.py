@@ -41,6 +41,7 @@ from tests.integration.test_speculation import (
     directory,
     engine_of,
     on_both,
+    plain,
     requests_of,
     serve,
     target,
@@ -105,13 +106,6 @@ ON_GPU: dict[str, dict[str, Any]] = {  # the same code on the kernels' reference
 WAYS = [(False, *way) for way in COMPUTED.items()] + [(True, *way) for way in ON_GPU.items()]
 
 
-@functools.cache
-def plain_texts(family: str) -> tuple[list[Request], Any]:
-    """Requests, and what an engine without a head makes of them."""
-    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
-    return requests, serve(engine_of(family), requests)
-
-
 @pytest.mark.parametrize(
     ("on_gpu", "way", "knobs"), WAYS, ids=[f"{'gpu' if on_gpu else 'cpu'}-{way}" for on_gpu, way, _ in WAYS]
 )
@@ -122,10 +116,10 @@ def test_drafts_are_those_of_the_whole_text(
     knobs = {"use_prefix_caching": False} | knobs
     if family == "gemma3" and "num_blocks" in knobs:
         knobs |= {"num_blocks": 60}  # it has several tables
-    requests, expected = plain_texts(family)
+    requests = requests_of(GREEDY + GREEDY[:2], seed=3)
     engine = engine_of(family, on_gpu=on_gpu, **head_knobs(family, 4, **knobs))
     found = watch(engine)
-    assert_same(serve(engine, requests, every=1), expected)
+    assert_same(serve(engine, requests, every=1), plain(requests, family))
     assert len(found) > 20
     assert share_right(family, found) == 1.0
     if way in ("recompute", "swap") and family == "llama":
@@ -155,7 +149,7 @@ def test_the_text_is_the_same(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, with drafts that are often right and that are wrong."""
     biased = [kind | {"logit_bias": BIASED} for kind in MIX[1:5]]
     requests = requests_of(MIX + biased + DEPENDENT[:4])
-    expected = serve(engine_of(family), requests)
+    expected = plain(requests, family)
     count = 1 + ALL_FAMILIES.index(family) % 7
     engine = engine_of(family, on_gpu=on_gpu, **head_knobs(family, count))
     assert_same(serve(engine, requests), expected)
@@ -187,7 +181,7 @@ def test_constrained_sequences(is_adaptive: bool, on_gpu: bool) -> None:
     requests = requests_of(kinds)
     knobs = head_knobs("qwen3", 4, adaptive_speculation=is_adaptive)
     engine = engine_of("qwen3", on_gpu=on_gpu, **knobs)
-    assert_same(serve(engine, requests), serve(engine_of("qwen3"), requests))
+    assert_same(serve(engine, requests), plain(requests))
     assert totals(engine)[0] > 0
 
 
@@ -204,7 +198,7 @@ def test_deterministic_logprobs_are_the_same_bits() -> None:
 def test_steps_that_find_no_memory_are_followed_in_halves(on_gpu: bool) -> None:
     """On a GPU, where a row that was sampled has gone on, a head may miss a step and guess worse."""
     requests = requests_of([kind for kind in GREEDY if "n" not in kind], seed=7)
-    expected = serve(engine_of("llama"), requests)
+    expected = plain(requests, "llama")
     engine = engine_of("llama", on_gpu=on_gpu, **head_knobs("llama", 3, use_prefix_caching=False))
     every = 997 if on_gpu else 151  # the references of kernels allocate more
     allocator = FailingAllocator(lambda number: number % every == 90)

@@ -142,6 +142,17 @@ def serve(engine: Engine, requests: Seq[Request], *, every: int = 0) -> Answers:
     return answers
 
 
+_PLAIN: dict[tuple[str, bool, str], Answers] = {}
+
+
+def plain(requests: Seq[Request], family: str = "qwen3", *, on_gpu: bool = False) -> Answers:
+    """What an engine without drafts answers, computed once for equal requests."""
+    key = family, on_gpu, repr([(request.prompt, request.params) for request in requests])
+    if key not in _PLAIN:
+        _PLAIN[key] = serve(engine_of(family, on_gpu=on_gpu), requests)
+    return _PLAIN[key]
+
+
 def assert_same(found: Answers, expected: Answers) -> None:
     """Equal tokens and ends, and logprobs as equal as float32 allows."""
     assert found.keys() == expected.keys()
@@ -212,7 +223,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: boo
     """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""
     count = 1 + (ALL_FAMILIES.index(family) + 4 * on_gpu) % 7
     requests = requests_of(MIX)
-    expected = serve(engine_of(family, on_gpu=on_gpu), requests)
+    expected = plain(requests, family, on_gpu=on_gpu)
     engine = engine_of(family, on_gpu=on_gpu, **self_draft(family, count))
     assert_same(serve(engine, requests), expected)
     assert_same(serve(engine, requests, every=3), expected)  # prompts that are cached, and come one by one
@@ -238,7 +249,7 @@ def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: in
     if family == "gemma3":
         knobs = knobs | {"num_blocks": 60}  # it has several tables
     requests = requests_of(MIX + MIX[:5], seed=3)
-    expected = serve(engine_of(family, on_gpu=on_gpu), requests)
+    expected = plain(requests, family, on_gpu=on_gpu)
     engine = engine_of(family, on_gpu=on_gpu, **self_draft(family, count, **knobs))
     assert_same(serve(engine, requests, every=1), expected)
     num_drafts, num_accepted = totals(engine)
@@ -251,7 +262,7 @@ def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: in
 def test_what_depends_on_all_tokens_before(on_gpu: bool) -> None:
     """Drafts of a model ignore penalties and bans, so some are wrong."""
     requests = requests_of(DEPENDENT)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 4))
     assert_same(serve(engine, requests), expected)
     num_drafts, num_accepted = totals(engine)
@@ -272,7 +283,7 @@ def test_constrained_sequences(on_gpu: bool) -> None:
         {"temperature": 1.0, "seed": 1},
     ]
     requests = requests_of(kinds)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     for knobs in (self_draft("qwen3", 4), LOOKUP):
         engine = engine_of(on_gpu=on_gpu, **knobs)
         assert_same(serve(engine, requests), expected)
@@ -314,7 +325,7 @@ def repetitive(count: int, seed: int = 0, **kinds: Any) -> list[Request]:
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_what_is_looked_up_changes_nothing(method: str, is_adaptive: bool, on_gpu: bool) -> None:
     requests = repetitive(8)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     knobs: dict[str, Any] = {"speculative_method": method, "adaptive_speculation": is_adaptive}
     engine = engine_of(on_gpu=on_gpu, **knobs)
     for every in (0, 4):
@@ -327,7 +338,7 @@ def test_what_is_looked_up_changes_nothing(method: str, is_adaptive: bool, on_gp
 
 def test_penalties_of_looked_up_windows() -> None:
     requests = repetitive(6, repetition_penalty=1.1, presence_penalty=0.2)
-    expected = serve(engine_of(), requests)
+    expected = plain(requests)
     engine = engine_of(speculative_method="ngram", adaptive_speculation=False)
     assert_same(serve(engine, requests), expected)
     assert totals(engine)[1] > 20
@@ -400,7 +411,7 @@ def lied_to(engine: Engine, proposer: Proposer) -> Speculation:
 def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
     kinds = [kind | {"ignore_eos": number % 2 == 0} for number, kind in enumerate(MIX)]
     requests = requests_of(kinds, seed=6)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     engine = engine_of(on_gpu=on_gpu, speculative_method="ngram", adaptive_speculation=is_adaptive)
     speculation = lied_to(engine, Liar(LIES[lie]))
     for every in (0, 5):
@@ -431,7 +442,7 @@ def test_a_request_gets_no_more_than_it_asked_for_from_a_liar() -> None:
 def test_a_draft_model_without_numbers_changes_nothing(on_gpu: bool) -> None:
     """Logits that are not finite give no token, and no token is no draft."""
     requests = requests_of(MIX)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
     drafter: Any = engine.speculation and engine.speculation._drafter
     for parameter in drafter._device.model.parameters():
@@ -448,7 +459,7 @@ def test_what_a_draft_model_has_to_hear_of_is_bounded(on_gpu: bool, monkeypatch:
     drafter: Any = engine.speculation and engine.speculation._drafter
     kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}, {"max_tokens": 30}]
     requests = requests_of(kinds)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     for _ in range(3):
         assert_same(serve(engine, requests, every=5), expected)
         serve(engine, requests_of([{"num_speculative_tokens": 0, "max_tokens": 60}] * 4, seed=1))
@@ -463,7 +474,7 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_can_see(
 ) -> None:
     make_checkpoint("qwen3", tmp_path / "short", sizes=replace(SIZES, context_len=32), seed=1)
     requests = requests_of([{"max_tokens": 60}] * 2)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     knobs = self_draft("qwen3", 5, draft_model=str(tmp_path / "short"))
     engine = engine_of(on_gpu=on_gpu, **knobs)
     assert_same(serve(engine, requests), expected)
@@ -584,7 +595,7 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
     knobs = self_draft("qwen3", 5) if method == "self" else LOOKUP
     kinds = [kind for kind in MIX if "n" not in kind] * 2
     requests = requests_of(kinds, seed=9)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     texts = {request.request_id: request.prompt for request in requests}
     whole = [(*texts[key], *answer.tokens) for (key, _), answer in expected.items()]
     engine = engine_of(on_gpu=on_gpu, **knobs)
@@ -613,7 +624,7 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
 def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) -> None:
     """Steps with drafts are run in halves, and so are those of the model that drafts; windows stay whole."""
     requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
     every = 701 if on_gpu else 151  # allocations, of which a step there makes more
     allocator = FailingAllocator(lambda number: number % every == first)
@@ -628,7 +639,7 @@ def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) 
 def test_late_drafts_of_a_step_that_finds_no_memory_at_once() -> None:
     """The rows' state is sent before the drafts: the halves get drafts that are known."""
     requests = requests_of([{"max_tokens": 20}] * 3)
-    expected = serve(engine_of(on_gpu=True), requests)
+    expected = plain(requests, on_gpu=True)
     engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
     assert isinstance(engine.device, GpuDevice)
     apply, numbers = engine.device.rows.apply, itertools.count()
@@ -705,7 +716,7 @@ def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on
     """A step has room for nine tokens: drafts of the last sequence would not fit beside eight others."""
     kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0, "max_tokens": 30}] * 8 + [{"max_tokens": 30}]
     requests = requests_of(kinds, seed=2)
-    expected = serve(engine_of(on_gpu=on_gpu), requests)
+    expected = plain(requests, on_gpu=on_gpu)
     knobs = self_draft("qwen3", 5, max_num_batched_tokens=9, max_batch_size=9, prefill_chunk_size=9)
     engine = engine_of(on_gpu=on_gpu, **knobs | {"adaptive_speculation": is_adaptive})
     assert_same(serve(engine, requests), expected)

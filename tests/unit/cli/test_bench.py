@@ -129,7 +129,7 @@ def test_without_a_command_there_is_help(infer: Infer) -> None:
 
 
 def test_policies_are_compared_without_a_model(infer: Infer, tmp_path: Path) -> None:
-    outcome = infer("bench", "policies", "--num-requests", "20", "--out", str(tmp_path / "p"))
+    outcome = infer("bench", "policies", "--num-requests", "6", "--out", str(tmp_path / "p"))
     assert outcome.code == 0, outcome.err
     assert "mixed prefill_first" in outcome.out
     assert read_report(tmp_path / "p.json").kind == "policies"
