@@ -36,7 +36,7 @@ def open_record(path: Path, *, is_new: bool = False) -> int:
 
 def aside(path: Path) -> Path:
     """Return the name that a file gets when another one takes its place."""
-    return path.with_name(f"{path.name}.1")
+    return path.parent / f"{path.name}.1"
 
 
 def set_aside(path: Path) -> None:
@@ -64,7 +64,7 @@ class RecordPaths:
 
     def _path(self, number: int) -> Path:
         first = self._first
-        return first.with_name(f"{first.stem}-{number}{first.suffix}") if number else first
+        return first.parent / f"{first.stem}-{number}{first.suffix}" if number else first
 
     def _make(self, path: Path) -> None:
         for each in (path, aside(path)):

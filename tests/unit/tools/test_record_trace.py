@@ -223,9 +223,9 @@ def test_a_file_that_was_there_is_replaced_only_on_demand(tmp_path: Path, name: 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path, tmp_path / "fifo"):
+    for path in (Path("/"), tmp_path, tmp_path / "fifo"):
         with pytest.raises(ConfigError, match="it is not a plain file"):
-            RecordPaths(path, num_replicas=1, may_replace=True).of("")
+            RecordPaths(path, num_replicas=2, may_replace=True).of("")
     with pytest.raises(ConfigError, match="cannot record to .*: No such file"):
         RecordPaths(tmp_path / "absent" / "r.jsonl", num_replicas=1, may_replace=False).of("")
 
