@@ -81,7 +81,7 @@ def test_a_record_without_text_is_a_trace_and_is_set_aside_by_the_next_engine(
         written = b"".join(file.read_bytes() for file in files).decode()
         for word in (SECRET, "unmistakable", "qqq", "somebody", *(answer.json()["id"] for answer in answers)):
             assert word not in written
-        assert not any(text in written for text in texts)
+        assert not any(len(text) > 8 and text in written for text in texts)
         requests = [item for file in files if num_lines(file) > 1 for item in read_trace(file)]
         assert [item.output_len for item in requests] == [24] * 3
         assert len({item.blocks for item in requests}) == (1 if num_lines(path) in (1, 4) else 2)
