@@ -6,6 +6,11 @@ A trace is JSON lines, one request each:
     {"arrival": 0.3, "prompt_len": 900, "output_len": 40, "prefix_id": "tools", "prefix_len": 800}
     {"arrival": 0.9, "prompt_len": 30, "output_len": 200, "priority": -1, "deadline": 5.0}
 
+A record of `infer serve --record` is one too. It begins with a header, and its lines say which blocks of
+their prompts are shared: each hash stands for everything up to the end of its block.
+
+    {"arrival": 4.1, "prompt_len": 40, "output_len": 12, "block_size": 16, "blocks": ["5f...", "07..."], ...}
+
 `arrival` and `deadline` are seconds from the start. Requests with one `prefix_id` share the first
 `prefix_len` tokens of their prompts (those with the shorter one share that much); all other tokens are
 unlike any other request's. `to_workload` makes token ids of it, so that everything that runs a workload can
@@ -47,8 +52,19 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_len: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LEN)] = 0
     priority: Annotated[int, msgspec.Meta(ge=-MAX_LEN, lt=MAX_LEN)] = 0
     deadline: Seconds | None = None
+    block_size: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LEN)] = 0
+    blocks: tuple[str, ...] = ()  # a hash for each block of the prompt, of all tokens up to its end
+    params: dict[str, Any] = {}  # this and the next are for people who read a record
+    finish_reason: str | None = None
 
     def __post_init__(self) -> None:
+        if self.blocks and self.prefix_id is not None:
+            raise ValueError("blocks and prefix_id both say what is shared; give one of them")
+        if self.blocks and not 0 < len(self.blocks) * self.block_size <= self.prompt_len:
+            raise ValueError(
+                f"{len(self.blocks)} blocks of {self.block_size} tokens are no part of a prompt of "
+                f"{self.prompt_len}"
+            )
         if (self.prefix_id is None) != (self.prefix_len == 0):
             raise ValueError("prefix_id and prefix_len go together; give both or neither")
         if self.prefix_len > self.prompt_len:
@@ -80,8 +96,11 @@ def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
     prefixes: dict[str, int] = {}
     sessions = []
     for number, item in enumerate(requests):
-        which = 0 if item.prefix_id is None else prefixes.setdefault(str(item.prefix_id), len(prefixes))
-        ids = RepeatedIds((2 * which + 1, item.prefix_len), (2 * number, item.prompt_len - item.prefix_len))
+        shared = [(name, item.block_size) for name in item.blocks]
+        if item.prefix_id is not None:
+            shared.append((str(item.prefix_id), item.prefix_len))
+        runs = [(2 * prefixes.setdefault(name, len(prefixes)) + 1, count) for name, count in shared]
+        ids = RepeatedIds(*runs, (2 * number, item.prompt_len - sum(count for _, count in runs)))
         sessions.append(
             Session(
                 turns=(Turn(ids=ids, max_tokens=item.output_len),),
@@ -94,20 +113,43 @@ def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Return the requests of a file in the order of arrival; an error names the line it is about."""
+    """Return the requests of a file in the order of arrival; an error names the line it is about.
+
+    A record's begin with the first that is left: files before it may be gone.
+    """
     decoder = msgspec.json.Decoder(TraceRequest)
+    is_record = False
     try:
         with open(path, "rb") as lines:
-            requests = [
-                read_json(line, decoder, f"{path} line {number}")
-                for number, line in enumerate(lines, start=1)
-                if line.strip()
-            ]
+            requests = []
+            for number, line in enumerate(lines, start=1):
+                if number == 1 and line.startswith(b'{"kind":"header"'):
+                    is_record = _check_header(line, path)
+                elif line.strip():
+                    requests.append(read_json(line, decoder, f"{path} line {number}"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if not requests:
         raise ConfigError(f"{path} holds no request; a trace has one JSON object per line")
-    return sorted(requests, key=lambda item: item.arrival)
+    requests.sort(key=lambda item: item.arrival)
+    start = requests[0].arrival if is_record else 0.0
+    return [_begin_at(start, item) for item in requests] if start else requests
+
+
+def _begin_at(start: float, item: TraceRequest) -> TraceRequest:
+    """Return the request as it was, with another moment for zero."""
+    deadline = None if item.deadline is None else max(0.0, item.deadline - start)
+    return msgspec.structs.replace(item, arrival=item.arrival - start, deadline=deadline)
+
+
+def _check_header(line: bytes, path: Path) -> bool:
+    """Refuse a record that is no trace, because it holds the text; returns that it is one."""
+    if read_json(line, msgspec.json.Decoder(dict[str, Any]), f"{path} line 1").get("text") is not False:
+        raise ConfigError(
+            f"{path} is a record of a whole run, for 'infer replay' and --cost; a trace is recorded by "
+            "'infer serve --record' without --record-text"
+        )
+    return True
 
 
 # -- built-in loads ------------------------------------------------------------------------------------

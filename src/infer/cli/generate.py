@@ -345,16 +345,12 @@ def _write_json(data: dict[str, Any]) -> None:
 def recording(
     path: Path | None, *, may_replace: bool = False, orders: bool = False
 ) -> AbstractContextManager[EngineObserver | None]:
-    """Return an observer that records the run to `path` and closes the file at the end; None without a path.
-
-    A run cannot be had again once its record is gone, so a file that holds something is not replaced unasked.
-    """
+    """Return an observer that records the run to `path` and closes the file at the end; None without one."""
     if path is None:
         return nullcontext()
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot record to {path}: it is not a plain file; give the name of a new one")
-    if path.is_file() and path.stat().st_size and not may_replace:
-        raise ConfigError(f"{path} is there already; record to another name, or replace it with --overwrite")
+    from infer.tools.record_files import check_record
+
+    check_record(path, may_replace=may_replace)
     from infer.tools.record import Recorder
 
     return Recorder(path, orders=orders)

@@ -55,7 +55,10 @@ FLAGS: Mapping[str, flags.Row] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     parser.add_argument(
-        "record", metavar="RECORD", type=Path, help="file written by 'infer generate --record'"
+        "record",
+        metavar="RECORD",
+        type=Path,
+        help="file written by 'infer generate --record' or 'infer serve --record --record-text'",
     )
     flags.add_rows(parser, FLAGS)
     stepping.add_watch(parser)

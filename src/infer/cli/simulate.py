@@ -69,7 +69,7 @@ COLUMNS = {
 
 
 FLAGS: Mapping[str, flags.Row] = {
-    "--trace FILE": (Path, "requests to simulate, as JSON lines"),
+    "--trace FILE": (Path, "requests to simulate, as JSON lines, or a record of 'infer serve --record'"),
     "--workload NAME": (str, "built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers"),
     "--num-requests N": (positive, "requests of a built-in load (default: 300)"),
     "--seed N": (int, "seed of a built-in load (default: 0)"),

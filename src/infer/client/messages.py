@@ -46,6 +46,14 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 ALONE = Replica()
 
 
+class RecordOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine process writes its run down."""
+
+    path: str
+    has_text: bool
+    max_bytes: int  # of the file, and of the one that is set aside
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process: the first line of its standard input, as JSON."""
 
@@ -55,6 +63,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
     replica: Replica = ALONE
     num_stories: int = 0  # requests that have ended and can still be explained; 0: none can be
+    record: RecordOrders | None = None  # None: nothing is written down
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):

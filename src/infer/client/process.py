@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,11 +42,14 @@ from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import IDLE_S, Engine
 from infer.engine.gc_freeze import freeze
+from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.errors import ConfigError, EngineError, InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
 from infer.scheduling.request import StepOutput
+from infer.tools.record import Recorder, RecordFile, TraceRecorder
+from infer.tools.record_files import set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +221,21 @@ def _poll_all(sockets: Sequence[zmq.Socket[bytes] | int]) -> Callable[[int | Non
     return poller.poll
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def open_recorder(orders: messages.RecordOrders) -> RecordFile | None:
+    """Return what writes the run down, with the record of an engine before this one set aside.
+
+    None: the file cannot be written any more, which is no reason to serve nothing.
+    """
+    path = Path(orders.path)
+    try:
+        set_aside(path)
+        return (Recorder if orders.has_text else TraceRecorder)(path, max_bytes=orders.max_bytes)
+    except (OSError, ConfigError) as error:
+        logger.warning("no record is written: %s; the engine goes on", error)
+        return None
+
+
+def load_engine(config: EngineConfig, observer: EngineObserver | None = None) -> Engine:
     """Find the model, load it and build its engine; text stays with the server."""
     phases = Phases()
     with phases("import"):  # here: a test's engine has no model, and needs no torch
@@ -233,10 +251,10 @@ def load_engine(config: EngineConfig) -> Engine:
         given = config, token_bytes
         threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
         loaded = load_weights(config, headers, on_idle_loss=lambda: os._exit(EXIT_FAILED))
-    return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
+    return build_engine(config, loaded, observer=observer, phases=phases, token_bytes=token_bytes)
 
 
-def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
+def main(make_engine: Callable[..., Engine] = load_engine) -> int:
     """Run the engine process from its first line of input to its end; returns the exit code."""
     launch = take_orders(messages.Launch, on_orphaned=_remove_directory)
     spawn_s = time.perf_counter() - (launch.spawned_at or time.perf_counter())
@@ -249,6 +267,8 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             socket.connect(endpoint)
         kind: type[InferError] = ConfigError  # of what the system does not give, while the model is loaded
         try:
+            if launch.record is not None:
+                make_engine = partial(make_engine, observer=open_recorder(launch.record))
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             engine.keep_stories(launch.num_stories)
             if launch.replica.count > 1:

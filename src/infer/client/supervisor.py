@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import Any
 
 from infer.client.link import EngineLink
-from infer.client.messages import ALONE, Launch, Ready, Replica, Stop, to_error
+from infer.client.messages import ALONE, Launch, Ready, RecordOrders, Replica, Stop, to_error
 from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
@@ -82,6 +82,7 @@ class ProcessOptions:
     on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
     replica: Replica = ALONE  # which of several engines it is
     num_stories: int = 0  # requests that have ended and can still be explained
+    record: RecordOrders | None = None  # how its run is written down
     stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
     restart: bool = True  # whether it is started again
     policy: RestartPolicy = field(default_factory=RestartPolicy)  # and when
@@ -113,6 +114,7 @@ class EngineProcess(EngineLink):
             spawned_at=perf_counter(),
             replica=options.replica,
             num_stories=options.num_stories,
+            record=options.record,
         )
         give_orders(self._process, launch)
 

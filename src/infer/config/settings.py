@@ -434,6 +434,7 @@ class EngineConfig:
 
 
 MAX_API_PROCESSES = 64
+MIN_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,6 +533,18 @@ class ServerConfig:
         "requests that have ended and can still be explained at /explain/ID, for each engine and each "
         "process that answers HTTP; 0: none, nor those that run",
     )
+    record: str | None = knob(
+        None,
+        "write down when requests came and how long they were, in this file, for 'infer simulate --trace'; "
+        "FILE-1, FILE-2 and so on for further engines",
+    )
+    record_text: bool = knob(
+        False, "with record: write down the whole run, for 'infer replay'; holds the prompts and outputs"
+    )
+    record_bytes: str = knob(
+        "1GiB", "with record: what the files of one engine may take on disk", is_size=True
+    )
+    overwrite: bool = knob(False, "let record replace files that are there")
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
@@ -549,6 +562,7 @@ class ServerConfig:
         alone = {
             "admin_key": (self.admin_key is not None, "admin routes are about one server"),
             "in_process": (self.in_process, "replicas are processes on other machines"),
+            "record": (self.record is not None, "replicas write to disks of other machines"),
             "share_device": (self.share_device, "Ray gives each replica a GPU of its own"),
             "api_processes": (self.api_processes is not None, "the front is one process"),
             "response_store": (self.response_store not in (0, 1000), "replicas share no memory of responses"),
@@ -557,7 +571,19 @@ class ServerConfig:
             if is_given:
                 raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
 
+    def _check_record(self) -> None:
+        """Refuse settings of a record without one, and a record that could not be written."""
+        if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
+            raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
+        if self.record is None:
+            for name in ("record_text", "overwrite"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} is for a record; give record as well, or leave it out")
+        elif self.in_process:
+            raise ConfigError("record needs engines in processes of their own; leave out in_process")
+
     def __post_init__(self) -> None:
+        self._check_record()
         check_choice(self, "unknown_fields")
         check_choice(self, "cache_isolation")
         if self.cache_isolation == "key" and not self.api_key:

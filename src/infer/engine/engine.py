@@ -131,6 +131,7 @@ class Engine:
         self._observer, self._is_observed = observer or EngineObserver(), observer is not None
         self._clock = clock
         self._requests = RequestTable(scheduler, clock)
+        self._requests.observer = observer
         self._guided = self._requests.guided
         self._empty_steps = 0
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them

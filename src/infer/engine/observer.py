@@ -13,6 +13,7 @@ from infer.engine.run_manifest import RunFacts
 from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
+from infer.scheduling.sequence import SequenceGroup
 
 
 class EngineObserver:
@@ -41,6 +42,9 @@ class EngineObserver:
 
     def on_failure(self, step: int, reason: str) -> None:
         """The plan of this step could not run, and its requests ended with an error."""
+
+    def on_end(self, group: SequenceGroup) -> None:
+        """The last sequence of a request has ended, for whatever reason."""
 
 
 class Observers(EngineObserver):
@@ -88,3 +92,8 @@ class Observers(EngineObserver):
         """Pass it on."""
         for each in self._observers:
             each.on_failure(step, reason)
+
+    def on_end(self, group: SequenceGroup) -> None:
+        """Pass it on."""
+        for each in self._observers:
+            each.on_end(group)

@@ -27,6 +27,7 @@ import numpy as np
 
 from infer.constraints.compiler import Grammar
 from infer.engine.guided import GuidedRequests, Sampled
+from infer.engine.observer import EngineObserver
 from infer.engine.speculation import Speculation
 from infer.engine.stories import Stories
 from infer.errors import RequestError
@@ -52,6 +53,7 @@ class RequestTable:
         self.guided = GuidedRequests(self, scheduler)
         self.speculation: Speculation | None = None
         self.stories: Stories | None = None
+        self.observer: EngineObserver | None = None
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -281,6 +283,8 @@ class RequestTable:
         request_id = group.request.request_id
         if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
             del self.groups[request_id]
+            if self.observer is not None:
+                self.observer.on_end(group)
             if self.stories is not None:
                 reasons = [seq.finish_reason for seq in group.sequences if seq.finish_reason != "dropped"]
                 self.stories.end(request_id, reasons[-1] if reasons and reasons[-1] else "stop", error)

@@ -15,6 +15,11 @@ With `orders`, what the device was told is in it as well, each before the step t
     {"kind": "order", "step": 1, "t": 0.04, "data": "..."}         the `StepOrder` (execution/order.py)
     {"kind": "masks", "step": 1, "t": 0.04, "numbers": [0], "positions": [9], "data": "..."}
 
+A server's record is without text unless that is asked for: `"text": false` in the header, then a line of a
+trace (bench/traces.py) for each output, when its request ends. `TraceRecorder` writes it.
+
+    {"arrival": 0.01, "prompt_len": 40, "output_len": 12, "block_size": 16, "blocks": ["5f...", "07..."], ...}
+
 `t` is seconds since the header. A line is written whole when its event happens, and nothing is kept in
 memory. Prompts and outputs are in a record, as token ids; paths are not, and cache salts are hashed
 with a key that is thrown away: equal ones stay equal, and none can be guessed back.
@@ -30,19 +35,21 @@ read from the file as they are asked for; a record of any length takes the memor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import secrets
-import stat
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
+from os.path import samestat
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from zlib import compress, decompressobj
 from zlib import error as zlib_error
 
@@ -61,46 +68,110 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
+from infer.scheduling.sequence import SequenceGroup
 from infer.speculative.adaptive import StepCosts
+from infer.tools.record_files import open_record, set_aside
 from infer.tools.typed_json import read_json
 
 VERSION = 2  # since there are orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
 MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
+TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")  # without text
+MAX_TOLD = 1_000_000  # priorities beyond it are written as it
 
 logger = logging.getLogger(__name__)
 
 
-class Recorder(EngineObserver):
-    """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards."""
+class RecordFile(EngineObserver):
+    """The file of a record, which holds whole lines only; the first has the facts of the run.
 
-    def __init__(self, path: Path, *, orders: bool = False) -> None:
+    A server's has `max_bytes`: it never grows beyond them, and no fault of it stops the engine.
+    """
+
+    has_text = True
+
+    def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
         self.path = path
-        self._has_orders = orders  # whether to write down what devices are told
-        self.num_steps = 0
-        self._salt_key = secrets.token_bytes(16)
+        self._max_bytes = max_bytes
+        self._key = secrets.token_bytes(16)  # of hashes; it is never written
         self._started = perf_counter()
         try:
-            # readable by its owner alone: it holds prompts
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):  # a file that was there keeps its mode otherwise
-                os.fchmod(descriptor, 0o600)
+            self._file: int | None = open_record(path)
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
-        self._file: int | None = descriptor
         self._num_bytes = 0  # written in whole lines
+        self._header = b""
 
     def on_start(self, facts: RunFacts) -> None:
         """Begin the file with the facts of the run; whatever it held before is gone."""
         assert self._file is not None, "a recorder records one engine"
         self._started = perf_counter()
+        form = {} if self.has_text else {"text": False}
+        self._header = _to_line({"kind": "header", "version": VERSION, **form, **_header(facts)})
         try:
             os.ftruncate(self._file, 0)
-            self._append({"kind": "header", "version": VERSION, **_header(facts)})
+            self._append(self._header)
         except OSError as error:
+            if self._max_bytes is not None:
+                self._end(error)
+                return
             self.close()
             raise ConfigError(f"cannot record to {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """End the recording; the file is complete after every event, so nothing is written here."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        """Write a line whole, or end the recording with a warning."""
+        if self._file is None:
+            return
+        text = _to_line(line)
+        try:
+            if self._max_bytes is not None and self._num_bytes + len(text) > self._max_bytes:
+                self._make_room()
+            self._append(text)
+        except OSError as error:
+            self._end(error)
+
+    def _make_room(self) -> None:
+        """End a file that is full: `OSError`, unless a subclass knows where to go on."""
+        raise OSError(errno.EFBIG, f"its {self._max_bytes} bytes are full")
+
+    def _append(self, text: bytes) -> None:
+        assert self._file is not None
+        rest = memoryview(text)
+        while rest:  # a disk that is nearly full takes a part
+            rest = rest[os.write(self._file, rest) :]
+        self._num_bytes += len(text)
+
+    def _end(self, error: OSError) -> None:
+        """Leave the file as it was after its last whole line."""
+        assert self._file is not None
+        logger.warning("recording to %s ended: %s; the engine goes on", self.path, error.strerror)
+        try:
+            os.ftruncate(self._file, self._num_bytes)
+        except OSError as fault:  # a pipe or a device: there is nothing to cut
+            logger.debug("cannot shorten %s: %s", self.path, fault)
+        self.close()
+
+
+class Recorder(RecordFile):
+    """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards."""
+
+    def __init__(self, path: Path, *, orders: bool = False, max_bytes: int | None = None) -> None:
+        super().__init__(path, max_bytes=max_bytes)
+        self._has_orders = orders  # whether to write down what devices are told
+        self.num_steps = 0
 
     def on_add(self, step: int, request: Request) -> None:
         """Write the whole request, its salt hashed; an adapter's weights are not in a record."""
@@ -146,50 +217,71 @@ class Recorder(EngineObserver):
         """Write that a step could not run."""
         self._event("failure", step, error=reason)
 
-    def close(self) -> None:
-        """End the recording; the file is complete after every event, so nothing is written here."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _event(self, kind: str, step: int, **facts: object) -> None:
-        if self._file is None:
-            return
-        try:
-            self._append({"kind": kind, "step": step, "t": round(perf_counter() - self._started, 6), **facts})
-        except OSError as error:
-            logger.warning(
-                "recording to %s ended at step %d: %s; the engine goes on", self.path, step, error.strerror
-            )
-            self._cut()
-
-    def _append(self, line: Mapping[str, object]) -> None:
-        assert self._file is not None
-        text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        rest = memoryview(text)
-        while rest:  # a disk that is nearly full takes a part
-            rest = rest[os.write(self._file, rest) :]
-        self._num_bytes += len(text)
-
-    def _cut(self) -> None:
-        """Leave the file as it was after its last whole line."""
-        assert self._file is not None
-        try:
-            os.ftruncate(self._file, self._num_bytes)
-        except OSError as error:  # a pipe or a device: there is nothing to cut
-            logger.debug("cannot shorten %s: %s", self.path, error)
-        self.close()
+        self._write({"kind": kind, "step": step, "t": round(perf_counter() - self._started, 6), **facts})
 
     def _hash_salt(self, salt: str) -> str:
         if not salt:
             return ""
-        return hashlib.blake2b(salt.encode(), key=self._salt_key, digest_size=12).hexdigest()
+        return hashlib.blake2b(salt.encode(), key=self._key, digest_size=12).hexdigest()
+
+
+class TraceRecorder(RecordFile):
+    """An observer that writes how much was asked and when, and nothing of what was said.
+
+    A file that is full is set aside, and the next one begins with the same header.
+    """
+
+    has_text = False
+
+    def on_start(self, facts: RunFacts) -> None:
+        """Begin the file; prefixes are compared by blocks of the engine's cache."""
+        self._block_size = facts.cache.block_size
+        super().on_start(facts)
+
+    def on_end(self, group: SequenceGroup) -> None:
+        """Write a line for each output of a request."""
+        request = group.request
+        params = {name: getattr(request.params, name) for name in TOLD_PARAMS}
+        line = {
+            "arrival": round(max(0.0, group.added_at - self._started), 6),
+            "prompt_len": len(request.prompt),
+            "priority": max(-MAX_TOLD, min(MAX_TOLD, request.priority)),
+            "params": params | {"structured": request.params.structured is not None},
+            "block_size": self._block_size,
+            "blocks": self._hash_blocks(request),
+        }
+        if request.deadline is not None:  # of the same clock
+            line["deadline"] = round(max(0.0, request.deadline - self._started), 6)
+        for seq in group.sequences:
+            if seq.finish_reason != "dropped":  # a beam that others took the place of
+                num_output = len(seq.tokens) - seq.num_prompt
+                self._write(line | {"output_len": max(1, num_output), "finish_reason": seq.finish_reason})
+
+    def _make_room(self) -> None:
+        assert self._file is not None
+        if not self.path.exists() or not samestat(os.fstat(self._file), os.stat(self.path)):
+            raise OSError(errno.EEXIST, "another file is in its place")
+        set_aside(self.path)
+        file = open_record(self.path, is_new=True)
+        os.close(self._file)
+        self._file, self._num_bytes = file, 0
+        self._append(self._header)
+
+    def _hash_blocks(self, request: Request) -> list[str]:
+        """Return a hash for each full block of a prompt, which stands for everything up to its end."""
+        chain = hashlib.blake2b(key=self._key, digest_size=8)
+        chain.update(repr((request.adapter, request.cache_salt)).encode())
+        ids = memoryview(array("I", request.prompt))
+        hashes = []
+        for stop in range(self._block_size, len(ids) + 1, self._block_size):
+            chain.update(ids[stop - self._block_size : stop])
+            hashes.append(chain.hexdigest())
+        return hashes
+
+
+def _to_line(data: Mapping[str, object]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
 def _header(facts: RunFacts) -> dict[str, object]:
@@ -388,6 +480,12 @@ class Record:
                     raise ConfigError(f"{where}: a record begins with a header line")
             except ConfigError as error:
                 raise ConfigError(f"{error}; this is no record of 'infer generate --record'") from None
+            if start.get("text") is False:
+                raise ConfigError(
+                    f"{self.path} was recorded without text, so it cannot be run again: "
+                    f"'infer simulate --trace {self.path}' runs its load, and "
+                    "'infer serve --record FILE --record-text' records all"
+                )
             if (version := start.get("version")) not in range(1, VERSION + 1):
                 raise ConfigError(
                     f"{where}: the record is of version {version}, "

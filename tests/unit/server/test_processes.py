@@ -377,7 +377,7 @@ def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseEx
     state = ServerState(config=ServerConfig(replicas=2))
     fleet = Fleet(state, ServerMetrics("infer"), None, cast(Workers, workers))
 
-    async def start(config: EngineConfig, shared: Any) -> Any:
+    async def start(config: EngineConfig, shared: Any, records: Any) -> Any:
         return SimpleNamespace(name="m", template_warning=None, has_chat_template=False), list(engines)
 
     fleet._start_processes = start  # type: ignore[method-assign]

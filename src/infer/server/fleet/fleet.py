@@ -26,16 +26,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from infer.client.client import EngineClient, InProcessClient
-from infer.client.messages import Ready, Replica
+from infer.client.messages import Ready, RecordOrders, Replica
 from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
+from infer.config.knobs import parse_bytes
 from infer.config.settings import (
     EngineConfig,
     LoadConfig,
@@ -63,6 +65,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
 from infer.server.state import ModelUse, ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
+from infer.tools.record_files import RecordPaths
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,10 @@ class Fleet:
         self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
         self._is_closing = False
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # without a name, until their engines end
+        self._records: RecordPaths | None = None
+        if (server := state.config).record is not None:
+            path = Path(server.record).expanduser().absolute()
+            self._records = RecordPaths(path, num_replicas=server.replicas, may_replace=server.overwrite)
         self._on_demand: OnDemand | None = None
         if state.config.on_demand:
             self._on_demand = OnDemand(
@@ -102,6 +109,8 @@ class Fleet:
         """
         started = time.perf_counter()
         self.state.board.is_starting = True
+        for name, config in models.items():  # all before the first is loaded
+            self._order_records(name, config)
         if self._on_demand is None:
             for name, config in models.items():
                 await self.load(name, config)
@@ -402,7 +411,7 @@ class Fleet:
             encoder, engines = await (
                 self._start_threads(config)
                 if self.state.config.in_process
-                else self._start_processes(config, shared)
+                else self._start_processes(config, shared, self._order_records(name, config))
             )
         except BaseException:
             self._workers.tell("gone", engines=list(shared))
@@ -420,13 +429,13 @@ class Fleet:
                 self._check_name(model.name)
                 self._check_adapters(model.name, config)
                 self._loading[model.name] = self._loading[name]
-            await self._serve(model, config, time.perf_counter() - started)
+            await self._serve(name, model, config, time.perf_counter() - started)
         except BaseException:
             await self._close(model)
             raise
         return model
 
-    async def _serve(self, model: ServedModel, config: EngineConfig, seconds: float) -> None:
+    async def _serve(self, name: str, model: ServedModel, config: EngineConfig, seconds: float) -> None:
         """Meter the engines of a model that took so long to start, and let the other processes serve it."""
         first = model.clients[0]
         phases = first.ready.phases if isinstance(first, ProcessClient) else {}
@@ -438,6 +447,9 @@ class Fleet:
         logger.info(
             "model loaded model=%s engines=%d seconds=%.2f%s", model.name, len(model.clients), seconds, told
         )
+        for number, path in enumerate([] if self._records is None else self._records.of(name)):
+            with_text = self.state.config.record_text
+            logger.info("recording model=%s engine=%d text=%s file=%s", model.name, number, with_text, path)
         if model.encoder.has_chat_template:
             logger.info("chat template model=%s template=%s", model.name, model.encoder.template_in_use)
         if model.encoder.template_warning is not None:
@@ -495,7 +507,7 @@ class Fleet:
             raise
 
     async def _start_processes(
-        self, config: EngineConfig, shared: Sequence[int]
+        self, config: EngineConfig, shared: Sequence[int], records: Sequence[RecordOrders | None]
     ) -> tuple[PromptEncoder, list[EngineClient]]:
         # first: it fetches what every engine will read
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
@@ -510,6 +522,7 @@ class Fleet:
                 replica=Replica(number=number, count=len(shared), shares_device=server.share_device),
                 num_links=workers.num_processes,
                 num_stories=server.explain_requests,
+                record=records[number],
                 on_spawn=partial(workers.tell_spawned, engine),
                 on_down=partial(workers.tell_down, engine),
             )
@@ -526,6 +539,21 @@ class Fleet:
             await asyncio.gather(*(start.result().close() for start in started))
             raise
         return encoder, list(engines)
+
+    def _order_records(self, name: str, config: EngineConfig) -> list[RecordOrders | None]:
+        """How each engine of a model writes its run down; what cannot be written is refused."""
+        server = self.state.config
+        if self._records is None:
+            return [None] * server.replicas
+        if server.record_text and config.adapters.is_on:
+            raise ConfigError(
+                "record_text cannot write down LoRA adapters; leave it out, or lora_modules and enable_lora"
+            )
+        max_bytes = parse_bytes(server.record_bytes) // 2  # the other half is set aside
+        return [
+            RecordOrders(path=str(path), has_text=server.record_text, max_bytes=max_bytes)
+            for path in self._records.of(name)
+        ]
 
     async def _close(self, model: ServedModel, reason: str = CLOSED) -> None:
         for client in model.clients:
