@@ -95,7 +95,7 @@ class ContextOverflow(RequestError):
         is_least: bool = False,
         model_len: int | None = None,
     ) -> None:
-        """Refuse a prompt of so many tokens, or of so many at least where counting stopped early.
+        """Refuse a prompt of `num_prompt_tokens` tokens, or more where counting stopped early (`is_least`).
 
         `model_len` is the model's own context, where `max_seq_len` may have been set below it.
         """
@@ -187,7 +187,7 @@ class QueueFull(EngineError):
 
     @classmethod
     def of(cls, num_waiting: int, max_queue: int) -> QueueFull:
-        """Return the error of an engine for which so many sequences wait."""
+        """Return the error of an engine for which `num_waiting` sequences wait."""
         waiting = "1 sequence is" if num_waiting == 1 else f"{num_waiting} sequences are"
         return cls(f"{waiting} waiting and max_queue is {max_queue}; try again later, or raise max_queue")
 
@@ -267,7 +267,7 @@ def show_value(value: object) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return a text of at most so many characters: all of it, or its beginning and three dots."""
+    """Return a text of at most `length` characters: all of it, or its beginning and three dots."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 

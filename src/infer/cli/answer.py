@@ -54,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, answer: ShownAnswer) -> None:
         super().__init__()
-        self.answer = answer  # as far as it came
+        self.answer = answer  # the answer so far
 
 
 def show_answer(

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share before an answer: their flags, its parameters, the model that gives it.
+"""The parts that `generate` and `chat` share before an answer: flags, parameters, the model that gives it.
 
 A model is loaded here, or a server of `--url` has it (remote.py). The form of an answer can be given, by one
 flag at a time:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0  # until a wait for standard input is explained
+SILENCE_S = 3.0  # seconds until a wait for standard input is explained
 
 CONVERSATION: Mapping[str, flags.Row] = {
     "--system TEXT": (str, "the system message to begin with"),
@@ -94,7 +94,7 @@ def chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def shows_reasoning(args: argparse.Namespace) -> bool:
-    """Whether reasoning is shown: as the flag says, else where standard error is a terminal."""
+    """Return True if reasoning is shown: as the flag says, else where standard error is a terminal."""
     return sys.stderr.isatty() if args.show_reasoning is None else bool(args.show_reasoning)
 
 

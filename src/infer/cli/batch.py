@@ -69,7 +69,7 @@ PATIENCE_S = 600.0  # pauses of a request, added up
 
 
 class LineAnswer(NamedTuple):
-    """What came back for a line."""
+    """The server's answer to a line."""
 
     status: int
     body: bytes

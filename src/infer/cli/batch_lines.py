@@ -31,7 +31,7 @@ SHOWN_LEN = 60  # characters of a value in a message
 class BatchLine(NamedTuple):
     """One request of the input."""
 
-    number: int  # of its line, from 1
+    number: int  # number of its line, from 1
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -87,7 +87,7 @@ class BatchOutput:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.statuses: dict[str, int] = {}  # by custom_id; 0: there was no answer
+        self.statuses: dict[str, int] = {}  # statuses by custom_id; 0: there was no answer
         self.num_cut = 0  # bytes of a last line that was not whole
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)

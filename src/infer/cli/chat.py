@@ -148,7 +148,7 @@ def open_tools(
             name = "--tool-choice" if choice is not None else "--yes-to-tools"
             raise ConfigError(f"{name} is for the functions of --tools FILE; give both or neither")
         return None, None
-    for flag in ("regex", "choice", "grammar"):  # of a schema's JSON calls can be told apart
+    for flag in ("regex", "choice", "grammar"):  # calls can be told apart from a schema's JSON
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"--{flag} says what the whole answer is, which leaves --tools no room for a call; "

@@ -27,7 +27,7 @@ Ctrl-C stops an answer; at the prompt it clears the line, and twice, or Ctrl-D, 
 
 
 class Command(NamedTuple):
-    """What a command takes, what it does in words, and the function that does it."""
+    """A command: what it takes, what it does in words, and the function that does it."""
 
     takes: str = ""
     help: str = ""
@@ -124,13 +124,13 @@ def _set(conversation: ChatSession, argument: str) -> None:
         notice(f"[not set: {error}]")
         return
     if name == "seed":
-        conversation.num_answers = 0  # as if the conversation had begun with it
+        conversation.num_answers = 0  # from here as if the conversation had begun with it
     notice(f"[{name} is {_value(conversation, name)}]")
 
 
 def _value(conversation: ChatSession, name: str) -> str:
     is_sent = not isinstance(conversation.llm, RemoteModel) or name in conversation.llm.sampling
-    if not is_sent and name != "max_tokens":  # that one is always sent
+    if not is_sent and name != "max_tokens":  # max_tokens is always sent
         return "the server's"
     value = getattr(conversation.params, name)
     shown = "none" if value is None or value == () or value == {} else value

@@ -62,7 +62,7 @@ def _run_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_loader(MODULE, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # where dataclasses and type hints look for the names of the file
+    sys.modules[MODULE] = module  # dataclasses and type hints look here for the names of the file
     sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
     try:
         with redirect_stdout(sys.stderr):

@@ -38,7 +38,7 @@ class ChatSession:
     system: str | None
     options: ChatOptions
     toolbox: ToolBox | None = None
-    tool_choice: str | dict[str, Any] | None = None  # of the first answer to a message
+    tool_choice: str | dict[str, Any] | None = None  # choice for the first answer to a message
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # a user's message, what follows it
     num_answers: int = 0  # forgotten ones included: each is drawn with a seed of its own
     attached: str = ""  # text of files, for the end of the next message

@@ -26,7 +26,7 @@ examples:
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
-MAX_BYTES = 4 << 20  # of an answer
+MAX_BYTES = 4 << 20  # size of an answer
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What a server says about a request that it does not explain."""
+    """The server's words about a request that it does not explain."""
     try:
         return str(json.loads(error.read(1 << 16))["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):

@@ -51,7 +51,7 @@ SAMPLING_HELP = {
     "allowed_token_ids": "write no other tokens than this; may be given several times",
 }
 
-# These ask for more than one text, or for numbers beside it: the command line has no place to show them.
+# These ask for more than one text, or for numbers with it: the command line has no place to show them.
 # `infer generate -n` asks for each of its answers by itself.
 LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
@@ -76,7 +76,7 @@ HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRES
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-REQUIRED = object()  # in place of the default of a flag that must be given
+REQUIRED = object()  # stands in place of the default of a flag that must be given
 
 Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], str, Any]
 

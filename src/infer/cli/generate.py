@@ -8,7 +8,7 @@ Where a prompt comes from                          What is done with it
   infer generate --prompts-file FILE   (one per line)
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
-object per line and prompt. What a model thinks before its answer is no part of it: it goes to standard error.
+object per line and prompt. A model's reasoning is not part of the answer: it goes to standard error.
 
 The prompts of a file are all in the engine together, which batches them; their answers are printed in the
 order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
@@ -276,7 +276,7 @@ def ask_all(
 ) -> Iterator[AskedPrompt]:
     """Put the prompts into the engine, and give them out in order; all go on while the first is read.
 
-    Of a long file, and where `max_queue` limits the engine's queue, the rest follow as answers are read.
+    If the file is long, or `max_queue` limits the engine's queue, the rest follow as answers are read.
     """
     waiting, asked = deque(prompts), deque[AskedPrompt]()
     at_once = ASKED_AT_ONCE if isinstance(llm, RemoteModel) else OPEN_AT_ONCE
@@ -300,7 +300,7 @@ def _ask(
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         return AskedPrompt(prompt, params, _open_stream(llm, prompt.text, params, args))
-    except RequestError as error:  # to be told in its turn
+    except RequestError as error:  # an error to be told in its turn
         return AskedPrompt(prompt, params, error)
 
 

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "version": "--version",
 }
 
-EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
+EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # values by metavar, where the help of a flag names no default
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -46,7 +46,7 @@ class Said(NamedTuple):
 
 
 class Completes(Protocol):
-    """What Tab offers: the words that may stand in the place of the last one."""
+    """The words that Tab offers: those that may stand in the place of the last one."""
 
     def __call__(self, text: str) -> Iterable[str]:
         """Return the words for the text before the cursor."""

@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags choose of a recipe; a flag that the scheme does not have is refused."""
+    """The options of a recipe that flags choose; a flag that the scheme does not have is refused."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     for name in given:
         if args.scheme not in OPTIONS[name]:

@@ -166,7 +166,7 @@ class RemoteStream(Iterator[TextDelta]):
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
         self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
-        self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
+        self.seconds = (0.0, 0.0)  # times from the request to its first piece of text, and to its latest
         self._pieces: SimpleQueue[TextDelta | InferError | None] = SimpleQueue()
         self._is_closed = False
         threading.Thread(target=self._run, args=(self._read(model, path, body),), daemon=True).start()
@@ -198,7 +198,7 @@ class RemoteStream(Iterator[TextDelta]):
             said = f"the server's answer broke off: {type(error).__name__}: {error}"
             self._pieces.put(EngineError(said))
         finally:
-            self._pieces.put(None)  # without it the reader would wait for ever
+            self._pieces.put(None)  # the end: otherwise the reader would wait for ever
 
     def _read(
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
@@ -284,7 +284,7 @@ def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:
 
 
 def is_remote(args: argparse.Namespace) -> bool:
-    """Whether the user names a server to ask."""
+    """Return True if the user names a server to ask."""
     if args.url is None and args.api_key is not None:
         raise ConfigError("--api-key is for the server that --url names; give both or neither")
     return args.url is not None

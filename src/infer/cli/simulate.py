@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     policies = read_policies(args.policy or knobs.get("scheduler_policy") or "all")
     in_file = knobs.pop("num_blocks", None)
     num_blocks = args.num_blocks or (DEFAULT_BLOCKS if in_file is None else [in_file])
-    knobs.pop("kv_cache_memory", None)  # of a config file: the cache is sized in blocks here
+    knobs.pop("kv_cache_memory", None)  # set in a config file: the cache is sized in blocks here
     results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
     if args.json:
         told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}

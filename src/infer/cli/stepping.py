@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from infer.tools.step_frames import Frame, StepFrames
 
 NUM_SHOWN = 5  # candidates of a draw, unless told
-WATCH_S = 1.0  # between steps of `--watch`, where no number is given
+WATCH_S = 1.0  # seconds between steps of `--watch`, where no number is given
 OVERLAP = KNOB + "use_overlap"
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 KEYS = "space next, b back, n N jump to step N, q quit, ? help"
@@ -183,7 +183,7 @@ def with_candidates(params: SamplingParams) -> SamplingParams:
 def make_frames(
     screen: StepScreen, recorder: EngineObserver | None = None
 ) -> tuple[StepFrames, EngineObserver]:
-    """What makes frames for a screen, and the observer to build the engine with: it may record as well."""
+    """The maker of frames for a screen, and the observer to build the engine with: it may record as well."""
     with importing():
         from infer.engine.observer import Observers
         from infer.tools.step_frames import StepFrames

@@ -24,7 +24,7 @@ FRAMES = "-\\|/"
 FRAME_S = 0.1
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 PLAIN = "\x1b[?2004l\x1b[?25h\r\n"  # no bracketed paste, a cursor, a new line
-USUAL_COLUMNS = 80  # of a terminal that does not know its size
+USUAL_COLUMNS = 80  # width of a terminal that does not know its size
 LOCAL_MODES = 3  # place of the local modes in what tcgetattr returns
 
 

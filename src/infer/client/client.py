@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """What a server or an `AsyncLLM` needs of an engine, in a thread or in a process."""
+    """The parts of an engine that a server or an `AsyncLLM` needs, in a thread or in a process."""
 
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
         ...
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read: it was not refused."""
+        """Return True if the engine has taken a request that is being read, and did not refuse it."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -60,7 +60,7 @@ class EngineClient(Protocol):
 
     @property
     def prefixes(self) -> AbstractSet[int]:
-        """What its prefix cache holds, by hash (`chain_hashes`); empty where it has no replicas."""
+        """The hashes (`chain_hashes`) of its cached prefixes; empty where it has no replicas."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class InProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read."""
+        """Return True if the engine has taken a request that is being read."""
         return self._engine.is_serving(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -188,7 +188,7 @@ class InProcessClient:
             if self._stopped is not None:
                 raise self._stopped
             if not self._inbox and not self._engine.has_work:
-                self._progress_at = time.monotonic()  # idle time is no lack of progress
+                self._progress_at = time.monotonic()  # idle time is not a lack of progress
             self._inbox.append(command)
             self._wake.notify()
 
@@ -232,7 +232,7 @@ class InProcessClient:
         stopped: EngineStopped | None = None
         try:
             while not self._is_closing and self._engine.prepare():
-                self._progress_at = time.monotonic()  # in this thread: cuDNN keeps its plans by thread
+                self._progress_at = time.monotonic()  # this thread prepares: cuDNN keeps its plans by thread
             while self._take_commands():
                 if self._engine.has_work:
                     self._send(self._subscribers.step())

@@ -4,8 +4,8 @@ Two things make it slow. The garbage collector walks again and again through mod
 third of the rest is `torch._meta_registrations`: the shapes of all operations on tensors without numbers, for
 PyTorch's compiler. An engine makes such tensors to count bytes and computes nothing with them.
 
-A third one doubles it: in many containers no module has its bytecode beside it, because the installer makes
-none and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
+A third one doubles it: in many containers modules come without bytecode, because the installer makes none
+and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
 PyTorch is compiled at every start. There, bytecode is kept where compiled kernels are (`keep_bytecode`).
 """
 

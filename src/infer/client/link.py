@@ -48,7 +48,7 @@ class EngineLink:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, for the clients of its requests: no paths, no traceback."""
+        """The way the process ended, for the clients of its requests: no paths, no traceback."""
         return self._reason
 
     def set_exited(self, reason: str) -> None:

@@ -93,7 +93,7 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
 
 
 def use_threads(number: int) -> None:
-    """Compute with so many threads on the CPU; more than it has are taken, with a warning."""
+    """Compute with `number` threads on the CPU; more than it has are taken, with a warning."""
     num_cpus = os.cpu_count() or 1
     if _is_forked and number > 1:
         logger.warning(

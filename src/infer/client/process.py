@@ -49,8 +49,8 @@ from infer.scheduling.request import StepOutput
 
 logger = logging.getLogger(__name__)
 
-LINGER_MS = 2000  # for the last message to reach the server
-OVERDUE_S = 0.5  # of silence, after which commands are confirmed before the step and not behind it
+LINGER_MS = 2000  # time for the last message to reach the server
+OVERDUE_S = 0.5  # seconds of silence after which commands are confirmed before the step and not after it
 STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
 EXIT_FAILED = 1
 
@@ -69,7 +69,7 @@ class Link:
     prefixes: dict[int, bool] = field(default_factory=dict)  # news of the cache
 
 
-Address: TypeAlias = tuple[Link, int]  # which API process, and its ticket
+Address: TypeAlias = tuple[Link, int]  # an API process, and its ticket
 
 
 class EngineServer:
@@ -175,7 +175,7 @@ class EngineServer:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 
     def _is_overdue(self) -> bool:
-        """Whether commands were taken after a silence: a first step may be long, and its readers wait."""
+        """Return True if commands were taken after a silence: a first step may be long, and readers wait."""
         now = time.monotonic()
         return any(link.is_owed and now - link.reported_at > OVERDUE_S for link in self._links)
 
@@ -247,7 +247,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             socket.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
             socket.linger = LINGER_MS
             socket.connect(endpoint)
-        kind: type[InferError] = ConfigError  # of what the system does not give, while the model is loaded
+        kind: type[InferError] = ConfigError  # error if the system runs short during loading
         try:
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             engine.keep_stories(launch.num_stories)
@@ -289,7 +289,7 @@ def import_engine() -> None:
 
 
 def wake_gpu() -> None:
-    """Initialise the GPU's driver, if there is one, beside the imports: PyTorch would wait for it.
+    """Initialise the GPU's driver, if there is one, during the imports: PyTorch would wait for it.
 
     Then let Triton compute the key of its cache, for which it reads all of its library: half a second.
     """

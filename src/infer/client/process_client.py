@@ -74,7 +74,7 @@ class ProcessClient:
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._added: dict[str, int] = {}  # by request id: the number of the command that added it
+        self._added: dict[str, int] = {}  # number of the command that added a request, by request id
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
@@ -99,7 +99,7 @@ class ProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has reported since it took a request that is being read."""
+        """Return True if the engine has reported since it took a request that is being read."""
         return self._added.get(request_id, self._num_sent) <= self._num_taken
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -325,7 +325,7 @@ class ProcessClient:
 
     @property
     def _owes_us(self) -> bool:
-        """Whether a report must come: commands are on their way, or sequences are being served."""
+        """True if a report must come: commands are on their way, or sequences are being served."""
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 

@@ -1,4 +1,4 @@
-"""What the system lets this process use, told in one line before and after it runs out.
+"""The system's limits for this process, told in one line before and after it runs into one.
 
 Libraries in C++ end the process where there are no more file descriptors or no more addresses, with a message
 that says neither. So limits under which nothing works are refused first; what runs out later, in Python, is

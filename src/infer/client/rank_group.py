@@ -45,7 +45,7 @@ SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """What the threads know about the processes; nothing here holds the group itself."""
+    """The threads' knowledge about the processes; nothing here holds the group itself."""
 
     abort: Any  # ends all waits in shared memory
     arrived: Any  # exchanges of each rank
@@ -145,7 +145,7 @@ class RankProcesses:
         """Raise `DeviceLost` if a rank is gone."""
         self._group.is_waited_for = False
         if self._link.communicator.is_aborted:
-            with self._group.changed:  # until who has set it has said why
+            with self._group.changed:  # wait for the reason from the thread that aborted
                 raise DeviceLost(self._group.lost or "a rank of the model is gone")
 
     def close(self, reason: str = "the engine was closed") -> None:

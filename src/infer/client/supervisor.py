@@ -46,7 +46,7 @@ NUM_LAST_LINES = 20
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When to start an engine again: soon at first, then slower, and not for ever."""
+    """The times at which an engine is started again: soon at first, then slower, and not for ever."""
 
     max_restarts: int = 5
     window: float = 600.0  # seconds in which max_restarts count
@@ -72,19 +72,19 @@ def _write_to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """How an engine process is started, the first time and again, and when it is."""
+    """The ways to start an engine process, the first time and again, and when to do so."""
 
-    module: str = ENGINE_MODULE  # that the child runs
+    module: str = ENGINE_MODULE  # module that the child runs
     spawn: Spawn = spawn  # gives a child that runs it, perhaps since a while ago
     on_log: Callable[[str], None] = _write_to_stderr  # gets each line that it writes, from a thread
     num_links: int = 1  # above 1 other processes serve the same engine
     on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets those that these are to bind
     on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
-    replica: Replica = ALONE  # which of several engines it is
+    replica: Replica = ALONE  # its place among several engines
     num_stories: int = 0  # requests that have ended and can still be explained
     stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
     restart: bool = True  # whether it is started again
-    policy: RestartPolicy = field(default_factory=RestartPolicy)  # and when
+    policy: RestartPolicy = field(default_factory=RestartPolicy)  # the times of restarts
 
 
 class EngineProcess(EngineLink):
@@ -142,7 +142,7 @@ class EngineProcess(EngineLink):
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, for the clients of its requests: no paths, no traceback."""
+        """The way the process ended, for the clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
         if self.last_words is not None and self.last_words.kind == EngineError.__name__:
             return f"the engine process died: {self.last_words.message}"
@@ -213,7 +213,7 @@ class EngineProcess(EngineLink):
         self.exited.set()
 
 
-_directories: set[str] = set()  # of the engine processes of this process
+_directories: set[str] = set()  # socket directories of the engine processes of this process
 
 
 def _directory_base() -> str:

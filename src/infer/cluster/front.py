@@ -43,7 +43,7 @@ PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
 KEYS = {b"authorization", b"x-api-key"}
-OVERTIME_S = LAST_READ_S + 10  # for the error of a replica that is in time, and a client that reads slowly
+OVERTIME_S = LAST_READ_S + 10  # time for a replica's own timeout error, and for a client that reads slowly
 MAX_BEGUN = 2  # replicas that may begin a request, if the first of them ends
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
@@ -185,7 +185,7 @@ class Front:
             try:
                 refusal = await self._try(server, scope, body, receive, answer)
             except ReplicaGone as error:
-                is_news, server.is_up = server.is_up, False  # until a probe finds it well
+                is_news, server.is_up = server.is_up, False  # down until a probe finds it well
                 logger.warning(
                     "replica gone number=%d began=%s request_id=%s error=%s",
                     server.number, answer.has_begun, current_id(), error,
@@ -302,7 +302,7 @@ def _is_sign_of_life(piece: bytes) -> bool:
 
 def merge_pages(pages: list[tuple[int, bytes]]) -> bytes:
     """Several pages of metrics as one: every series has the number of its replica as a label."""
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: comments, samples
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # (comments, samples) by name
     for number, page in pages:
         for name, comments, samples in _families(page):
             known = families.setdefault(name, (comments, []))

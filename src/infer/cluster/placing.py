@@ -49,7 +49,7 @@ def _take_signals_back() -> None:
 
 
 class ReplicaActor:
-    """What runs on a node: holds the process of one replica. Its calls block, each in a thread of its own."""
+    """The actor on a node: it holds the process of one replica. Each call blocks, in a thread of its own."""
 
     def __init__(self, orders: Orders) -> None:
         host = import_ray().util.get_node_ip_address()
@@ -62,7 +62,7 @@ class ReplicaActor:
         return self._process.wait_ready(), self._process.pid, node
 
     def wait_end(self) -> str:
-        """How the replica ended, when it has."""
+        """Wait for the end of the replica and return how it ended."""
         return self._process.wait_end()
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ class RemoteServer:
     number: int
     url: str
     key: str  # one that it accepts, for what the front itself asks
-    is_up: bool = True  # as far as the last request or probe could tell
+    is_up: bool = True  # its state by the last request or probe
     is_leaving: bool = False  # it ends when its last request has
     num_active: int = 0  # requests that the front has there
     idle: list[Upstream] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How many replicas there should be: more while requests wait everywhere, fewer when they fit on fewer.
+"""The right number of replicas: more while requests wait everywhere, fewer when they fit on fewer.
 
     queue time of a replica    the mean of requests that started since the last look, or, if more, how long
                                sequences have been waiting there without a pause
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-NUM_LOOKS = 2  # with long queues, before a replica is added
+NUM_LOOKS = 2  # looks with long queues before a replica is added
 
 
 class LoadReport(NamedTuple):
-    """What a replica's metrics say."""
+    """The load of a replica by its metrics."""
 
     number: int
     num_running: float

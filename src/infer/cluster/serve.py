@@ -110,7 +110,7 @@ async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) 
 
 
 def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str) -> Orders:
-    """What each replica is told; it accepts the clients' keys, and one that only the front knows."""
+    """The orders for each replica; it accepts the clients' keys, and one that only the front knows."""
     table = knob_table(with_server=True)
     server = {
         name: getattr(config, name)
@@ -126,7 +126,7 @@ def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str
 
 
 def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
-    """What a replica takes of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
+    """A replica's share of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
     devices = {str(engine.load.device) for engine in models.values()}
     threads = max(engine.load.num_threads or 1 for engine in models.values())
     return {"CPU": float(threads)} | ({} if devices == {"cpu"} else {"GPU": 1.0})

@@ -49,7 +49,7 @@ class Upstream(asyncio.Protocol):
         self._pieces: deque[bytes] = deque()
         self._backlog = 0
         self.is_whole = False  # the answer has come to its end
-        self._is_bodiless = False  # to HEAD there is none, whatever its length says
+        self._is_bodiless = False  # an answer to HEAD has no body, whatever its length says
 
     @classmethod
     async def connect(cls, host: str, port: int) -> Upstream:

@@ -47,7 +47,7 @@ ALLOWED = (
     "str, int, float, bool, list[T], dict[str, T], Literal, Enum, TypedDict, a dataclass, "
     "T | None, and Annotated[T, 'description']"
 )
-Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # as the wire has them, or functions
+Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # tools in wire form, or functions
 _SECTION = re.compile(r"(Args|Arguments|Parameters):")
 _ENTRY = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, in words, the Python types
@@ -212,7 +212,7 @@ def _one_of(members: Mapping[Any, Any]) -> _Kind:
 
     def read(value: Any, where: str) -> Any:
         for key, member in members.items():
-            if type(key) is type(value) and key == value:  # True is no 1
+            if type(key) is type(value) and key == value:  # True is not 1
                 return member
         raise _unfit(where, f"one of {json.dumps(list(members), ensure_ascii=False)}", value)
 

@@ -93,7 +93,7 @@ class TextModel:
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process was forked from the one that made the engine."""
+        """True if this process was forked from the one that made the engine."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -321,10 +321,10 @@ class LLM(TextModel):
         use_activation: bool = True,
         show_progress: bool = False,
     ) -> list[float]:
-        """How well each document answers the query, as `/v1/score` of a server gives it (scoring.py).
+        """The score of each document as an answer to the query, the same as from `/v1/score` (scoring.py).
 
-        Several queries go with as many documents, pair by pair. `instruction` tells a reranker what a query
-        is for; without `use_activation` a score is the logit of it.
+        Several queries need the same number of documents and are scored pair by pair. `instruction` tells a
+        reranker what a query is for; without `use_activation` a score is its logit.
         """
         queries, texts = ([each] if isinstance(each, str) else each for each in (query, documents))
         job = open_scores(
@@ -436,11 +436,11 @@ class _Stream:
     keeps_deltas: bool
     deltas: deque[TextDelta] = field(default_factory=deque)
     error: str | None = None
-    hidden: Sequence[float] = ()  # pooled, of an embedding
+    hidden: Sequence[float] = ()  # pooled hidden state of an embedding
     refusal: RequestError | None = None  # the request's own fault, found out late
     opened_at: float = field(default_factory=perf_counter)
-    first_s: float = 0.0  # from then to the first token
-    last_s: float = 0.0  # and to the latest piece
+    first_s: float = 0.0  # seconds from then to the first token
+    last_s: float = 0.0  # seconds from then to the latest piece
 
     @property
     def request_id(self) -> str:
@@ -502,7 +502,7 @@ class TextStream(Iterator[TextDelta]):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
         return len(self._stream.builder.request.prompt)
 
     @property

@@ -49,7 +49,7 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str  # without reasoning and tool calls, where they can be told apart
+    text: str  # the answer without reasoning and tool calls, where they can be told apart
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
@@ -59,7 +59,7 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
     drafts: DraftCounts | None = None  # what became of its drafts, where it had any
-    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # as they were streamed
+    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # in streaming order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class RequestOutput:
     """All answers to one prompt."""
 
     request_id: str
-    prompt: str | None  # as given; None where the caller gave token ids
+    prompt: str | None  # the text as given; None where the caller gave token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[RowLogprobs | None] | None = None
 
     @property
@@ -80,12 +80,12 @@ class RequestOutput:
 
     @property
     def reasoning(self) -> str | None:
-        """What the model wrote for itself before the first output; None if it did not reason."""
+        """The reasoning before the first output; None if the model did not reason."""
         return self.outputs[0].reasoning
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens of the first output are reasoning."""
+        """The number of tokens of the first output that are reasoning."""
         return self.outputs[0].num_reasoning_tokens
 
     @property
@@ -322,7 +322,7 @@ class OutputBuilder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every output has ended."""
+        """True if every output has ended."""
         return all(line.finish_reason is not None for line in self._lines)
 
     def build(self) -> RequestOutput:

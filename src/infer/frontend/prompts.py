@@ -47,7 +47,7 @@ Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a 
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request beside its prompt and its params; `Request` has the defaults."""
+    """The options of a request besides its prompt and its params; `Request` has the defaults."""
 
     request_id: str  # default: the next number
     priority: int  # smaller is more urgent; read by the `priority` policy
@@ -59,10 +59,10 @@ class RequestOptions(TypedDict, total=False):
 class ChatOptions(RequestOptions, total=False):
     """The options of a conversation: those of a request, and what its answer may hold."""
 
-    tools: Tools | None  # as OpenAI's API has them, or Python functions (functions.py)
+    tools: Tools | None  # tools in the form of OpenAI's API, or Python functions (functions.py)
     tool_choice: object  # 'auto', 'none', 'required', or the name of a tool
     max_reasoning_tokens: int | None  # None: any number
-    template_options: Mapping[str, Any] | None  # what the chat template reads beside messages and tools
+    template_options: Mapping[str, Any] | None  # what the chat template reads besides messages and tools
 
 
 def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
@@ -94,7 +94,7 @@ class PromptEncoder:
         """Take what the engine says of its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
         self.family = family
-        self.revision = headers.source.revision  # which version of the model this is, where that is known
+        self.revision = headers.source.revision  # version of the model, where that is known
         self.context_len = context_len
         self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
@@ -116,7 +116,7 @@ class PromptEncoder:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """How the model scores texts, read from its files when a score is first asked for."""
+        """The model's way to score texts, read from its files when a score is first asked for."""
         from infer.loader.score_head import read_scorer
 
         return read_scorer(
@@ -125,7 +125,7 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be turned into prompts."""
+        """True if conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
 
     @property
@@ -137,7 +137,7 @@ class PromptEncoder:
         return f'"{CHECKPOINT}, as shipped with the model"' if is_own else self._template.name
 
     def reads_option(self, name: str) -> bool:
-        """Whether the chat template reads a keyword of `template_options`."""
+        """Return True if the chat template reads a keyword of `template_options`."""
         return isinstance(self._template, ChatTemplate) and name in self._template.kwargs
 
     @property
@@ -311,7 +311,7 @@ class PromptEncoder:
         return ids, params, form
 
     def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:
-        """How many tokens of reasoning are allowed; None: any number."""
+        """The number of reasoning tokens that are allowed; None: any number."""
         if effort is not None and effort not in EFFORTS:
             raise RequestError.about(
                 "reasoning_effort", f"must be one of {', '.join(EFFORTS)}, got {effort!r:.80}"
@@ -340,7 +340,7 @@ class PromptEncoder:
         """A request for text or token ids; without an id it gets the next number.
 
         Without params it is sampled with the model's defaults; a short context then ends the output,
-        and is no error.
+        and is not an error.
         """
         given = read_prompt(prompt)
         ids = self.encode(given) if isinstance(given, str) else given
@@ -376,7 +376,7 @@ class PromptEncoder:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether something is an integer, of Python's or of numpy's."""
+    """Return True if a value is an integer of Python or numpy."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -582,7 +582,7 @@ def find_source(config: LoadConfig, *, show_progress: bool) -> ModelSource:
 
 
 def open_text(config: LoadConfig, source: ModelSource) -> tuple[TextHeaders, Tokenizer]:
-    """Read what a `PromptEncoder` needs of a model's files; what it needs beside that its engine says."""
+    """Read the parts of a model's files that a `PromptEncoder` needs; its engine tells it the rest."""
     headers = read_text_headers(source)
     return headers, _load_tokenizer(config, headers)
 

@@ -45,7 +45,7 @@ class ScoreJob:
     use_activation: bool = True
 
     def finish(self, hidden: list[float]) -> list[float]:
-        """What is kept of a hidden state: the vector, or the score alone."""
+        """The part of a hidden state that is kept: the vector, or only the score."""
         if not self.scorer.row:
             return to_unit(hidden)
         logit = _dot(self.scorer.row, hidden)

@@ -6,7 +6,7 @@
     Auth          closed unless listed open
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
-    Forward       only in API processes beside process 0: what is about the whole server is asked there
+    Forward       only in API processes other than 0: questions about the whole server go to process 0
     routes        completions, chat, messages, responses, models, tokens, embeddings, scores; those
                   of Ollama and llama.cpp; health, metrics, explain; admin; the page
 

@@ -7,7 +7,7 @@ its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
 
-The counting goes on behind the head: what frames a body in chunks (sizes, extensions, trailers) is not part
+The counting goes on after the head: what frames a body in chunks (sizes, extensions, trailers) is not part
 of the body that limits.py counts, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
 
 A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
@@ -15,7 +15,7 @@ the spot would make the operating system answer the rest of the body with a rese
 the answer before the client has read it. So the connection *lingers*: our side is closed, what still
 comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
 
-A client may stop sending behind its request and still read (a half-closed connection): it gets its answer.
+A client may stop sending after its request and still read (a half-closed connection): it gets its answer.
 One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
 Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
 
@@ -50,9 +50,9 @@ HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
 TOO_LARGE = f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes"
 MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
-TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
+TLS_HELLO = b"\x16\x03"  # the first bytes from a client that was told https://
 HTTP2_HELLO = b"PRI * HTTP/2"
-PROBE_S = 0.05  # between two looks at whether a half-closed connection was reset
+PROBE_S = 0.05  # seconds between two checks whether a half-closed connection was reset
 SEND_TIMEOUT_S = 60.0
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
@@ -94,8 +94,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = uvicorn_logger
         self.parser = RequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: pipelining
-        self._timer: asyncio.TimerHandle | None = None  # of a head, of the lingering, or of a probe
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn does so too: pipelining
+        self._timer: asyncio.TimerHandle | None = None  # the time limit of a head, the lingering or a probe
         self._send_timer: asyncio.TimerHandle | None = (
             None  # runs while the transport holds part of an answer
         )
@@ -103,10 +103,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
-        self._first_bytes = b""  # of what is being read, where it begins a request
-        self._refusal: tuple[int, str] | None = None  # of the head just read
+        self._first_bytes = b""  # the first bytes being read, where they begin a request
+        self._refusal: tuple[int, str] | None = None  # status and message, if the head just read is refused
         self._num_begun = 0  # requests begun within the bytes being read now
-        self._num_body_bytes = 0  # of the request being read
+        self._num_body_bytes = 0  # body bytes of the request being read
         self._num_other_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -165,7 +165,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
             return
-        if self._num_begun + was_open > 1:  # where among these bytes the last request begins is not known
+        if self._num_begun + was_open > 1:  # it is not known where in these bytes the last request begins
             self._num_other_bytes = 0
         else:
             num_before = 0 if self._num_begun else num_body_bytes
@@ -179,7 +179,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Refuse bytes that are not HTTP, or a head that `_check_head` has refused."""
         if self._refusal is not None:
             self._refuse(*self._refusal)
-        elif self._first_bytes.startswith(TLS_HELLO):  # for the log: its sender cannot read this
+        elif self._first_bytes.startswith(TLS_HELLO):  # text for the log: its sender cannot read this
             self._refuse(400, "this port speaks HTTP, not HTTPS; write http:// in the address")
         elif self._first_bytes.startswith(HTTP2_HELLO):
             self._refuse(505, "this server speaks HTTP/1.1, not HTTP/2; let the client use HTTP/1.1")
@@ -229,7 +229,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_lingering = True
         self._num_other_bytes = 0
         self._stop_timer()
-        if not self._is_answered():  # by the application, which need not go on
+        if not self._is_answered():  # the application has not answered, and need not go on
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.can_write_eof():  # TLS cannot

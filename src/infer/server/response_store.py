@@ -15,20 +15,20 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-MAX_BYTES = 256 << 20  # of all responses together
-ENTRY_BYTES = 1024  # what an entry takes beside its texts
+MAX_BYTES = 256 << 20  # size of all responses together
+ENTRY_BYTES = 1024  # size of an entry without its texts
 
 
 class StoredResponse(NamedTuple):
     """A response as JSON, in parts that are read one without the other."""
 
-    response: bytes  # as it was sent, without its output
+    response: bytes  # the response as it was sent, without its output
     output: bytes  # the list of its output's items
     items: bytes  # the list of items that it answers, those of all responses before it included
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the store's memory."""
+        """The bytes of the store's memory that it takes."""
         return ENTRY_BYTES + sum(map(len, self))
 
 

@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
-CUT_OFF_S = 2  # from a second signal to the exit: for the errors that open streams end with
-LAST_WRITES_S = 5  # for answers that are finished but not yet read
+CUT_OFF_S = 2  # seconds from a second signal to the exit: time for the errors that end open streams
+LAST_WRITES_S = 5  # seconds for answers that are finished but not yet read
 KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
 _IMPORTED_AT = time.perf_counter()
 
@@ -98,7 +98,7 @@ class _CountedConnection(GuardedConnection):
 
 
 def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
-    """Whether every model is on a GPU, as far as can be told without importing torch."""
+    """Return True if every model is on a GPU, as far as can be told without importing torch."""
     has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     devices = [str(engine.load.device) for engine in models.values()]
     return all(device.startswith("cuda") or (device == "auto" and has_gpu) for device in devices)
@@ -338,7 +338,7 @@ def _loop_name() -> str:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the fastest event loop that is installed; None: asyncio's own."""
+    """The factory of the fastest event loop that is installed; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:  # it has no build for every platform

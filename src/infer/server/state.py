@@ -1,4 +1,4 @@
-"""What the server knows: the models it serves, and the HTTP request that code is working for.
+"""The server's state: the models it serves, and the HTTP request that code is working for.
 
 A *served model* is a prompt encoder (tokenizer, chat template) and one or more engines. A route asks for a
 model by the name in the body, turns the body into requests with its encoder, and sends each request to the
@@ -10,8 +10,9 @@ the ids that requests have there begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
-An *alias* stands for a model, or for several by weight (fleet/shares.py). Whose requests meet the same one is
-the *asker*: the user that the body names, else the API key; without either, every request is on its own.
+An *alias* stands for a model, or for several by weight (fleet/shares.py). All requests of one *asker* get the
+same one. The asker is the user that the body names, else the API key; without either, every request is on its
+own.
 
 A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
 a model is taken away only when no request holds it.
@@ -45,7 +46,7 @@ RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for th
 
 
 class ModelUse(NamedTuple):
-    """How much a model is used, in one API process or in all."""
+    """The use of a model, in one API process or in all."""
 
     num_held: int
     used_at: float  # monotonic seconds, which all processes of a machine share
@@ -68,7 +69,7 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # config of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
     used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
@@ -77,7 +78,7 @@ class ServedModel:
 
     @property
     def use(self) -> ModelUse:
-        """How this process uses the model."""
+        """The use of the model in this process."""
         return ModelUse(self.num_held, self.used_at, self.keep_s, self.kept_at)
 
     @property
@@ -121,11 +122,11 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
-    path: str = ""  # of the route
+    path: str = ""  # path of the route
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # whose requests meet the same model of an alias, if a body or a choice has said so
+    asker: str = ""  # asker whose requests get one model of an alias, once a body or a choice has set it
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
     owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
@@ -139,8 +140,8 @@ class RequestRecord:
     error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if somebody will ask for them
     is_traced: bool = False  # whether the answer's headers tell them
-    stories: ServedRequests | None = None  # where it is kept if it goes to an engine; None: nowhere
-    story: ServedRequest | None = None  # what is kept of it
+    stories: ServedRequests | None = None  # the store for its story if it goes to an engine; None: none
+    story: ServedRequest | None = None  # the story that is kept of it
     spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
 
     def note_user(self, body: Any) -> None:
@@ -162,7 +163,7 @@ class RequestRecord:
 
     @property
     def timing(self) -> str:
-        """What each stage took so far, as the value of a `server-timing` header.
+        """The duration of each stage so far, as the value of a `server-timing` header.
 
         A stage that several prompts of a body went through ends with the last of them.
         """
@@ -239,7 +240,7 @@ class ServerState:
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # a second signal: those inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
-    stories: ServedRequests = field(init=False)  # of this process
+    stories: ServedRequests = field(init=False)  # requests of this process
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)

@@ -40,7 +40,7 @@ class ServedPart(msgspec.Struct, kw_only=True):
     salt: bytes = b""  # hash of its cache salt
     first_at: float = 0.0  # its first token has come back; 0: none has
     last_at: float = 0.0
-    longest_gap_s: float = 0.0  # between two of its tokens
+    longest_gap_s: float = 0.0  # longest time between two of its tokens
     num_tokens: int = 0
     finish_reason: str | None = None
 
@@ -58,8 +58,8 @@ class ServedRequest(msgspec.Struct, kw_only=True):
     parts: list[ServedPart] = []
     num_parts: int = 0
     status: int = 0  # 0: no answer was begun
-    started_at: float = 0.0  # the answer's first byte
-    ended_at: float = 0.0  # and its last
+    started_at: float = 0.0  # when the answer's first byte was sent
+    ended_at: float = 0.0  # when its last byte was sent
     is_gone: bool = False  # the client left before that
     error: str | None = None
 
@@ -69,7 +69,7 @@ class ServedRequests:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._open: dict[int, ServedRequest] = {}  # by identity
+        self._open: dict[int, ServedRequest] = {}  # open requests by identity
         self._ended: OrderedDict[int, ServedRequest] = OrderedDict()
 
     def open(
@@ -114,7 +114,7 @@ class ServedRequests:
         ]
 
     def count_alike(self, owner: str, prefixes: tuple[int, ...], salt: bytes) -> list[int]:
-        """How many prompts of an owner begin with each of these prefixes and have another salt."""
+        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
         parts = [
             part
             for served in self._newest_first()

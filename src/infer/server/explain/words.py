@@ -69,7 +69,7 @@ def taken_s(story: EngineStory, part: ServedPart | None) -> float:
 
 
 def state_of(story: EngineStory) -> str:
-    """How far a request has come, in a word."""
+    """The state of a request in one word."""
     if story.finish_reason is not None:
         return "ended"
     if not story.accepted_at:

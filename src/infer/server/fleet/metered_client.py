@@ -78,12 +78,12 @@ class MeteredClient:
     def __init__(self, client: EngineClient, labels: tuple[str, str], cache: CacheConfig | None) -> None:
         self.labels = labels  # the model's name, and the engine's number
         self.cache = cache  # how its cache was asked for, where that is known
-        self.counts: Counter[str] = Counter()  # by the names of COUNTED
+        self.counts: Counter[str] = Counter()  # counts by the names of COUNTED
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
-        self.finished: Counter[str] = Counter()  # by reason
+        self.finished: Counter[str] = Counter()  # ended sequences by reason
         self.is_down = False  # when last looked at
         self.client = client
-        self._open: dict[str, _RequestTimes] = {}  # by request id
+        self._open: dict[str, _RequestTimes] = {}  # open requests by id
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""
@@ -105,7 +105,7 @@ class MeteredClient:
             times.finish()
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read."""
+        """Return True if the engine has taken a request that is being read."""
         return self.client.has_taken(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -120,7 +120,7 @@ class MeteredClient:
 
     @property
     def prefixes(self) -> AbstractSet[int]:
-        """What the engine's prefix cache holds, by hash."""
+        """The hashes of the blocks in the engine's prefix cache."""
         return self.client.prefixes
 
     @property
@@ -158,7 +158,7 @@ class MeteredClient:
         self.histograms[name].observe(value)
 
     def snapshot(self) -> dict[str, Any]:
-        """What was counted here, as plain data for another process."""
+        """The counts of this meter, as plain data for another process."""
         return {
             "labels": self.labels,
             "counts": dict(self.counts),
@@ -198,11 +198,11 @@ class _RequestTimes:
         record.mark("submit", self._submitted_at)
         self._part = self._begin_story(meter.labels)
         self._longest_gap_s = 0.0
-        self._last_at: dict[int, float] = {}  # by sequence
+        self._last_at: dict[int, float] = {}  # time of the last token by sequence
         self._first_at: float | None = None
         self._embedded_at: float | None = None
         self._queue_s = 0.0
-        self._num_tokens: Counter[int] = Counter()  # by sequence
+        self._num_tokens: Counter[int] = Counter()  # tokens by sequence
         self._open = set(range(request.params.num_reported))
         self._stopped: set[int] = set()  # sequences that met a stop string
         self._reason: str | None = None

@@ -43,12 +43,12 @@ class OnDemand:
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
         leaving: Collection[asyncio.Task[None]],
     ) -> None:
-        self.catalog: dict[str, EngineConfig] = {}  # by name
+        self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # one for each model that lost its name and still has engines
-        self._loads: dict[str, asyncio.Task[None]] = {}  # that have not ended, by name
-        self._turn = asyncio.Lock()  # for one load at a time
+        self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
+        self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
 
     async def demand(self, name: str) -> None:
@@ -63,7 +63,7 @@ class OnDemand:
         try:
             await asyncio.shield(loading)
         except asyncio.CancelledError:
-            if loading.cancelled():  # and not the caller alone
+            if loading.cancelled():  # the load was cancelled, not only this caller
                 raise EngineStopped(SHUTTING_DOWN) from None
             raise
 

@@ -37,18 +37,18 @@ MAX_LOAD = 1.25  # times the mean number of requests
 MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take
 SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, or was never taken
-TOKEN_S = 1e-4  # of a prompt and of a row, until engines have measured theirs; their ratio matters
+TOKEN_S = 1e-4  # seconds per prompt token and per row until engines have measured theirs; the ratio matters
 ROW_S = 1e-3
 CLOSE = 0.02
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent to a replica since its last step."""
+    """The work that was sent to a replica since its last step."""
 
     step: int = -1
     count: int = 0
-    num_tokens: int = 0  # to compute
+    num_tokens: int = 0  # tokens to compute
     at: float = 0.0
 
 
@@ -78,7 +78,7 @@ class Router:
         self._clock = clock
         self._expected: OrderedDict[tuple[int, int], float] = (
             OrderedDict()
-        )  # by replica and prefix: when sent
+        )  # time of sending by replica and prefix
         self._sent: dict[int, _Sent] = {}
         self._turn = 0
 
@@ -111,7 +111,7 @@ class Router:
         return _Option(client, stats, sent)
 
     def _num_known(self, keys: Sequence[int], client: EngineClient) -> int:
-        """How many blocks of a prompt a replica has cached, or will have soon."""
+        """The number of blocks of a prompt that a replica has cached, or will have soon."""
         prefixes, oldest = client.prefixes, self._clock() - EXPECTED_S
         for number in range(len(keys), 0, -1):
             key = keys[number - 1]

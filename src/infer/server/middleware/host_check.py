@@ -21,7 +21,7 @@ _NAME_AND_PORT = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address means the machine that resolves it."""
+    """Return True if a host name or address means the machine that resolves it."""
     bare = name.strip("[]").rstrip(".").lower()
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
@@ -32,7 +32,7 @@ def is_loopback(name: str) -> bool:
 
 
 def needs_host_check(config: ServerConfig) -> bool:
-    """Whether a server trusts its clients because only this machine can reach it."""
+    """Return True if a server trusts its clients because only this machine can reach it."""
     return config.uds is None and not config.api_key and is_loopback(config.host)
 
 

@@ -119,6 +119,6 @@ class Gate:
             board.count_request(-1)
 
     def _is_always_open(self, path: str) -> bool:
-        """Whether a path, below the root path as the router sees it, watches or operates the server."""
+        """Return True if a path (without the root path, as routers see it) watches or operates the server."""
         is_watching = path in WATCHING or path.startswith(EXPLAIN_PREFIX)
         return is_watching or is_admin(path) or is_open(path, self._state.config)

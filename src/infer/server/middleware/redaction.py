@@ -9,8 +9,8 @@
 A message to a client may quote what it has sent, and that may be a part of a prompt; a log is read by others
 and kept for long. What a message may quote, and what is logged of it:
 
-    a value, behind the word "got"; what a chat template says            nothing
-    a role; how a body was sent; a content part's type that is no text   "..."
+    a value, after the word "got"; what a chat template says              nothing
+    a role; how a body was sent; a content part's type other than text   "..."
     the name of a field, a model, a type, between quotation marks        the name, else nothing from there on
     the param: a path of keys into the body, as logit_bias.17            the same, else "..."
     a number                                                             the number, "..." from 12 digits on
@@ -61,7 +61,7 @@ def redacted_reason(error: RequestFailure) -> str:
 
 
 def _hide_quoted(message: str) -> str:
-    """The message up to the first quoted text that is no name."""
+    """The message up to the first quoted text that is not a name."""
     for found in _QUOTED.finditer(message):
         word = found["word"]
         if word is None or not (_is_name(word) or word == "..."):

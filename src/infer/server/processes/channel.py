@@ -3,8 +3,8 @@
     [number, name, body]           a question; number 0: no answer is wanted
     [-number, failure, result]     the answer to it
 
-Bodies are plain data (msgpack). Messages are handled in the order in which they were sent; an answer that
-takes time is waited for beside them.
+Bodies are plain data (msgpack). Messages are handled in the order in which they were sent, except that a slow
+answer does not hold up the messages after it.
 """
 
 from __future__ import annotations

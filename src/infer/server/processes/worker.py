@@ -1,4 +1,4 @@
-"""One API process beside process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
+"""An API process other than process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
 
 It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
 from the same listening socket. Process 0 starts and watches the engines, and tells this one about them:
@@ -112,7 +112,7 @@ class EngineFeed:
 
 
 class Worker:
-    """What process 0 may ask of an API process, message by message."""
+    """An API process as process 0 sees it: one method for each message that process 0 may send."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
         self._state = state
@@ -208,7 +208,7 @@ class Worker:
         self._state.default_model, self._state.loadable = default, loadable
 
     def on_uses(self) -> dict[str, ModelUse]:
-        """How the models are used here."""
+        """The use of each model in this process."""
         return {name: model.use for name, model in self._state.models.items()}
 
     def on_forget(self, name: str) -> None:
@@ -218,7 +218,7 @@ class Worker:
                 model.router.forget(client)
 
     def on_scrape(self) -> dict[str, Any]:
-        """What was counted here."""
+        """The counts of this process."""
         return self._metrics.snapshot()
 
     def on_served(self, name: str, owner: str | None) -> list[ServedRequest]:
@@ -226,7 +226,7 @@ class Worker:
         return self._state.stories.find(name, owner)
 
     def on_alike(self, owner: str, prefixes: list[int], salt: bytes) -> list[int]:
-        """How many prompts of an owner begin with these prefixes and have another salt."""
+        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
         return self._state.stories.count_alike(owner, tuple(prefixes), salt)
 
     def on_stop(self) -> None:

@@ -48,7 +48,7 @@ class Part:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    rows: list[RowLogprobs] = field(default_factory=list)  # of a text's tokens, where logprobs were asked for
+    rows: list[RowLogprobs] = field(default_factory=list)  # logprobs of a text's tokens, if asked for
 
     @property
     def text(self) -> str:
@@ -107,7 +107,7 @@ class PartWriter(FrameWriter):
         self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
         self._has_begun = False
-        self._rows: list[RowLogprobs] = []  # of tokens whose text is to come
+        self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is still to come
 
     @abstractmethod
     def begin(self) -> list[bytes]:
@@ -143,7 +143,7 @@ class PartWriter(FrameWriter):
         return self.body()
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """What a piece adds to the answer."""
+        """The frames that a piece adds to the answer."""
         frames: list[bytes] = [] if self._has_begun else self.begin()
         self._has_begun = True
         num_parts = len(self.parts)
@@ -192,5 +192,5 @@ def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Se
 
 
 def reasoning_tokens(usage: Mapping[str, Any]) -> int:
-    """How many of an answer's tokens are reasoning."""
+    """The number of an answer's tokens that are reasoning."""
     return int(usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0))

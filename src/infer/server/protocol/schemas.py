@@ -5,15 +5,15 @@ silence:
 
     honoured    a field of the classes below
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
-    ignored     about the client and not about the answer, or without effect on this server or beside another
-                field; named in the x-infer-ignored response header
+    ignored     about the client and not about the answer, or without effect on this server or next to
+                another field; named in the x-infer-ignored response header
     unknown     refused with the closest known name, or with the route it belongs to; one that resembles
                 nothing is refused on /v1/completions* and ignored elsewhere, named as above and in the log
 
 The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
 sent back as a part of the conversation just as a client's library wrote it down.
 
-Types are strict (`"1"` is no number, `true` is no integer) and a null is a field that was not given. Only
+Types are strict (`"1"` is not a number, nor `true` an integer); null means a field that was not given. Only
 shapes are checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
@@ -46,7 +46,7 @@ from infer.server.state import current_record
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
-MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
+MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field that holds a schema or a grammar
 MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
 MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; to compare more with all names takes long
 MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
@@ -120,7 +120,7 @@ MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
     "function_call": Neutral((), "use tool_calls"),
 }
-PART_IGNORED = frozenset({"annotations", "cache_control"})  # of a text in a list
+PART_IGNORED = frozenset({"annotations", "cache_control"})  # keys of a text in a list
 MESSAGE_IGNORED = frozenset(
     {
         "annotations",
@@ -185,7 +185,7 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts are
+def _whole(value: Any, depth: int = 2) -> Any:  # depth: prompts are lists in lists
     """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
     if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
         return [_whole(each, depth - 1) for each in value]
@@ -195,12 +195,12 @@ def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts 
 class Conversation(Body):
     """A body that may hold messages."""
 
-    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+    is_answered: ClassVar[bool] = True  # a model answers it: every tool result follows its call
 
     @model_validator(mode="after")
     def _account_for_message_keys(self) -> Self:
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
-        ignored: dict[str, None] = {}  # in the order they were met
+        ignored: dict[str, None] = {}  # keys in the order they were met
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
             if message.get("content") is None and isinstance(message.get("refusal"), str):
@@ -232,7 +232,7 @@ def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
 
 
 def _ids_of(calls: Any) -> set[Any]:
-    """The ids of tool calls; None: one has none. What is no list of calls is refused elsewhere."""
+    """The ids of tool calls; None stands for a call without one. Anything but a list is refused elsewhere."""
     given = (
         [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
     )
@@ -269,7 +269,7 @@ def account_for(
 
 
 def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
-    """Whether the current request may hold an unknown field, which is noted; a slip of a known one may not.
+    """Return True if the current request may hold an unknown field, and note it; misspelt known ones may not.
 
     The name goes into a header and a log line, so it is cut and cleaned.
     """
@@ -355,7 +355,7 @@ class MeasuredBody(AskingBody):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside its tokens."""
+    """Options for what a stream carries in addition to its tokens."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "frames are not padded")}
@@ -567,7 +567,7 @@ Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
 class ScoringBody(Body):
-    """What rerank and score share."""
+    """The fields that rerank and score share."""
 
     neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
     ignored = ABOUT_THE_CLIENT

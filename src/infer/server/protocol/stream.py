@@ -62,7 +62,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Piece(NamedTuple):
     """One token of one output."""
 
-    prompt: int  # which prompt of the job
+    prompt: int  # index of the prompt within the job
     output: StepOutput
     delta: TextDelta
 
@@ -73,7 +73,7 @@ class Generation:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.num_output = 0
-        self.num_reasoning = 0  # of the output's tokens
+        self.num_reasoning = 0  # output tokens that are reasoning
         self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
@@ -92,7 +92,7 @@ class Generation:
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
-        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # by prompt and answer, where it had any
+        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and answer, where it had any
         self._failure: EngineError | None = None
         self._times: AnswerTimes | None = None  # if the client asked for them
 
@@ -103,12 +103,12 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether an output of a prompt is still to come."""
+        """True if an output of a prompt is still to come."""
         return self._num_open > 0
 
     @property
     def is_taken(self) -> bool:
-        """Whether the engines have taken every request: none of them was refused."""
+        """True if the engines have taken every request and refused none."""
         pairs = zip(self._clients, self.job.requests, strict=True)
         return all(client.has_taken(request.request_id) for client, request in pairs)
 
@@ -329,16 +329,16 @@ class FrameWriter(ABC):
         return self.failure(error)
 
     def is_slow(self, piece: Piece) -> bool:
-        """Whether the frames of a piece take so long that a thread should write them."""
+        """Return True if the frames of a piece take so long that a thread should write them."""
         return False
 
 
 class ChunkWriter(FrameWriter):
     """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
 
-    kind: str  # of a chunk
+    kind: str  # the `object` field of a chunk
     prompt_in_choice = True  # whether the prompt's ids are a field of the choice, or of the chunk
-    opening: bytes  # before and behind the text of a piece, inside its choice
+    opening: bytes  # bytes before and after the text of a piece, inside its choice
     closing: bytes
 
     def __init__(self, generation: Generation, body: SamplingBody, *, num_choices: int) -> None:

@@ -30,7 +30,7 @@ class Turns:
     """The messages of a conversation, put together in the order in which its parts are given."""
 
     def __init__(self, *, is_answered: bool = True) -> None:
-        self._is_answered = is_answered  # by a model: every tool result follows its call
+        self._is_answered = is_answered  # a model answers it: every tool result follows its call
         self._turns: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
         self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
@@ -97,7 +97,7 @@ class Turns:
             found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
             raise validation_error(found, {}) from None
         for name in made.ignored_fields:
-            if given[name] not in (None, [], {}):  # which say nothing
+            if given[name] not in (None, [], {}):  # values that say nothing
                 self.ignored[f"{path[0]}.{name}"] = None
         return made
 

@@ -53,7 +53,7 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
 
 
 class CompletionView:
-    """How a job's outputs look to the client: echoed prompts, logprobs, choice numbers."""
+    """A job's outputs as the client sees them: echoed prompts, logprobs, choice numbers."""
 
     def __init__(self, job: Job, body: CompletionRequest) -> None:
         self.job = job
@@ -72,7 +72,7 @@ class CompletionView:
 
     @property
     def num_choices(self) -> int:
-        """How many answers the client gets."""
+        """The number of answers that the client gets."""
         return len(self.job.requests) * self.job.params.n
 
     def choice(self, prompt: int, index: int) -> int:
@@ -80,7 +80,7 @@ class CompletionView:
         return prompt * self.job.params.n + index
 
     def prompt_text(self, prompt: int) -> str:
-        """What echo puts in front: the text as given, or that of the ids, up to its last whole character."""
+        """The text that echo puts in front: as given, or decoded from ids up to its last whole character."""
         text = self.job.prompts[prompt]
         if text is not None:
             return text

@@ -34,7 +34,7 @@ router = make_router()
 T = TypeVar("T")
 
 FORMATS = ("float", "base64")
-MAX_INPUTS = 2048  # of one body, as in OpenAI's API
+MAX_INPUTS = 2048  # inputs of one body, as in OpenAI's API
 MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 
 
@@ -91,7 +91,7 @@ async def run_job(
     finish: Callable[[int, list[float]], T],
     param: str,
 ) -> list[T]:
-    """What `finish` makes of the hidden state of each input of a job; `param` is the body's name for them."""
+    """The results of `finish` for the hidden states of a job's inputs, which the body calls `param`."""
     mark("tokenize")
     state = server_state(http)
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
@@ -111,10 +111,10 @@ async def run_job(
 async def _embed(
     model: ServedModel, requests: Sequence[Request], finish: Callable[[int, list[float]], T], param: str
 ) -> list[T]:
-    """What is made of all hidden states, a few inputs in the engine at a time: others wait there too.
+    """The results for all hidden states, a few inputs in the engine at a time: others wait there too.
 
-    A thread writes each vector as soon as it is there. Millions of numbers take half a gigabyte as Python's
-    floats, and to write them at once would keep the interpreter's lock from every stream.
+    A thread writes each vector as soon as it is there. As Python floats, millions of numbers take half a
+    gigabyte, and writing them all at once would keep the interpreter's lock from every stream.
     """
     window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
 

@@ -53,7 +53,7 @@ LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
 
-MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
+MAX_FIELD_BYTES = {  # JSON bytes of fields that hold schemas
     **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
     **dict.fromkeys(
         ("format", "grammar", "json_schema", "output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES
@@ -73,9 +73,9 @@ LARGE_FIELDS = (
     "text_2",
     "tokens",
 )  # may fill the body
-MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
+MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # bytes of all other fields together
 MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
-MAX_COMMAS = 1_000_000  # between values: token ids have nothing else
+MAX_COMMAS = 1_000_000  # commas between values: token ids have nothing else
 MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
 PIECE = 65_536  # bytes that are looked at at a time
 _QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
@@ -87,7 +87,7 @@ _FIELDS = msgspec.json.Decoder(
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and which field is to blame."""
+    """The message of an error, and the field to blame."""
 
     message: str
     type: str
@@ -113,7 +113,7 @@ class JsonRequest(Request):
 
 
 class BodyCounts:
-    """What a JSON text is made of, counted as its bytes come; how they are cut does not matter."""
+    """Counts of what a JSON text is made of, taken as its bytes come, however they are cut."""
 
     def __init__(self) -> None:
         self.num_values = self.num_commas = self.num_escapes = 0
@@ -129,7 +129,7 @@ class BodyCounts:
         self.num_escapes += (len(whole) - len(bare)) // 2 + bare.count(b"\\")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
-        num_strings = (len(parts) - self._in_string) // 2  # that begin here
+        num_strings = (len(parts) - self._in_string) // 2  # strings that begin here
         self.num_values += num_strings + outside.count(b"{") + outside.count(b"[")
         self.num_commas += outside.count(b",")
         self._in_string ^= len(parts) % 2 == 0
@@ -146,7 +146,7 @@ class BodyCounts:
 
 
 def check_fields(body: bytes) -> None:
-    """Refuse a body that is no JSON object, or holds what is too large to be parsed at once."""
+    """Refuse a body that is not a JSON object, or has a part that is too large to be parsed at once."""
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -245,7 +245,7 @@ async def answer(
         answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
     num_tokens, params = writer.generation.usage()["total_tokens"], writer.generation.job.params
     asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
-    num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # and the alternatives of each
+    num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # each token and its alternatives
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
     await writer.settle()
     return json_response(content, body)

@@ -56,7 +56,7 @@ class ThinkingBlock(Body):
     """Reasoning of an earlier answer."""
 
     thinking: str
-    signature: str | None = None  # of no meaning here: answers carry the word "unsigned"
+    signature: str | None = None  # no meaning here: answers carry the word "unsigned"
 
 
 class HiddenThinkingBlock(Body):
@@ -80,7 +80,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a tool call came to."""
+    """The result of a tool call."""
 
     ignored = frozenset({"cache_control"})
     neutral = {"toolset_name": Neutral((), _NO_SERVER_TOOLS)}
@@ -106,21 +106,21 @@ class CustomTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether tools are called, and which."""
+    """The choice whether tools are called, and which."""
 
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
-    """How much the model reasons before it answers."""
+    """The amount of reasoning before the answer."""
 
     ignored = frozenset({"display"})  # reasoning is always shown
 
     budget_tokens: Int | None = None
 
 
-BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they stand in
+BLOCKS: dict[str, dict[str, type[Body]]] = {  # block types by the role of their message
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
@@ -132,12 +132,12 @@ BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they 
 }
 REFUSED_BLOCKS = dict.fromkeys(("image", "document", "search_result", "container_upload"), _TEXT_ONLY)
 TOOL_CHOICES = dict.fromkeys(("auto", "any", "tool", "none"), ToolChoice)
-EFFORTS = {"max": "xhigh"}  # by other names in a chat
+EFFORTS = {"max": "xhigh"}  # efforts that have other names in a chat
 THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
 class Message(Body):
-    """What one author said: a text, or blocks."""
+    """The words of one author: a text, or blocks."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -273,7 +273,7 @@ def _add_content(
 
 
 def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:
-    """What a tool said; a model has no other sign of failure than the text."""
+    """The text of a tool's result; a model has no other sign of failure."""
     said = Turns()
     if result.content is not None:
         _add_content(said, "tool", result.content, (*path, "content"), BLOCKS["system"])
@@ -339,7 +339,7 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
 
 
 class MessageError(BaseModel):
-    """What went wrong."""
+    """The kind and the message of an error."""
 
     type: str
     message: str

@@ -114,14 +114,14 @@ class OllamaOptions(Body):
 
 
 SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
-CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # of an embedding
+CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # embeddings only
 NO_LIMIT = (-2, -1, 0)  # values of num_predict
 RANDOM_SEED = -1
 THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts of a chat
 
 
 class OllamaMessage(Body):
-    """What one author said."""
+    """The words of one author."""
 
     neutral = {"images": _TEXT_ONLY}
 
@@ -470,7 +470,7 @@ class OllamaErrorBody(BaseModel):
 
 
 router = make_router(OllamaErrorBody)
-root = APIRouter(include_in_schema=False)  # for a server without the page, which has this address otherwise
+root = APIRouter(include_in_schema=False)  # only for servers without the page, which has this address
 
 
 @root.head("/")
@@ -502,14 +502,14 @@ class OllamaWriter(PartWriter):
         self._model = body.model
         self._started_at = perf_counter()
         self._has_logprobs = bool(body.logprobs)
-        self._logprobs: list[dict[str, Any]] = []  # of tokens that were not sent yet
+        self._logprobs: list[dict[str, Any]] = []  # logprobs of tokens that were not sent yet
 
     def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
         """The fields with a piece of the answer; `rest` are its reasoning and calls."""
         return {"message": {"role": "assistant", "content": content, **rest}}
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """What a piece adds to the answer."""
+        """The frames that a piece adds to the answer."""
         self._take(piece.delta.token_ids, piece.delta.logprobs)
         return super().frames(piece)
 
@@ -704,7 +704,7 @@ async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tupl
 
 
 def details(model: ServedModel | None) -> dict[str, Any]:
-    """What Ollama tells about a model, as far as it is known here; None: one that is not loaded."""
+    """Ollama's details of a model, as far as they are known here; None: the model is not loaded."""
     family, form = "", ""
     if model is not None:
         stats, family = model.clients[0].stats(), model.encoder.family
@@ -733,13 +733,13 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def made_at(model: ServedModel | None) -> str:
-    """When a model was loaded; 1970: it is not."""
+    """The time at which a model was loaded; 1970 if it is not."""
     created = 0 if model is None else model.created
     return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
 
 
 def expires_at(state: ServerState, model: ServedModel) -> str:
-    """When a model will be unloaded if nobody asks for it."""
+    """The time at which a model will be unloaded if nobody asks for it."""
     keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
     if math.isinf(keep_s):
         return NEVER
@@ -769,10 +769,9 @@ async def list_running(http: Request) -> Response:
 
 @router.post("/api/show", response_model=None)
 async def show(body: OllamaNamed, http: Request) -> Response:
-    """What clients may know of a model, its context length and abilities above all.
+    """The facts that clients may know about a model, above all its context length and abilities.
 
-    Nothing is loaded to be looked at: of a model on demand that is not loaded little more than its name is
-    known.
+    Nothing is loaded to be looked at: little more than the name of an unloaded on-demand model is known.
     """
     state = server_state(http)
     name = find_name(state, body.wanted)

@@ -28,13 +28,13 @@ Item = dict[str, Any]
 
 MAX_LISTED = 100
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
-_TEXT_KINDS = {"assistant": "output_text"}  # of a message by its role; others are input_text
+_TEXT_KINDS = {"assistant": "output_text"}  # text types of messages by role; others are input_text
 
 router = make_router()
 
 
 def owner_of(http: Request) -> str:
-    """Whose responses a request may see: those of its API key; of a server without keys, all."""
+    """The hash of the API key whose responses a request may see; empty on a server without keys: all."""
     if not server_state(http).config.api_key:
         return ""
     return hashlib.sha256(key_of(http.scope)).hexdigest()
@@ -105,7 +105,7 @@ async def resolve(http: Request, items: list[Item]) -> list[Item]:
 
 
 def is_reference(item: Any) -> bool:
-    """Whether an item stands for a stored one."""
+    """Return True if an item stands for a stored one."""
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 

@@ -15,7 +15,7 @@ The answer is items; every event of a stream has a number of its own, from 0.
 
     response.created, response.in_progress
     response.output_item.added                    an item: reasoning, a message, or a function call
-      response.content_part.added                 its text, if it is no call
+      response.content_part.added                 its text, unless it is a call
       response.{output_text, reasoning_text, function_call_arguments}.delta ... .done
       response.content_part.done
     response.output_item.done
@@ -79,13 +79,13 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """What an earlier answer said in place of a text."""
+    """A refusal in an earlier answer, in place of a text."""
 
     refusal: str
 
 
 class MessageItem(Body):
-    """What a user, an operator or the assistant said."""
+    """The words of a user, an operator or the assistant."""
 
     ignored = frozenset({"id", "phase", "status"})
 
@@ -105,7 +105,7 @@ class FunctionCallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a tool call came to."""
+    """The result of a tool call."""
 
     ignored = frozenset({"id", "status"})
     neutral = {"caller": _DIRECT}
@@ -163,7 +163,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How much the model reasons before it answers."""
+    """The amount of reasoning before the answer."""
 
     where = "reasoning."
     ignored = frozenset({"summary", "generate_summary"})  # reasoning is shown as it is
@@ -203,7 +203,7 @@ INCLUDED_ANYWAY = frozenset(  # parts of answers that `include` may name: shown 
 
 
 class ResponseStreamOptions(Body):
-    """What a stream carries beside its events."""
+    """Options for what a stream carries in addition to its events."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
@@ -236,7 +236,7 @@ class ResponsesRequest(TunedBody):
         "response_format": "text.format",
     }
 
-    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+    is_answered: ClassVar[bool] = True  # a model answers it: every tool result follows its call
 
     input: str | list[Item]
     previous_response_id: Name | None = None
@@ -487,7 +487,7 @@ class ResponseWriter(PartWriter):
         self._keep = keep
         self._response: dict[str, Any] = {}  # once it is whole
         self._has_logprobs = generation.job.params.logprobs is not None
-        self._num_rows_sent = 0  # of the part that is open
+        self._num_rows_sent = 0  # sent logprobs of the part that is open
         if self._has_logprobs:
             self.note = lambda piece: list(self.take(piece))
         job, self._num_sent, self._namespaces = generation.job, 0, body._namespaces
@@ -593,7 +593,7 @@ class ResponseWriter(PartWriter):
         return named_event(kind, data)
 
     def _place(self, part: Part) -> dict[str, Any]:
-        """Which item an event is about, and which text of it."""
+        """The item, and the text within it, that an event is about."""
         place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind == "call" else place | {"content_index": 0}
 
