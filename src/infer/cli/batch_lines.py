@@ -83,7 +83,7 @@ def check_input(path: Path) -> dict[str, int]:
 
 
 class BatchOutput:
-    """The output file: which lines it has, and how further ones are added."""
+    """The output file: the lines it has, and the way to add more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ class BatchOutput:
         return sum(status != 200 for status in self.statuses.values())
 
     def add(self, custom_id: str, line: dict[str, Any], status: int) -> None:
-        """Append a line; all of it or, where the disk is full, nothing."""
+        """Append a line: all of it or, where the disk is full, nothing."""
         data = orjson.dumps(line) + b"\n"
         size = os.fstat(self._file).st_size
         try:
@@ -124,7 +124,7 @@ class BatchOutput:
         self.statuses[custom_id] = status
 
     def forget_failed(self) -> int:
-        """Write the file again without the lines that failed, in one move; returns how many they were."""
+        """Write the file again without the lines that failed, in one move; returns their number."""
         if not (count := self.num_failed):
             return 0
         kept = self.path.with_name(self.path.name + ".kept")

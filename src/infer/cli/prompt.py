@@ -9,7 +9,7 @@
 Alt-Enter begins a new line within a message. prompt_toolkit is imported when the first one is wanted.
 
 Typed messages are kept for the arrow keys of the next conversation, in `chat-history.jsonl` next to the
-models that were fetched: a JSON string per line, the last 1,000 messages, readable by their author alone.
+models that were fetched: a JSON string per line, the last 1,000 messages, readable only by their author.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class EngineClient(Protocol):
         ...
 
     async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request that is served or was; None: it is not known, or not any more."""
+        """The story of a request that is or was served; None: it is not known, or not any more."""
         ...
 
     async def look(self) -> LiveSnapshot:
@@ -95,7 +95,7 @@ class EngineClient(Protocol):
 
 
 async def embed(client: EngineClient, request: Request) -> list[float]:
-    """The embedding that a request with a `pooling` asks for; to be cancelled is to abort it."""
+    """The embedding that a request with a `pooling` asks for; cancelling it aborts the request."""
     async with contextlib.aclosing(client.generate(request)) as outputs:
         async for output in outputs:
             if output.finish_reason == "stop":
@@ -123,7 +123,7 @@ class InProcessClient:
         self._is_closing, self._close_reason = False, CLOSED
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._patience_s: float | None = IDLE_S  # None: idle time has no more use
+        self._patience_s: float | None = IDLE_S  # None: idle time has no further use
         engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
@@ -193,7 +193,7 @@ class InProcessClient:
             self._wake.notify()
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Let the engine thread do something between two steps, and wait for the result."""
+        """Run something on the engine thread between two steps, and wait for the result."""
         done: Future[T] = Future()
 
         def run() -> None:

@@ -69,7 +69,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
-DONE = b"done"  # what the process of a rank reports, in a line, after each part of its start
+DONE = b"done"  # line that the process of a rank reports after each part of its start
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -94,7 +94,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget all cached prefixes; answer with how many blocks that were."""
+    """Forget all cached prefixes; answer with the number of blocks."""
 
     ticket: int
 
@@ -143,7 +143,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The model is loaded and requests are welcome; what the text side must know of it."""
+    """The model is loaded and requests are welcome; holds the facts that the text side needs."""
 
     stats: EngineStats
     family: str = ""  # family of the model's network, by which a chat template is chosen
@@ -167,7 +167,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     num_commands: int  # commands taken since the start: the server knows which of its commands have arrived
     stats: EngineStats
-    tickets: list[int]  # requests that the outputs belong to, one each
+    tickets: list[int]  # tickets of the requests that the outputs belong to, one each
     outputs: list[StepOutput]
     answers: list[Answer] = []
     prefixes: dict[int, bool] = {}  # prefixes that came (true) or went, by hash, if it has replicas

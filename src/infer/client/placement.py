@@ -1,13 +1,13 @@
 """The places of several engines of one model: a GPU of its own for each, or its share of the processor.
 
     replica          0       1       2       3
-    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          of those that CUDA_VISIBLE_DEVICES names
+    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among those that CUDA_VISIBLE_DEVICES names
     2 GPUs, shared   cuda:0  cuda:1  cuda:0  cuda:1          each with half of `device_memory`
     8 cores          0, 1    2, 3    4, 5    6, 7            two threads each, which stay on their cores
 
-More replicas than GPUs are refused unless `share_device` asks for it: two engines on one GPU take turns, and
-serve no more than one with the memory of both. An engine's process finds its own place when it starts, for it
-has PyTorch and the server need not.
+More replicas than GPUs are refused unless `share_device` allows it: two engines on one GPU take turns, and
+serve no more than one engine with the memory of both. An engine's process finds its own place when it starts,
+because it has PyTorch and the server need not.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
 
-# Settings of the front, which replicas do not get: how it listens, and what there is once for all of them.
+# Settings of the front, which replicas do not get: how it listens, and things that exist only once.
 OF_FRONT = (
     "host", "port", "uds", "tls_cert", "tls_key", "cors_origin", "allowed_host", "cluster", "ray_address",
     "replicas", "max_replicas", "target_queue_time", "scale_down_after", "response_store", "api_processes",
@@ -72,7 +72,7 @@ async def serve_cluster(
             await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await drain(state, config.drain_timeout)
             if scaling.done():
-                scaling.result()  # it ends by an error only, which is the front's
+                scaling.result()  # it ends only by an error, which is the front's
     finally:
         state.board.is_draining = True
         starting.cancel()
@@ -95,7 +95,7 @@ async def _start(placer: RayPlacer, config: ServerConfig, ready: asyncio.Event) 
 
 
 async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) -> None:
-    """Probe the replicas every second, and have more or fewer of them."""
+    """Probe the replicas every second, and add or remove some."""
     highest = config.max_replicas or config.replicas
     scaler = Scaler(config.replicas, highest, config.target_queue_time, config.scale_down_after)
     clock = asyncio.get_running_loop().time

@@ -59,7 +59,7 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
     drafts: DraftCounts | None = None  # what became of its drafts, where it had any
-    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # in streaming order
+    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # streamed events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,20 +7,20 @@ its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
 
-The counting goes on after the head: what frames a body in chunks (sizes, extensions, trailers) is not part
+The counting goes on after the head: the framing of a body in chunks (sizes, extensions, trailers) is not part
 of the body that limits.py counts, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
 
 A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
 the spot would make the operating system answer the rest of the body with a reset, and a reset can destroy
-the answer before the client has read it. So the connection *lingers*: our side is closed, what still
-comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
+the answer before the client has read it. So the connection *lingers*: our side is closed, and whatever still
+comes is thrown away, for at most LINGER_S and MAX_LINGER_BYTES.
 
 A client may stop sending after its request and still read (a half-closed connection): it gets its answer.
 One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
 Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
 
-A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: what waits for it fills our buffers,
-and closing the connection in order would wait for it as well.
+A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: the bytes that wait for it fill our
+buffers, and closing the connection in order would wait for it as well.
 
 A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
 asked, body and all (RFC 9110, 7.8).
@@ -59,13 +59,13 @@ MAX_LINGER_BYTES = 1024 * 1024
 
 
 class RefusedHead(Exception):
-    """A head was read whole and asks for what no request gets; never leaves this file."""
+    """A head that was read whole and asks for something that no request gets; never leaves this file."""
 
 
 class RequestParser(httptools.HttpRequestParser):
     """A parser that goes on where a request asks for another protocol.
 
-    llhttp stops behind a head like that and takes the message for ended. What frames the body is therefore
+    llhttp stops after a head like that and takes the message as ended. The framing of the body is therefore
     given to it once more, in a head that asks for nothing; its reader knows that the request is still open.
     """
 
@@ -116,7 +116,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the time of a head, unless it runs already."""
-        if self._is_open:  # `RequestParser` repeats what frames its body
+        if self._is_open:  # `RequestParser` repeats the framing of its body
             return
         super().on_message_begin()
         self._is_open = True
@@ -126,7 +126,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; a trailer, which comes behind a body, is dropped unread."""
+        """Keep a header; a trailer, which comes after a body, is dropped unread."""
         if not self._is_body_open:
             super().on_header(name, value)
 
@@ -147,7 +147,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that a request is whole."""
-        if self.parser.should_upgrade():  # its head is
+        if self.parser.should_upgrade():  # only its head is whole
             return
         self._is_open = self._is_body_open = False
         super().on_message_complete()
@@ -187,7 +187,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse(400, "this is not a valid HTTP request")
 
     def on_response_complete(self) -> None:
-        """Close the connection behind an answer whose request is not whole: the rest is not wanted."""
+        """Close the connection after an answer whose request is not whole: the rest is not wanted."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -196,8 +196,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that has sent all it wants to, until it has its answers."""
-        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # knows no `100 Continue`
-        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # half a TLS is none
+        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # before `100 Continue`
+        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # TLS cannot half-close
             return False
         self.cycle.keep_alive = False
         if not self.pipeline and not self.cycle.response_started:
@@ -244,7 +244,7 @@ class GuardedConnection(HttpToolsProtocol):
         return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in fields)
 
     def _check_head(self) -> None:
-        """Refuse a head that no layer behind this one could answer."""
+        """Refuse a head that no inner layer could answer."""
         names = [name for name, _ in self.headers]
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         size = len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -269,7 +269,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups alone
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups only
         if poll.poll(0):
             self.transport.abort()
         else:

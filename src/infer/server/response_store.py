@@ -1,6 +1,6 @@
 """The last responses of `/v1/responses`, kept in memory so that a request can continue one.
 
-    (owner, id) ──► StoredResponse      the one used longest ago goes first, beyond a number or MAX_BYTES
+    (owner, id) ──► StoredResponse      beyond a number, or MAX_BYTES, the least recently used goes
 
 The owner is the API key that asked: with another key a response is not there. A response holds the whole
 conversation before it, so it can be continued when the ones before it are gone, deleted or forgotten.
@@ -20,7 +20,7 @@ ENTRY_BYTES = 1024  # size of an entry without its texts
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, in parts that are read one without the other."""
+    """A response as JSON, in parts that can be read separately."""
 
     response: bytes  # the response as it was sent, without its output
     output: bytes  # the list of its output's items
@@ -45,7 +45,7 @@ class ResponseStore:
         return len(self._kept)
 
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, in the place of those used longest ago; one larger than the store is not."""
+        """Keep a response, in place of the least recently used; one larger than the store is not kept."""
         await self.delete(owner, response_id)
         if stored.num_bytes > self._max_bytes:
             return

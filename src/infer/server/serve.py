@@ -4,8 +4,8 @@
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
 minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
-is refused earlier still: a server that will never be ready should not listen. What the device cannot do is
-refused by the first engine: this process imports no torch.
+is refused earlier still: a server that will never be ready should not listen. Requests that the device cannot
+meet are refused by the first engine: this process imports no torch.
 
 After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
 `drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and
@@ -144,7 +144,7 @@ async def serve(
         if starting.done():
             starting.result()  # raises what went wrong
             gc.collect()
-            gc.freeze()  # what start-up made stays: no collection needs to walk through it between two tokens
+            gc.freeze()  # start-up objects stay: no collection needs to walk through them between two tokens
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
@@ -198,7 +198,7 @@ async def drain(state: ServerState, timeout_s: float) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket, or an error that says what is in the way."""
+    """The listening socket; raises an error that says what is in the way."""
     where, advice = f"{config.host}:{config.port}", "choose another --port or --host"
     if config.uds is not None:
         where, advice = config.uds, "choose another --uds"
@@ -258,7 +258,7 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
     """The settings of the HTTP server around our application; `ask` as in `build_app`."""
     config = state.config
     app = build_app(state, fleet, check_host=needs_host_check(config), ask=ask)
-    for route in app.routes:  # what matches nothing has each built, which the first request would wait for
+    for route in app.routes:  # an unknown path builds each of them: the first request need not wait for it
         route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
     return http_config(app, config)
 
@@ -284,10 +284,10 @@ def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 
 def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT, SIGTERM or SIGHUP; a second one of the former two cuts requests off.
+    """Done at the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM cuts requests off.
 
-    Another one ends the process. A terminal that closes may send SIGHUP twice, so it never cuts off; it does
-    nothing to a server that was told not to mind (nohup).
+    A third one ends the process. A terminal that closes may send SIGHUP twice, so SIGHUP never cuts requests
+    off; a server that was told to ignore it (nohup) does.
     """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()

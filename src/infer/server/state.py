@@ -5,8 +5,8 @@ model by the name in the body, turns the body into requests with its encoder, an
 engine that the router picks.
 
 A *request record* is made for every HTTP request and found through a context variable. Its id is the one the
-client sees (`x-request-id`), and every log line about the request carries it, those of the engine too:
-the ids that requests have there begin with it.
+client sees (`x-request-id`), and every log line about the request carries it, also those of the engine:
+the request's ids there begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
@@ -54,7 +54,7 @@ class ModelUse(NamedTuple):
     kept_at: float  # when a client said `keep_s`; 0: none has
 
     def plus(self, other: ModelUse) -> ModelUse:
-        """The use in two processes together; what clients last said about `keep_s` holds."""
+        """The use in two processes together; the last `keep_s` of a client holds."""
         used_at = max(self.used_at, other.used_at)
         keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
         return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
@@ -126,20 +126,20 @@ class RequestRecord:
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # asker whose requests get one model of an alias, once a body or a choice has set it
+    asker: str = ""  # requests of one asker get the same model of an alias; set by a body or a choice
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
     owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
-    unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
+    unknown: dict[str, None] = field(default_factory=dict)  # unknown fields, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
-    error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
+    error: RequestFailure | None = None  # the error sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if somebody will ask for them
-    is_traced: bool = False  # whether the answer's headers tell them
+    is_traced: bool = False  # True: the answer's headers tell them
     stories: ServedRequests | None = None  # the store for its story if it goes to an engine; None: none
     story: ServedRequest | None = None  # the story that is kept of it
     spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
@@ -218,7 +218,7 @@ def engine_id(own_id: str) -> str:
 
 
 def salt_of(given: str | None) -> str:
-    """The cache salt of the current HTTP request: the client's own, behind that of its API key if it has one.
+    """The cache salt of the current HTTP request: its API key's, if there is one, then the client's own.
 
     No salt that a client gives can be another tenant's: each begins with a hash of the same length.
     """
@@ -238,7 +238,7 @@ class ServerState:
     loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
     demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
-    is_cut_off: bool = False  # a second signal: those inside end with an error
+    is_cut_off: bool = False  # set by a second signal: requests inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
     stories: ServedRequests = field(init=False)  # requests of this process
 
@@ -301,7 +301,7 @@ class ServerState:
         return found
 
     def look_at(self, name: str | None) -> ServedModel | None:
-        """The model of a name, which is neither loaded nor held for a look; None: it is not loaded."""
+        """The model of a name, neither loaded nor held by this look; None: it is not loaded."""
         wanted = name if name is not None else self.default_model
         chosen = self._choose(wanted) if wanted is not None else ""
         found = self._find(chosen)
@@ -310,7 +310,7 @@ class ServerState:
         return found
 
     def _find(self, name: str) -> ServedModel | None:
-        """The model of a name that the current request holds, even if its name is gone, or the loaded one."""
+        """The model of a name that the current request holds, even if the name is gone, or the loaded one."""
         record = _RECORD.get()
         held = record.models if record is not None else ()
         return next((model for model in held if model.name == name), self.models.get(name))

@@ -57,7 +57,7 @@ class Tracing:
         self._offset_ns = time_ns() - int(1e9 * perf_counter())  # time of day minus that clock
 
     def begin(self, scope: Scope, record: RequestRecord) -> Any:
-        """Open the span of an HTTP request, a child of its client's where that has one."""
+        """Open the span of an HTTP request, a child of the client's span if there is one."""
         headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         carrier = {name: value for name, value in headers if name in (TRACEPARENT, "tracestate")}
         span = self._tracer.start_span(
@@ -101,7 +101,7 @@ class Tracing:
         span.end(end_time=self._at(perf_counter()))
 
     def close(self) -> None:
-        """Send what has not been sent; also done when the process ends."""
+        """Send the spans that have not been sent; also done when the process ends."""
         self._provider.shutdown()
 
     def _at(self, seconds: float) -> int:

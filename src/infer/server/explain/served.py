@@ -1,7 +1,7 @@
 """The server's half of a request's story: when it came, which engines it went to, when its bytes left.
 
 Each API process keeps the requests that it serves, and the last ones that it has served. A request belongs to
-the API key that it came with: it is found by its ids and its *owner* together, so that an id which somebody
+the API key that it came with: it is found by its ids and its *owner* together, so that an id that somebody
 else chose, guessed or saw says nothing.
 
     x-request-id: req-7f             the id of an answer: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
@@ -23,7 +23,7 @@ import msgspec
 
 from infer.scheduling.request import Request
 
-MAX_MARKS = 16  # ends of stages that are kept: those of a body with many prompts are as many
+MAX_MARKS = 16  # ends of stages that are kept; a body with many prompts has more
 MAX_PARTS = 8  # prompts of one body that are explained; the others are only counted
 PREFIX_TOKENS = (64, 256, 1024)  # beginnings of prompts that are compared
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -53,7 +53,7 @@ class ServedRequest(msgspec.Struct, kw_only=True):
     path: str
     arrived_at: float
     arrived: float  # seconds since 1970
-    key: str  # the part that its answer's id and its engines' ids have in common; or one of the latter
+    key: str  # the part that its answer's id and its engines' ids share; or one of the latter
     marks: list[tuple[str, float]]  # ends of stages
     parts: list[ServedPart] = []
     num_parts: int = 0

@@ -70,7 +70,7 @@ WATCH_INTERVAL_S = 1.0
 
 
 class Fleet:
-    """Starts and stops the engines behind a `ServerState`."""
+    """Starts and stops the engines of a `ServerState`."""
 
     def __init__(
         self,
@@ -427,7 +427,7 @@ class Fleet:
         return model
 
     async def _serve(self, model: ServedModel, config: EngineConfig, seconds: float) -> None:
-        """Meter the engines of a model that took so long to start, and let the other processes serve it."""
+        """Meter the engines of a model that took `seconds` to start, and let the other processes serve it."""
         first = model.clients[0]
         phases = first.ready.phases if isinstance(first, ProcessClient) else {}
         told = "".join(f" {text}" for text in [spell_phases(phases)] if text)

@@ -1,15 +1,16 @@
 """The choice of a replica: the one that will have computed the prompt first.
 
-Every replica keeps its own prefix cache, and tells what it gains and loses, so every API process knows the
-same. Its load is the time that its queue will take; what a token and a row take is measured by the engines,
-and their mean is used for all, for they are alike and a measure of one may be noise:
+Every replica keeps its own prefix cache and reports what it gains and loses, so every API process knows the
+same. Its load is the time that its queue will take. The engines measure the time of a token and of a row;
+the mean is used for all replicas, for they are alike and a single measure may be noise:
 
     wait(replica) = prompt tokens that wait there * token_s + rows that decode there * row_s
     cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
-So a prefix attracts a prompt for as long as computing it elsewhere would take longer than to wait, and a hot
-one comes to be cached on as many replicas as it takes. Costs that are alike to CLOSE of the prompt's own take
-turns by load. What was sent a moment ago counts as well: its tokens wait, and its prefix is expected.
+So a prefix attracts a prompt for as long as computing it elsewhere would take longer than waiting, and a hot
+one comes to be cached on as many replicas as it takes. Replicas whose costs differ by less than CLOSE of the
+prompt's own cost take turns by load. Requests sent a moment ago count as well: their tokens wait, and their
+prefixes are expected.
 
 A bound holds whatever costs say, for a long answer costs little while its prompt is queued: a replica with
 more requests than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas
@@ -59,7 +60,7 @@ class _Option:
     client: EngineClient
     stats: EngineStats
     sent: _Sent
-    num_cached: int = 0  # tokens of the prompt
+    num_cached: int = 0  # cached tokens of the prompt
     num_requests: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,6 +147,6 @@ class Router:
 
 
 def _mean(measured: Sequence[float], unknown: float) -> float:
-    """The mean of what engines have measured."""
+    """The mean of the values that engines have measured; `unknown` if there are none."""
     known = [value for value in measured if value]
     return sum(known) / len(known) if known else unknown

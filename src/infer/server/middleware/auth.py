@@ -1,7 +1,7 @@
 """The keys that requests need: every path is closed unless listed open.
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
-    /admin/...                             the admin key; without one configured there are no such routes,
+    /admin/...                             the admin key; without one configured these routes do not exist,
                                            but for /admin/live where only this machine can ask, and the
                                            request names no proxy that it came through
     /explain/...                           one of the API keys, which sees its own requests; or the admin

@@ -60,7 +60,7 @@ class HostCheck:
 def _host_of(scope: Scope) -> str | None:
     """The Host header without its port, or whole if it is not a name and a port.
 
-    None where there is none, which no browser leaves out.
+    None if the header is missing; browsers always send it.
     """
     given = header_of(scope, b"host")
     if given is None:

@@ -53,7 +53,7 @@ class Board:
         self._slots[_NUM_FLAGS + self.number] += change
 
     def forget_requests(self, number: int) -> None:
-        """Count the requests inside another process no more: it has ended, and they with it."""
+        """Stop counting the requests inside another process: it has ended, and they with it."""
         self._slots[_NUM_FLAGS + number] = 0
 
     @property

@@ -69,7 +69,7 @@ class Channel:
         self._send([0, name, body])
 
     async def call(self, name: str, body: Any = None) -> Any:
-        """Ask and wait for the answer; raises what went wrong at the other end."""
+        """Ask and wait for the answer; raises the error of the other end."""
         number = next(self._numbers)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = done

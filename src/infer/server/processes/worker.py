@@ -10,7 +10,7 @@ from the same listening socket. Process 0 starts and watches the engines, and te
     uses, scrape, stop   how models are used here; what was counted here; the end
     served, alike        requests of an id that were served here; how many prompts begin alike
 
-It asks process 0 to load a model on demand, for stored responses, and what `forward.py` hands on.
+It asks process 0 to load on-demand models, for stored responses, and to answer what `forward.py` hands on.
 
 The end of standard input is the end of process 0, however it came, and ends this process too.
 """
@@ -118,7 +118,7 @@ class Worker:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
-        self._replaced: list[ServedModel] = []  # models whose name another one has, until they are unserved
+        self._replaced: list[ServedModel] = []  # models whose name another one took, until they are unserved
         self._has_frozen = False
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
@@ -170,7 +170,7 @@ class Worker:
         if not self._has_frozen:
             self._has_frozen = True
             gc.collect()
-            gc.freeze()  # what start-up made stays; a model that is loaded later may go again
+            gc.freeze()  # objects of the start-up stay; a model that is loaded later may go again
 
     async def on_unserve(self, engines: list[int], timeout_s: float) -> None:
         """Serve the model of these engines no longer; answers when no request here holds it.
@@ -203,7 +203,7 @@ class Worker:
         default: str | None,
         loadable: list[str],
     ) -> None:
-        """Take over what models and adapters are called, and which models are loaded on demand."""
+        """Take over the names of models and adapters, and of the models that are loaded on demand."""
         self._state.aliases, self._state.adapters = aliases, adapters
         self._state.default_model, self._state.loadable = default, loadable
 

@@ -79,11 +79,11 @@ class Workers:
 
     @cached_property
     def lost(self) -> asyncio.Future[str]:
-        """Why this server cannot go on: a process of it has ended, or (says its fleet) every engine."""
+        """Why this server cannot go on: one of its processes has ended, or (says its fleet) every engine."""
         return asyncio.get_running_loop().create_future()
 
     async def start(self, answer: Answerer, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
-        """Start the processes, which will serve models with these knobs; `answer` answers what they ask."""
+        """Start the processes, which will serve models with these knobs; `answer` answers their questions."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
             fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}

@@ -6,8 +6,8 @@
 A part ends where an event of another kind, or another call, begins. A stream opens a part, adds to it and
 closes it; a whole answer is the same parts, closed.
 
-Logprobs are of tokens, and events have none: a token that may begin a marker is held back, and a marker has
-no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
+Logprobs belong to tokens, and events have none: a token that may begin a marker is held back, and a marker
+has no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class PartWriter(FrameWriter):
 
     @abstractmethod
     def finish(self) -> list[bytes]:
-        """The frames behind the last part."""
+        """The frames after the last part."""
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The answer, of its parts and the reason why it ended."""
+        """The answer, made of its parts and the reason why it ended."""
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -182,7 +182,7 @@ class PartWriter(FrameWriter):
 
 
 def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Sequence[RowLogprobs]:
-    """The last rows, as far as their tokens make up a text; those before them are of markup."""
+    """The last rows, as far as their tokens make up a text; those before them belong to markup."""
     num_missing, first = len(text.encode()), len(rows)
     while first and num_missing > 0:
         first -= 1

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field that holds a schema or a grammar
 MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
-MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; to compare more with all names takes long
+MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; comparing more with all names takes long
 MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
 _LOGGED: set[str] = set()
 _PLACE = re.compile(r"\[\d+\]")
@@ -114,7 +114,7 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 }
 
 
-# What templates are shown of a message; the rest of what servers write into theirs tells a model nothing.
+# The keys of a message that templates see; the other keys that servers write tell a model nothing.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
@@ -130,7 +130,7 @@ MESSAGE_IGNORED = frozenset(
         "parsed",  # an object that the openai package made of the content
         "provider_specific_fields",
         "reasoning_details",
-        "refusal",  # next to a content
+        "refusal",  # given along with a content
         "thinking_blocks",
         "timestamp",
     }
@@ -204,7 +204,7 @@ class Conversation(Body):
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
             if message.get("content") is None and isinstance(message.get("refusal"), str):
-                message["content"] = message.pop("refusal")  # what was said in place of a content
+                message["content"] = message.pop("refusal")  # the words in place of a content
             if message.get("role") == "tool" and self.is_answered:
                 check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
             elif calls := message.get("tool_calls"):
@@ -222,7 +222,7 @@ class Conversation(Body):
 
 
 def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
-    """Refuse the result of a tool call that no message before it makes; a call without an id may be any."""
+    """Refuse the result of a tool call that no message before it makes; a call without an id fits any."""
     if isinstance(call_id, str) and call_id not in call_ids and None not in call_ids:
         raise MalformedRequest.about(
             where,
@@ -346,7 +346,7 @@ class MeasuredBody(AskingBody):
     """A body whose answer can tell its own times."""
 
     metrics: bool | None = None
-    include_metrics: bool | None = None  # vLLM's name of the same
+    include_metrics: bool | None = None  # vLLM's name for the same
 
     @property
     def wants_metrics(self) -> bool:
@@ -384,7 +384,7 @@ class TunedBody(MeasuredBody):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    num_speculative_tokens: Int | None = None  # drafts of a step, at most; 0: none
+    num_speculative_tokens: Int | None = None  # most drafts of a step; 0: none
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -394,7 +394,7 @@ class SamplingBody(TunedBody):
     """The fields that completions and chat share."""
 
     max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None  # the newer name of the same
+    max_completion_tokens: Int | None = None  # the newer name for the same
     truncate_prompt_tokens: Int | None = None  # its last tokens are kept; -1: as many as fit
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
@@ -475,7 +475,7 @@ class ChatRequest(SamplingBody, Conversation):
 
     @model_validator(mode="after")
     def _read_hints(self) -> Self:
-        """Leave out what asks for nothing, and unknown keys of tools."""
+        """Leave out hints that ask for nothing, and unknown keys of tools."""
         if self.top_logprobs == 0 and not self.logprobs:
             self.top_logprobs = None
             self.note_ignored(["top_logprobs"])
@@ -485,9 +485,9 @@ class ChatRequest(SamplingBody, Conversation):
 
 
 def _known_keys(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool without the unknown keys that may be passed over; what is wrong with it is found later."""
+    """A tool without the unknown keys that may be passed over; its other faults are found later."""
     if any(key not in ("type", "function") for key in tool):
-        known = ("type", "function", *TOOL_KEYS)  # what belongs inside of function is refused, with that hint
+        known = ("type", "function", *TOOL_KEYS)  # keys of the inner object are refused, with that hint
         tool = {key: tool[key] for key in tool if key in known or not pass_over(key, where, known)}
     function = tool.get("function")
     if isinstance(function, dict) and any(key not in TOOL_KEYS for key in function):
@@ -548,7 +548,7 @@ class EmbeddingRequest(Body):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
-    truncation_side: Literal["left", "right"] | None = None  # what is cut off: the beginning, or the end
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off: beginning, or end
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 

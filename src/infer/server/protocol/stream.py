@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
-PAUSES = (*[False] * 15, True)  # whether the event loop runs behind a frame sent, or an output read
+PAUSES = (*[False] * 15, True)  # True: the event loop runs after a frame was sent, or an output read
 BEGIN_S = 2.0  # seconds after which the headers of a stream go out, if its request was not refused
 PING_S = 15.0  # seconds between two signs of life before the first token
 TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
-LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
+LAST_READ_S = 30.0  # seconds beyond a job's own time limit for a client to read the rest
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -94,7 +94,7 @@ class Generation:
         self._num_open = len(job.requests)
         self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and answer, where it had any
         self._failure: EngineError | None = None
-        self._times: AnswerTimes | None = None  # if the client asked for them
+        self._times: AnswerTimes | None = None  # set if the client asked for them
 
     def keep_times(self) -> None:
         """Note when tokens come, for `metrics`."""
@@ -189,7 +189,7 @@ class Generation:
         return usage
 
     def metrics(self) -> dict[str, Any]:
-        """The times of the answer, if they were asked for, and what became of the drafts of a single one.
+        """The times of the answer, if asked for, and the counts of drafts if there is a single answer.
 
         In vLLM's words and place.
         """
@@ -291,7 +291,7 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 
 
 class FrameWriter(ABC):
-    """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
+    """The form of an answer: the way the client sees the whole of it, or its pieces and end in a stream."""
 
     ping = b": ping\n\n"  # a sign of life before the first piece, which readers skip; may be empty
     media_type = "text/event-stream"  # type of a stream of its frames
@@ -308,7 +308,7 @@ class FrameWriter(ABC):
         return
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed, of routes that have such."""
+        """The body of an answer that is not streamed, for routes that have one."""
         raise NotImplementedError
 
     @abstractmethod
@@ -317,7 +317,7 @@ class FrameWriter(ABC):
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames behind the last piece."""
+        """The frames after the last piece."""
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
@@ -337,7 +337,7 @@ class ChunkWriter(FrameWriter):
     """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
 
     kind: str  # the `object` field of a chunk
-    prompt_in_choice = True  # whether the prompt's ids are a field of the choice, or of the chunk
+    prompt_in_choice = True  # True: the prompt's ids are a field of the choice; False: of the chunk
     opening: bytes  # bytes before and after the text of a piece, inside its choice
     closing: bytes
 
@@ -458,7 +458,7 @@ class EventStream(Response):
         while not self._first.done() and not self._generation.is_taken:
             await asyncio.wait((self._first,), timeout=TAKEN_POLL_S)
         if self._first.done():
-            self._first.result()  # raises what took the place of frames
+            self._first.result()  # raises the error that took the place of frames
 
     async def _close(self) -> None:
         """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""

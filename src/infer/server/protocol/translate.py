@@ -57,7 +57,7 @@ class Job:
     time_limit_s: float | None
     is_chat: bool = False
     is_continued: bool = False  # the answer goes on inside of the last message
-    form: AnswerFormat | None = None  # how answers are read, where they may hold reasoning or tool calls
+    form: AnswerFormat | None = None  # the way to read answers that may hold reasoning or tool calls
 
     @property
     def is_fresh(self) -> bool:
@@ -112,7 +112,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     """The job of a chat body; raises a `RequestError` that names the wrong field.
 
-    Clients limit the reasoning of any model: of one that does not reason every limit is kept, so it is
+    Clients limit the reasoning of any model. A model that does not reason keeps every limit, so the field is
     ignored and noted.
     """
     mark("parse")
@@ -323,7 +323,7 @@ async def encode_prompts(
     add_special: bool = True,
     most: int | None = None,
 ) -> list[list[int]]:
-    """The ids of every prompt, tokenized in a thread; of each the last `most`."""
+    """The last `most` ids of every prompt, tokenized in a thread."""
     if any(isinstance(prompt, str) for prompt in prompts):
         return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special, most=most)
     return encoder.encode_all(prompts, param, most=most)

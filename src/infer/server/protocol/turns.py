@@ -72,9 +72,9 @@ class Turns:
         refused: Mapping[str, str] | str = "",
         default: str | None = None,
     ) -> Block:
-        """A block, an item or a tool as the class of its type; an error says where in the body it stands.
+        """A block, an item or a tool as the class of its type; an error names its place in the body.
 
-        `refused` is the reason why other types are not taken, or has the reasons of some.
+        `refused` is the reason why other types are not taken, or a table of reasons by type.
         """
         where = spell_path(path)
         if not isinstance(given, dict):
@@ -90,7 +90,7 @@ class Turns:
         return self.read_as(kinds[kind], {name: given[name] for name in given if name != "type"}, path)
 
     def read_as(self, kind: type[Block], given: dict[str, Any], path: Path) -> Block:
-        """An object as this class; an error says where in the body it stands."""
+        """An object as this class; an error names its place in the body."""
         try:
             made = kind.model_validate(given, context={"where": f"{spell_path(path)}."})
         except ValidationError as error:

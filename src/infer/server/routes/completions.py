@@ -127,7 +127,7 @@ class CompletionView:
 
 
 class CompletionWriter(ChunkWriter):
-    """OpenAI's form: in a stream, a data frame per token, behind an echoed prompt on request, then [DONE]."""
+    """OpenAI's form: in a stream, a data frame per token, after an echoed prompt on request, then [DONE]."""
 
     kind, opening, closing = "text_completion", b'"text":', b""
 
@@ -152,12 +152,12 @@ class CompletionWriter(ChunkWriter):
         return job_fields(self.generation.job, self.kind) | rest
 
     def is_slow(self, piece: Piece) -> bool:
-        """The first piece of a choice whose prompt is echoed: the prompt may be long."""
+        """True for the first piece of a choice whose prompt is echoed: the prompt may be long."""
         waiting = self._not_echoed
         return bool(waiting) and self._view.choice(piece.prompt, piece.delta.index) in waiting
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frame of one token, behind the echoed prompt if it is the first of its choice."""
+        """The frame of one token, after the echoed prompt if it is the first of its choice."""
         view, delta = self._view, piece.delta
         choice = view.choice(piece.prompt, delta.index)
         frames = []

@@ -1,6 +1,6 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
-frontend/prompts.py decides what is made of a text and what is refused, for the library as for this route.
+frontend/prompts.py decides what is made of a text and what is refused, for the library and this route.
 Here are the HTTP side and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit
 floats.
 """
@@ -60,7 +60,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
 async def make_vectors(
     http: HttpRequest, body: EmbeddingRequest, write: Callable[[int, list[float]], bytes]
 ) -> tuple[list[bytes], int, str]:
-    """The vectors of a body's inputs as `write` puts each, the number of tokens, and the model's name."""
+    """The vectors of a body's inputs, written by `write`, the number of tokens, and the model's name."""
     state = server_state(http)
     model = await state.use_model(body.model)
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")

@@ -15,7 +15,7 @@ from infer.server.protocol.errors import ApiError
 from infer.server.routes.json_route import ErrorBody, json_response, make_router
 from infer.server.state import current_record
 
-MAX_ID = 300  # characters: an id of an engine has a few more than that of a client
+MAX_ID = 300  # characters: an engine's id has a few more than a client's
 UNKNOWN = (
     "no request with this id is known: it was made with another key, never reached an engine, or is "
     "forgotten after many others (explain_requests)"

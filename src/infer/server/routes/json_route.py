@@ -10,9 +10,9 @@ JSON.
 
 Parsing holds Python's lock, in a thread too, and 8 MiB of small objects take a second. So a large body is
 looked at before it is parsed, which makes no objects. First its values are counted, piece by piece, with the
-event loop's other work in between: the time to parse and check a body is that of its strings, objects, lists
-and escapes, and hardly that of long texts. Then its fields are measured. What is in none of the measured
-fields counts together: unknown fields, and a field that is given twice, of which the last is read.
+event loop's other work in between: the time to parse and check a body depends on its strings, objects, lists
+and escapes, and hardly on long texts. Then its fields are measured. All bytes outside the measured fields
+count together: unknown fields, and the earlier copies of a field that is given twice (the last one is read).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # bytes of all other fields together
 MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
 MAX_COMMAS = 1_000_000  # commas between values: token ids have nothing else
 MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
-PIECE = 65_536  # bytes that are looked at at a time
+PIECE = 65_536  # bytes that are looked at in one go
 _QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
 _FIELDS = msgspec.json.Decoder(
     msgspec.defstruct(
@@ -105,7 +105,7 @@ class JsonRequest(Request):
     """A request whose JSON is JSON: no NaN, no Infinity, no half characters."""
 
     async def json(self) -> Any:
-        """The parsed body, whose user the record is told; raises a `json.JSONDecodeError`."""
+        """The parsed body; its user goes into the record. Raises a `json.JSONDecodeError`."""
         body = orjson.loads(await self.body())
         if (record := current_record()) is not None:
             record.note_user(body)
@@ -135,7 +135,7 @@ class BodyCounts:
         self._in_string ^= len(parts) % 2 == 0
 
     def check(self) -> None:
-        """Refuse what has more than can be parsed at once."""
+        """Refuse a text that has more than can be parsed at once."""
         for count, limit, what in (
             (self.num_values, MAX_VALUES, "strings, objects and lists"),
             (self.num_commas, MAX_COMMAS, "values in lists and objects"),
@@ -261,13 +261,13 @@ async def _open_writer(
 async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:
     await asyncio.wait((opening,), timeout=limit_s)
     if opening.done():
-        opening.result()  # raises what is wrong with the body, or with the model
+        opening.result()  # raises the fault of the body, or of the model
 
 
 async def open_agent(
     http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest], *, num_items: int = 0
 ) -> Job:
-    """The job of a body of another API, which is the chat that `to_chat` makes of it and of stored items."""
+    """The job of a body of another API: `to_chat` makes a chat of it and of stored items."""
     size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
     chat = await in_thread_if_large(size + 10 * num_items, to_chat, body)
     job = await open_chat(chat, server_state(http))
@@ -292,10 +292,10 @@ def ignored_headers(body: Body) -> dict[str, str]:
 
 
 async def in_thread_if_large(size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Return the result of some work of a known size, which a thread does if it is large.
+    """Return the result of some work of a known size; a thread does it if it is large.
 
-    An event loop that is busy for a tenth of a second stops every stream of the server for that long. For
-    small work the way to a thread and back costs more than the work.
+    An event loop that is busy for a tenth of a second stops every stream of the server for that long. Small
+    work takes less time than the way to a thread and back.
     """
     if size < LARGE:
         return work(*args, **options)

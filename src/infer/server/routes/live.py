@@ -5,7 +5,7 @@
 An event is a `LiveSnapshot` (engine/live.py) with the steps that this page has not seen, and the names of all
 models with their numbers of engines. A page asks for nothing and gets at most ten events a second. Pages that
 look at the same engine share each question to it. When the last one has left no question is asked, and a few
-seconds later the engine stops to write steps down.
+seconds later the engine stops writing steps down.
 
 It needs the admin key; a server on loopback without keys shows it to everyone on this machine (auth.py).
 """

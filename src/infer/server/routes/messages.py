@@ -12,7 +12,7 @@ From there on a message is a chat: the same checks, the same template, the same 
     message_delta, message_stop                                          why it ended, and the usage
     error                                                                in place of the rest, if it fails
 
-A request whose max_tokens do not fit behind its prompt is not refused, as it would be in a chat: agents ask
+A request whose max_tokens do not fit after its prompt is not refused, as it would be in a chat: agents ask
 for more than small models have. Its answer may fill the context, and then ends with the reason
 model_context_window_exceeded.
 """
@@ -157,7 +157,7 @@ class CountTokensRequest(Body):
     ignored = frozenset(
         {
             "cache_control",
-            "context_management",  # what may be left out of a prompt: nothing is
+            "context_management",  # parts that may be left out of a prompt: none are
             "diagnostics",
             "inference_geo",
             "metadata",
@@ -308,7 +308,7 @@ def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
-    """Refuse a field that one type needs and the others do not take, where it is missing or too much."""
+    """Refuse a field that one type needs and no other takes, where it is missing or does not belong."""
     if (value is None) == (kind == wanted):
         error, given, advice = RequestError, f"is {show_value(value)}", "leave it out"
         if value is None:
@@ -401,7 +401,7 @@ class MessageWriter(PartWriter):
     ping = named_event("ping", b'{"type":"ping"}')
 
     def begin(self) -> list[bytes]:
-        """The message without content, and the ping that Anthropic sends behind it."""
+        """The message without content, and the ping that Anthropic sends after it."""
         message = self._message([], {"stop_reason": None, "stop_sequence": None})
         return [_event("message_start", message=message), _event("ping")]
 
@@ -415,7 +415,7 @@ class MessageWriter(PartWriter):
         return _delta(part, {"type": kind, key: text})
 
     def close(self, part: Part) -> list[bytes]:
-        """The end of a block; reasoning is signed before."""
+        """The end of a block; reasoning is signed first."""
         stop = _event("content_block_stop", index=part.index)
         if part.kind != "reasoning":
             return [stop]
@@ -428,7 +428,7 @@ class MessageWriter(PartWriter):
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
-        """The whole message; calls that were cut, whose arguments are no object, are left out."""
+        """The whole message; calls that were cut, whose arguments are not an object, are left out."""
         whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
         content = [block(part) for part in whole or [Part("text", 0)]]
         return self._message(content, self._reason()) | self.generation.metrics()
@@ -458,7 +458,7 @@ class MessageWriter(PartWriter):
         return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """The tokens so far; Anthropic counts those of the prompt that came from the cache by themselves."""
+        """The tokens so far; Anthropic counts the prompt tokens that came from the cache separately."""
         counts = self.generation.usage()
         num_cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {

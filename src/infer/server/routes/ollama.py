@@ -74,7 +74,7 @@ DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means for ever
-NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
+NEVER = "9999-12-31T23:59:59Z"  # the time of a model that is never unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
 _NO_IMAGES = Neutral((), "this server makes no images")
@@ -214,7 +214,7 @@ class OllamaEmbed(Body):
     model: Name
     input: str | list[str]
     dimensions: Int | None = None
-    truncate: bool | None = None  # whether the end of a text that does not fit is cut off; false: refused
+    truncate: bool | None = None  # True: the end of a text that does not fit is cut off; False: it is refused
 
 
 class OllamaEmbeddings(Body):
@@ -252,7 +252,7 @@ def tagged(name: str) -> str:
 
 
 def find_name(state: ServerState, name: str) -> str:
-    """The served name that a client means; it may have a tag more or less."""
+    """The served name that a client means; one of the two may lack the tag."""
     known = [*state.names, *state.other_names]
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
@@ -450,7 +450,7 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
 
 
 def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
-    """Refuse what the model cannot do, in Ollama's words: clients look for them and ask again without."""
+    """Refuse what the model cannot do, in Ollama's words: clients look for them and retry without it."""
     for field, is_wanted, how in (
         ("tools", has_tools, encoder.dialect),
         ("think", body.think, encoder.think),
@@ -585,7 +585,7 @@ class OllamaWriter(PartWriter):
             self._logprobs += chat_logprobs(tokenizer, rows)["content"]
 
     def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """The calls among some parts; a call's number is that among all of the answer."""
+        """The calls among some parts, with their numbers within the whole answer."""
         numbers = {part.index: i for i, part in enumerate(each for each in self.parts if each.kind == "call")}
         return [
             {
@@ -626,7 +626,7 @@ class GenerateWriter(OllamaWriter):
 
 
 async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
-    """The answer to a body without a prompt, by which clients load a model, or unload one on demand."""
+    """The answer to a body without a prompt: clients send one to load a model, or to unload one on demand."""
     state = server_state(http)
     name = find_name(state, body.model)
     is_unload = body.keep_alive is not None and read_keep_alive(body.keep_alive) == 0
@@ -642,7 +642,7 @@ async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Resp
 
 
 def read_wishes(http: Request, body: OllamaBody) -> None:
-    """Make the default of this API explicit, a stream, and note what has no effect."""
+    """Make this API's default explicit (a stream), and note fields without effect."""
     body.stream = body.stream is not False
     if body.keep_alive is not None and server_state(http).demand is None:
         body.note_ignored(["keep_alive"])
@@ -720,7 +720,7 @@ def details(model: ServedModel | None) -> dict[str, Any]:
 
 
 def listed(state: ServerState, name: str) -> dict[str, Any]:
-    """A model in a list; the digest is that of its name, by which clients tell models apart."""
+    """A model in a list; its digest is made of its name, and clients tell models apart by it."""
     model = next(iter(state.models_of(name)), None)
     return {
         "name": tagged(name),
@@ -827,7 +827,7 @@ async def pull(body: OllamaNamed, http: Request) -> Response:
 @router.post("/api/push", response_model=None)
 @router.post("/api/blobs/{digest}", response_model=None)
 async def refuse_change(http: Request) -> Response:
-    """Refuse to change what is served, which is up to the operator."""
+    """Refuse to change which models are served: that is up to the operator."""
     raise RequestError(
         f"{http.url.path[:100]} is not supported: models are the operator's, who chooses them when "
         "the server starts or through /admin/models"

@@ -3,8 +3,8 @@
     previous_response_id    the items of the response's conversation, and its output, come before the input
     item_reference          an item of a stored response's output takes its place in the input
 
-An id of an item says which response made it (`msg_KEY_0` is of `resp_KEY`), so there is no list of items.
-Instructions are no items: they hold for one response.
+An item's id says which response made it (`msg_KEY_0` is from `resp_KEY`), so there is no list of items.
+Instructions are not items: they hold for one response.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ async def get_response(response_id: str, http: Request, stream: bool = False) ->
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, http: Request) -> Response:
-    """Forget a stored response; those that continue it have its items of their own."""
+    """Forget a stored response; those that continue it have their own copy of its items."""
     if not await server_state(http).responses.delete(owner_of(http), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -292,7 +292,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     for i, item in enumerate(body._history):
         if i not in body._left_out:
             _add_item(turns, item, ("previous_response_id", i))
-    turns.ignored.clear()  # what was stored is not news
+    turns.ignored.clear()  # stored items are not news
     for i, item in enumerate(body.items):
         if num_history + i not in body._left_out:
             _add_item(turns, item, ("input", i))
@@ -399,7 +399,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 async def open_response(http: Request, body: ResponsesRequest) -> Job:
-    """The job of the chat that a body stands for, with what it continues and refers to."""
+    """The job of the chat that a body stands for, with the items that it continues and refers to."""
     if body.previous_response_id is not None:
         body._history = await recall(http, body.previous_response_id)
     if any(map(is_reference, body.items)) and server_state(http).config.response_store:
@@ -412,7 +412,7 @@ async def open_response(http: Request, body: ResponsesRequest) -> Job:
 async def _open_shortened(
     body: ResponsesRequest, items: list[Item], open_chat: Callable[[], Awaitable[Job]]
 ) -> Job:
-    """The job without the fewest of the oldest items with which the prompt fits.
+    """The job without the oldest items, as few of them as are needed to make the prompt fit.
 
     They are found by halving: the number of renderings is the logarithm of the number of items.
     """
@@ -519,7 +519,7 @@ class ResponseWriter(PartWriter):
         }
 
     def begin(self) -> list[bytes]:
-        """The response without an item, twice: it was created, and it is worked at."""
+        """The response without an item, twice: it was created, and it is in progress."""
         begun = self._at("in_progress", [])
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
@@ -625,7 +625,7 @@ class ResponseWriter(PartWriter):
         return {"type": "output_text", "text": part.text, "annotations": [], **self._logprobs(part)}
 
     def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
-        """The logprobs of a text's tokens, from the `first` on; other parts have no such field."""
+        """The logprobs of a text's tokens, from `first` on; other parts do not have the field."""
         if part.kind != "text":
             return {}
         rows = part.rows[first:]
