@@ -1,4 +1,4 @@
-"""`infer replay`: run a record again and say where the two runs part.
+"""`infer replay`: run a record again and say where the two runs diverge.
 
 0    identical, or nothing was compared; standard output says if the record has no end
 1    the runs differ: standard output says at which step, and in what

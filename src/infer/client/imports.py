@@ -2,7 +2,7 @@
 
 Two things make it slow. The garbage collector walks again and again through modules that stay for good. And a
 third of the rest is `torch._meta_registrations`: the shapes of all operations on tensors without numbers, for
-PyTorch's compiler. An engine makes such tensors to count bytes and computes nothing with them.
+PyTorch's compiler. An engine makes these tensors to count bytes and computes nothing with them.
 
 A third one doubles it: in many containers modules come without bytecode, because the installer makes none
 and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of

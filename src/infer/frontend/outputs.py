@@ -3,12 +3,12 @@
     StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
                         └──────────► RequestOutput            (at the end)
 
-Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings
-are found here, because here is the first place that knows text: the builder then says which sequence
-the engine may stop working on.
+Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings are
+found here, because this is the first place that knows text: the builder then says which sequence the engine
+may stop working on.
 
-An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences a parser.
-`text` is then the answer's own text, without either, and `events` has all three in order.
+An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences has a parser.
+`text` is then the answer's own text, without reasoning and calls, and `events` has all three in order.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: list[RowLogprobs] | None = None
-    cumulative_logprob: float | None = None  # known where logprobs, best_of or beams asked for it
-    reasoning: str | None = None  # what the model wrote for itself
+    cumulative_logprob: float | None = None  # known if logprobs, best_of or beams asked for it
+    reasoning: str | None = None  # the text that the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
-    drafts: DraftCounts | None = None  # what became of its drafts, where it had any
+    drafts: DraftCounts | None = None  # the fate of its drafts, if it had any
     events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # streamed events
 
 
@@ -188,7 +188,7 @@ class _SequenceText:
         return "".join(self._pieces)
 
     def _next_stop(self, num_tokens: int) -> Sequence[str]:
-        """The stop strings that count from here on: once min_tokens are there, and not in reasoning."""
+        """The stop strings that count from here on: only after min_tokens, and not in reasoning."""
         params = self._request.params
         is_hidden = self._parser is not None and self._parser.is_hidden
         return () if num_tokens < params.min_tokens or is_hidden else params.stop
@@ -234,7 +234,7 @@ class _SequenceText:
         elif output.finish_reason is not None:
             rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-            if self._detokenizer.stopped is not None:  # what was held back turns out to be a stop string
+            if self._detokenizer.stopped is not None:  # the text held back turns out to be a stop string
                 rest += self._stop_at(self._detokenizer.stopped)
             if parser is None:
                 text += rest
@@ -263,7 +263,7 @@ class _SequenceText:
         )
 
     def _stop_at(self, stop: str) -> str:
-        """End at a stop string; returns it where the text should have it."""
+        """End at a stop string; returns it if the text should include it."""
         self.finish_reason, self.stop_reason = "stop", stop
         return stop if self._request.params.include_stop_str_in_output else ""
 
@@ -297,9 +297,9 @@ class OutputBuilder:
         is_chat: bool = False,
         form: AnswerFormat | None = None,
     ) -> None:
-        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt.
+        """Collect outputs for `request`; the answer in a chat is a text of its own and continues no prompt.
 
-        With a format each sequence gets a parser; without one, which is most of the time, there is none.
+        With a format each sequence gets a parser; without one, the usual case, there is none.
         """
         self.request = request
         self._prompt = prompt
@@ -310,7 +310,7 @@ class OutputBuilder:
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 
     def take(self, output: StepOutput) -> tuple[TextDelta | None, bool]:
-        """Add a step's output; returns what to show, and whether the engine can stop this sequence."""
+        """Add a step's output; returns the piece to show, and whether the engine can stop this sequence."""
         line = self._lines[output.index]
         if line.finish_reason is not None:
             return None, False
@@ -326,7 +326,7 @@ class OutputBuilder:
         return all(line.finish_reason is not None for line in self._lines)
 
     def build(self) -> RequestOutput:
-        """The whole answer; of `best_of` lines the n likeliest, by mean logprob per token."""
+        """The whole answer: the n likeliest of the `best_of` lines, by mean logprob per token."""
         params = self.request.params
         ranked = self._lines
         if len(ranked) > params.n:

@@ -4,8 +4,8 @@
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
 minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
-is refused earlier still: a server that will never be ready should not listen. Requests that the device cannot
-meet are refused by the first engine: this process imports no torch.
+is refused earlier still: a server that will never be ready should not listen. Settings that the device cannot
+honour are refused by the first engine: this process imports no torch.
 
 After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
 `drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and

@@ -34,7 +34,7 @@ router = make_router()
 
 
 def owner_of(http: Request) -> str:
-    """The hash of the API key whose responses a request may see; empty on a server without keys: all."""
+    """The hash of a request's API key, which owns the responses it may see; "" without keys: all."""
     if not server_state(http).config.api_key:
         return ""
     return hashlib.sha256(key_of(http.scope)).hexdigest()
