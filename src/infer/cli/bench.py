@@ -1,4 +1,4 @@
-"""`infer bench`: the worth of a server, an engine or a single idea on this machine.
+"""`infer bench`: measurements of a server, an engine or a single idea on this machine.
 
 Each subcommand measures, prints a table, and with `--out FILE` writes a report: FILE as JSON for
 `infer bench compare` and for the docs, and next to it the same as Markdown. A file that cannot be written is

@@ -1,4 +1,4 @@
-"""`infer doctor`: the findings on this machine, what will be used, and what would make it faster."""
+"""`infer doctor`: what was found on this machine, what will be used, and what would make it faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infer plan`: the uses of a model's memory, before anything is loaded.
+"""`infer plan`: where a model's memory goes, before anything is loaded.
 
 Reads the config and the headers of the weights, never the weights, so it answers in seconds for any
 size; for a shape that is not on this disk yet, its config.json is enough.

@@ -26,7 +26,7 @@ examples:
 SCHEMES = (
     "gptq", "awq", "ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel", "fp8-block", "fp8-tensor", "nf4"
 )  # fmt: skip
-OPTIONS = {  # the options that some schemes have
+OPTIONS = {  # options, and the schemes that have them
     "bits": ("gptq",),
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),

@@ -306,7 +306,7 @@ def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
 
 
 def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
-    """Return the error that the server's words would be if it were local."""
+    """Return the server's refusal as the error that a model loaded here would raise."""
     status = answer.code
     try:
         error = json.loads(answer.read(1 << 16))["error"]

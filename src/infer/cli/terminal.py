@@ -91,7 +91,7 @@ def drop_typed() -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal's standard error the work of the block while it runs; then clear the line."""
+    """Show `what` on a terminal's standard error while the block runs; then clear the line."""
     if not is_terminal(sys.stderr):
         yield
         return
