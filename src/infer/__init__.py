@@ -8,7 +8,7 @@ Names are imported when first used, so `import infer` does not import torch.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # not from typing: `infer` is imported before Ctrl-C is looked after (__main__.py)
+TYPE_CHECKING = False  # not from typing: `infer` is imported before Ctrl-C is handled (__main__.py)
 if TYPE_CHECKING:
     from typing import Any
 

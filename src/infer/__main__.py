@@ -1,6 +1,6 @@
-"""`python -m infer`, and the command `infer`: the door, which opens before there is anything behind it.
+"""`python -m infer`, and the command `infer`: the entry point, which starts before anything is imported.
 
-Importing the command line takes a good part of a second, and people press Ctrl-C in it. An exception
+Importing the command line takes a good part of a second, and people press Ctrl-C during it. An exception
 raised in the middle of an import may come out as another one, so until the import is done Ctrl-C raises
 none: it ends the process, which has nothing to clean up yet.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # not from typing: what this file and the package import, Ctrl-C can still interrupt
+TYPE_CHECKING = False  # not from typing: Ctrl-C can still interrupt the imports of this file and the package
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
@@ -20,7 +20,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     try:
-        import signal  # inside: it imports enum and more, for 8 ms in which Ctrl-C raises
+        import signal  # inside: it imports enum and more, 8 ms in which Ctrl-C raises
 
         # not if the parent process has it ignored, or handles it outside Python
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
-    except KeyboardInterrupt:  # before or after what cli/main.py looks at
+    except KeyboardInterrupt:  # before or after the part that cli/main.py handles
         return INTERRUPTED
 
 

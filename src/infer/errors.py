@@ -12,7 +12,7 @@ InferError
 │   ├── TemplateError       the chat template refuses these messages
 │   ├── UnknownModel        no model of that name is served
 │   └── UnknownResponse     no response, or item of one, is kept under that id
-│       └── UnknownPrevious     which a request asks to continue
+│       └── UnknownPrevious     the response that a request asks to continue
 └── EngineError             a fault of this package                          -> HTTP 500
     ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
     ├── OutOfBlocks         the cache is full and nothing can be evicted
@@ -20,7 +20,7 @@ InferError
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this    -> HTTP 503
-        └── EngineLost      and will not be started again
+        └── EngineLost      the engine has ended and will not be started again
 
 A message says what was given, what is allowed and what to do.
 Anything else that escapes (AssertionError, KeyError, ...) is a bug in this package.
@@ -34,7 +34,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-MIN_ALIKE = 0.75  # letters that two names share in the same order, of all letters of both
+MIN_ALIKE = 0.75  # share of the letters that two names have in common, in the same order
 MIN_BEGUN = 3  # letters: fewer begin too many names
 MAX_VALUE_LEN = 60  # characters of a value in a message
 _JSON_WORDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -95,7 +95,7 @@ class ContextOverflow(RequestError):
         is_least: bool = False,
         model_len: int | None = None,
     ) -> None:
-        """Refuse a prompt of so many tokens, or of so many at least where counting stopped early.
+        """Refuse a prompt of `num_prompt_tokens` tokens, or more where counting stopped early (`is_least`).
 
         `model_len` is the model's own context, where `max_seq_len` may have been set below it.
         """
@@ -115,14 +115,14 @@ class ContextOverflow(RequestError):
 
     @classmethod
     def in_words(cls, message: str, *, param: str | None) -> ContextOverflow:
-        """Return the error of a message that is written already: by a server, or about another limit."""
+        """Return the error with a message that exists already: a server's, or about another limit."""
         error = cls.__new__(cls)
         RequestError.__init__(error, message, param=param)
         return error
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The tokens of the prompt and of the context, of an error that was raised in this process."""
+        """The tokens of the prompt and of the context; only for an error that was raised in this process."""
         return self._given[0], self._given[2]
 
     def of(self, model_len: int) -> ContextOverflow:
@@ -163,11 +163,11 @@ class UnknownPrevious(UnknownResponse):
 
 
 class EngineError(InferError):
-    """The engine could not do what it had promised: a fault of this package."""
+    """The engine could not do what it promised: a fault of this package."""
 
 
 class BatchFailed(EngineError):
-    """Some prompts of a list have no answer; `outputs` holds those of the others, and None for these."""
+    """Some prompts of a list have no answer; `outputs` holds the other answers, and None for these."""
 
     def __init__(self, message: str, *, outputs: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -187,7 +187,7 @@ class QueueFull(EngineError):
 
     @classmethod
     def of(cls, num_waiting: int, max_queue: int) -> QueueFull:
-        """Return the error of an engine for which so many sequences wait."""
+        """Return the error of an engine for which `num_waiting` sequences wait."""
         waiting = "1 sequence is" if num_waiting == 1 else f"{num_waiting} sequences are"
         return cls(f"{waiting} waiting and max_queue is {max_queue}; try again later, or raise max_queue")
 
@@ -205,7 +205,7 @@ class EngineLost(EngineStopped):
 
 
 def field_of(given: object, name: str, where: str) -> Any:
-    """Return a field that an object of a request, which stands at `where`, must have."""
+    """Return a field that an object of a request must have; `where` is the object's place."""
     if not isinstance(given, Mapping):
         raise MalformedRequest.about(where, f"must be an object, got {json_type(given)}")
     if name not in given:
@@ -218,7 +218,7 @@ def unknown_field(
 ) -> RequestError:
     """Return the error of a field that an object does not take; `where` is its place, and ends with a dot.
 
-    Without a hint it ends with the closest name, also of `others`, or else with all known names.
+    Without a hint its message ends with the closest name, also among `others`, else with all known names.
     """
     name = str(name)[:80]  # a caller in Python may have any key
     param = where + name
@@ -227,7 +227,7 @@ def unknown_field(
 
 
 def json_type(value: object) -> str:
-    """Return what kind of JSON value a client gave."""
+    """Return the kind of JSON value that a client gave."""
     words = (word for types, word in _JSON_WORDS if isinstance(value, types))
     return next(words, f"a value of type {type(value).__name__}")
 
@@ -255,7 +255,7 @@ _JSON_REPR = _JsonRepr()
 
 
 def show_value(value: object) -> str:
-    """Return a value that a client gave, in JSON's words and at most 60 characters.
+    """Return a value that a client gave, in JSON's words and with at most 60 characters.
 
     The work is bounded too: a body may hold a list of a million numbers in the wrong place.
     """
@@ -267,17 +267,17 @@ def show_value(value: object) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return a text of at most so many characters: all of it, or its beginning and three dots."""
+    """Return a text of at most `length` characters: all of it, or its beginning and three dots."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def spell_context(context_len: int) -> str:
-    """Return the limit of a sequence, in the words by which clients' libraries know this mistake."""
+    """Return the limit of a sequence, in the words by which client libraries recognise this mistake."""
     return f"this model's maximum context length is {context_len} tokens"
 
 
 def spell_limit(context_len: int, model_len: int | None) -> str:
-    """Return a last clause where a setting, or the KV cache, allows less than the model could do."""
+    """Return a last clause if a setting, or the KV cache, allows less than the model could do."""
     if model_len is None or model_len <= context_len:
         return ""
     return f" (max_seq_len or the size of the KV cache sets this; the model itself could do {model_len})"
@@ -288,7 +288,7 @@ def closest(
 ) -> str:
     """Return the end of an error message: the known name that a misspelt one stands for.
 
-    Where there is none it ends with all known names, behind the word `listed`, or else with nothing: one
+    If there is none it ends with all known names, after the word `listed`, or else with nothing: one
     suggestion makes the others noise. `aliases` are known elsewhere, each with the name it has here.
     """
     here = list(known)
@@ -300,10 +300,10 @@ def closest(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that this one is a slip of, or the only one that begins with it, or None.
+    """Return the known name that this one misspells, or the only one that begins with it, or None.
 
-    A slip leaves three letters out of four where they were. A guess from further away is worse than none:
-    it leads to something that has nothing to do with what is wanted. Upper case does not count.
+    A misspelt name keeps three letters out of four in place. A guess from further away is worse than none: it
+    leads to something unrelated to what is wanted. Upper case does not count.
     """
     names = {each.casefold(): each for each in known}
     given = name.casefold()

@@ -1,7 +1,7 @@
 """Log lines and progress bars: everything written that is not the answer.
 
 Standard output belongs to the generated text, so that `infer generate ... > file` holds the text and
-nothing else. All that is said here goes to standard error:
+nothing else. Everything written here goes to standard error:
 
     stdout   the answer
     stderr   log lines (warnings only, unless --log-level says more), progress bars, notices
@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup_logging(level: str) -> None:
-    """Send the log lines of this package to standard error, one of LEVELS and up."""
+    """Send the log lines of this package to standard error, those of this level and above."""
     assert level in LEVELS, f"level must be one of {LEVELS}, got {level!r}"
     logger = logging.getLogger("infer")
     handler = logging.StreamHandler(sys.stderr)

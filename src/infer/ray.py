@@ -5,14 +5,14 @@
         import_path: infer.ray:app
         args: {model: org/name, max_seq_len: 8192, deployment: {num_replicas: 2}}
 
-`args` are knobs, of the engine and of the server, and `deployment` has what `serve.deployment` takes: the
-number of replicas or their `autoscaling_config`, `ray_actor_options` and so on. Each replica of Serve runs
-one server of ours in a process of its own, and passes requests on to it.
+`args` are knobs, of the engine and of the server, and `deployment` has the arguments of `serve.deployment`:
+the number of replicas or their `autoscaling_config`, `ray_actor_options` and so on. Each replica of Serve
+runs one server of ours in a process of its own, and passes requests on to it.
 
 Serve's proxy listens on the network, for any Host: without `api_key` all who reach it may use the model, and
 a warning says so.
 
-`infer serve --cluster ray` needs none of this: there tokens take no way through Serve's proxy.
+`infer serve --cluster ray` needs none of this: there tokens do not pass through Serve's proxy.
 """
 
 # No `from __future__ import annotations`: Serve sends the class below to other processes without the names

@@ -71,7 +71,7 @@ TOGGLES: list[dict[str, Any]] = [
 def toggles_of(family: str) -> list[dict[str, Any]]:
     """All of them, or every third: the other families take turns, so that two of them have each."""
     some = TOGGLES if family in EVERYTHING else TOGGLES[FAMILIES.index(family) % 3 :: 3]
-    refused = ("flash",) if family == "gemma2" else ()  # which has no soft cap
+    refused = ("flash",) if family in ("gemma2", "gpt_oss") else ()  # which has neither soft caps nor sinks
     return [knobs for knobs in some if knobs.get("attention_backend") not in refused]
 
 

@@ -4,8 +4,8 @@
                                     |--------------- total_s ------------------|
 
 Both `generate` and `chat` load a model, pass its stream of text to standard output and then know the
-whole answer; this file is what they share. Beside its text an answer may hold reasoning, which is shown apart
-or not at all, and tool calls, which are shown when they are whole.
+whole answer; this file is what they share. Besides its text an answer may hold reasoning, which is shown
+separately or not at all, and tool calls, which are shown when they are whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShownAnswer:
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed after the first token, whose time is mostly the prompt's."""
+        """The speed after the first token, whose time is mostly spent on the prompt."""
         decode_s = self.total_s - self.first_token_s
         return (len(self.token_ids) - 1) / decode_s if decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
@@ -54,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, answer: ShownAnswer) -> None:
         super().__init__()
-        self.answer = answer  # as far as it came
+        self.answer = answer  # the answer so far
 
 
 def show_answer(
@@ -87,7 +87,7 @@ def show_answer(
         if screen is not None:
             screen.end()
     total_s = perf_counter() - started
-    if hasattr(deltas, "seconds") and token_ids:  # it ran before this began to read
+    if hasattr(deltas, "seconds") and token_ids:  # it ran before reading began
         first_token_s, total_s = deltas.seconds
     if hasattr(deltas, "close"):
         deltas.close()  # ends the request now, not when the stream happens to be collected
@@ -111,7 +111,7 @@ def _reasoning_of(events: Iterable[AnswerEvent]) -> list[str]:
 
 
 class Screen:
-    """One answer at the terminal: text on standard output; before it, on standard error, the reasoning."""
+    """One answer at the terminal: the reasoning on standard error, then the text on standard output."""
 
     def __init__(self, *, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
@@ -123,7 +123,7 @@ class Screen:
         self._text_lines, self._thought_lines = WordWrap(sys.stdout), WordWrap(sys.stderr)
 
     def show(self, delta: TextDelta) -> None:
-        """Write a piece of the answer, and of the reasoning before it, which may only be counted."""
+        """Write a piece of the answer, and of the reasoning before it, which may be only counted."""
         for thought in _reasoning_of(delta.events):
             if self._shows_reasoning:
                 self._think(self._thought_lines.feed(thought))

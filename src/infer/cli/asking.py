@@ -1,10 +1,10 @@
-"""What `generate` and `chat` share before an answer: their flags, its parameters, the model that gives it.
+"""The parts that `generate` and `chat` share before an answer: flags, parameters, the model that gives it.
 
 A model is loaded here, or a server of `--url` has it (remote.py). The form of an answer can be given, by one
 flag at a time:
 
     --json-schema '{"type": "object", ...}'     or the name of a file that holds it
-    --regex '[0-9]{4}'                          of the whole answer
+    --regex '[0-9]{4}'                          a pattern for the whole answer
     --choice yes --choice no
     --grammar FILE                              in Lark's notation, or in EBNF
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0  # until a wait for standard input is explained
+SILENCE_S = 3.0  # seconds until a wait for standard input is explained
 
 CONVERSATION: Mapping[str, flags.Row] = {
     "--system TEXT": (str, "the system message to begin with"),
@@ -94,14 +94,14 @@ def chat_options(args: argparse.Namespace) -> ChatOptions:
 
 
 def shows_reasoning(args: argparse.Namespace) -> bool:
-    """Whether reasoning is shown: as the flag says, else where standard error is a terminal."""
+    """Return True if reasoning is shown: as the flag says, else where standard error is a terminal."""
     return sys.stderr.isatty() if args.show_reasoning is None else bool(args.show_reasoning)
 
 
 def open_model(
     args: argparse.Namespace, observer: EngineObserver | None = None, **options: bool
 ) -> LLM | RemoteModel:
-    """The model that flags ask for: loaded here, or of a server, which `options` (`RemoteModel`) are for."""
+    """The model that flags ask for: loaded here, or a server's; `options` are those of `RemoteModel`."""
     return open_server(args, **options) if is_remote(args) else open_llm(args, observer)
 
 
@@ -153,7 +153,7 @@ def join_text(prompt: str, text: str) -> str:
 
 
 def join_piped(prompt: str) -> str:
-    """Return the prompt with what is piped in: the content of a pipe or of a file, to its end.
+    """Return the prompt with the piped text: the content of a pipe or of a file, to its end.
 
     A terminal and `/dev/null` give nothing. Nor does a socket: programs that start others give them one as
     standard input and never close it.
@@ -162,7 +162,7 @@ def join_piped(prompt: str) -> str:
 
 
 def read_piped() -> str:
-    """Return standard input to its end; whoever waits for a silent pipe is told so."""
+    """Return standard input to its end; a user who waits for a silent pipe is told so."""
     said = "[waiting for the end of standard input; '< /dev/null' gives none]"
     telling = threading.Timer(SILENCE_S, notice, [said])
     telling.daemon = True
@@ -180,6 +180,6 @@ def _is_piped() -> bool:
         return False
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # an object that stands in for a stream
+    except (OSError, ValueError):  # an object in place of a stream
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -64,12 +64,12 @@ FLAGS: Mapping[str, flags.Row] = {
 HERE_AT_ONCE, ASKED_AT_ONCE = 256, 32
 TIMEOUT_S = 3600.0  # seconds that a server's answer may take
 FULL = (429, 503)  # statuses after which a request is sent again
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before that; the last one is repeated
-PATIENCE_S = 600.0  # pauses of a request, added up
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # pauses before that; the last one is repeated
+PATIENCE_S = 600.0  # total pause of a request
 
 
 class LineAnswer(NamedTuple):
-    """What came back for a line."""
+    """The server's answer to a line."""
 
     status: int
     body: bytes
@@ -171,7 +171,7 @@ async def _answer(ask: Ask, line: BatchLine) -> tuple[dict[str, Any], int]:
 
 
 async def _ask_patiently(ask: Ask, line: BatchLine) -> LineAnswer:
-    """Ask, and again after a pause where there is no room for the request at the moment."""
+    """Ask, and ask again after a pause where there is no room for the request at the moment."""
     waited_s = 0.0
     for number in range(1000):
         answer = await ask(line)
@@ -185,7 +185,7 @@ async def _ask_patiently(ask: Ask, line: BatchLine) -> LineAnswer:
 
 @asynccontextmanager
 async def _asking_here(config: EngineConfig, name: str | None) -> AsyncIterator[Ask]:
-    """Ask the application of a server in this process, whose engine is loaded meanwhile."""
+    """Ask the application of a server in this process, whose engine is being loaded."""
     with working(f"loading {config.load.model or 'the default model'}: importing PyTorch"), importing():
         from infer.server.app import create_app
         from infer.server.asgi_call import call_app
@@ -218,7 +218,7 @@ async def _asking_server(url: str, api_key: str | None) -> AsyncIterator[Ask]:
         message = endpoint.message("POST", line.url, line.body, headers=[f"x-request-id: {request_id}"])
         try:
             status, body = await client.send(message)
-        except (BrokenAnswer, OSError) as error:  # a timeout is one of the latter
+        except (BrokenAnswer, OSError) as error:  # a timeout is an OSError
             raise NoAnswer(f"the server did not answer: {error or type(error).__name__}") from None
         return LineAnswer(status, body, request_id)
 

@@ -31,7 +31,7 @@ SHOWN_LEN = 60  # characters of a value in a message
 class BatchLine(NamedTuple):
     """One request of the input."""
 
-    number: int  # of its line, from 1
+    number: int  # number of its line, from 1
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -83,11 +83,11 @@ def check_input(path: Path) -> dict[str, int]:
 
 
 class BatchOutput:
-    """The output file: which lines it has, and how further ones are added."""
+    """The output file: the lines it has, and the way to add more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.statuses: dict[str, int] = {}  # by custom_id; 0: there was no answer
+        self.statuses: dict[str, int] = {}  # statuses by custom_id; 0: there was no answer
         self.num_cut = 0  # bytes of a last line that was not whole
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -109,7 +109,7 @@ class BatchOutput:
         return sum(status != 200 for status in self.statuses.values())
 
     def add(self, custom_id: str, line: dict[str, Any], status: int) -> None:
-        """Append a line; all of it or, where the disk is full, nothing."""
+        """Append a line: all of it or, where the disk is full, nothing."""
         data = orjson.dumps(line) + b"\n"
         size = os.fstat(self._file).st_size
         try:
@@ -124,7 +124,7 @@ class BatchOutput:
         self.statuses[custom_id] = status
 
     def forget_failed(self) -> int:
-        """Write the file again without the lines that failed, in one move; returns how many they were."""
+        """Write the file again without the lines that failed, in one move; returns their number."""
         if not (count := self.num_failed):
             return 0
         kept = self.path.with_name(self.path.name + ".kept")

@@ -1,7 +1,7 @@
-"""`infer bench`: what a server, an engine or a single idea is worth on this machine.
+"""`infer bench`: measurements of a server, an engine or a single idea on this machine.
 
 Each subcommand measures, prints a table, and with `--out FILE` writes a report: FILE as JSON for
-`infer bench compare` and for the docs, and beside it the same as Markdown. A file that cannot be written is
+`infer bench compare` and for the docs, and next to it the same as Markdown. A file that cannot be written is
 refused before the work. Exit code 1: requests or rows failed, or a comparison found something worse.
 """
 
@@ -158,7 +158,7 @@ def _run_checked(run: Callable[[argparse.Namespace], int], args: argparse.Namesp
         _check_out(_report_path(args.out))
     try:
         return run(args)
-    except KeyboardInterrupt:  # between rows a report is made of those that are complete
+    except KeyboardInterrupt:  # an interrupt between rows still gives a report of the complete ones
         notice("interrupted before there was a figure to report")
         raise
 
@@ -364,7 +364,7 @@ class Bench(NamedTuple):
 
     help: str
     run: Callable[[argparse.Namespace], int]
-    flags: Mapping[str, Flags]  # by the title of their group; "": none
+    flags: Mapping[str, Flags]  # flags by the title of their group; "": none
     usage: str = "[options]"
     epilog: str = ""
     has_knobs: bool = False  # it runs an engine here

@@ -4,7 +4,7 @@ The model sees the whole conversation at each turn, written by its family's chat
 no longer fits its context, the oldest turns are dropped, one notice each: a model that forgets in
 silence looks like a model that lies.
 
-Ctrl-C stops the answer being written and keeps what there is of it; at the prompt it clears the line, and
+Ctrl-C stops the answer being written and keeps its beginning; at the prompt it clears the line, and
 twice, or Ctrl-D, it leaves. When standard input is a file or a pipe, each of its lines is one message.
 
     terminal or pipe ──► prompt.py ──┬── a message ──► conversation.py ──► answer.py, on the screen
@@ -104,7 +104,7 @@ def hold(args: argparse.Namespace, message: str | None = None) -> int:
 
 
 def _answer_all(conversation: ChatSession, *, is_typed: bool) -> int:
-    """Answer what is typed or piped in; returns how many messages have no answer."""
+    """Answer what is typed or piped in; returns the number of messages without an answer."""
     num_failed = 0
     for said in _messages(conversation, is_typed=is_typed):
         if said.is_command and full_name(said.text) == RETRY:
@@ -148,7 +148,7 @@ def open_tools(
             name = "--tool-choice" if choice is not None else "--yes-to-tools"
             raise ConfigError(f"{name} is for the functions of --tools FILE; give both or neither")
         return None, None
-    for flag in ("regex", "choice", "grammar"):  # of a schema's JSON calls can be told apart
+    for flag in ("regex", "choice", "grammar"):  # calls can be told apart from a schema's JSON
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"--{flag} says what the whole answer is, which leaves --tools no room for a call; "
@@ -169,7 +169,7 @@ def open_tools(
 
 
 def _answer_line(conversation: ChatSession, text: str, *, is_typed: bool) -> bool:
-    """Show the answer to one message; returns whether there is one: the next message may have one.
+    """Show the answer to one message; returns True if there is one: the next message may have one.
 
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
@@ -216,8 +216,8 @@ def _explain_end(conversation: ChatSession, answer: ShownAnswer) -> None:
 def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
     """While the block runs, Ctrl-C makes the yielded question true; a second Ctrl-C interrupts at once.
 
-    An interrupt raised in the middle of a step could leave the engine's books half written; a
-    question asked between two tokens cannot.
+    An interrupt raised in the middle of a step could leave the engine's books half written; a question
+    between two tokens cannot.
     """
     was_pressed = False
 

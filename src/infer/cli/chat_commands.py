@@ -1,4 +1,4 @@
-"""The commands of `infer chat`: lines that start with a slash, and what Tab completes of them."""
+"""The commands of `infer chat`: lines that start with a slash, and their completions by Tab."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from infer.cli.terminal import working
 from infer.errors import InferError, closest
 from infer.loader.find.source import check_model
 
-RETRY = "/retry"  # chat.py does it: it is a message again
+RETRY = "/retry"  # chat.py does it: it counts as a message again
 EXIT = "/exit"
-ALIASES = {"/clear": "/reset", "/quit": EXIT, "/bye": EXIT}  # what other programs call them
+ALIASES = {"/clear": "/reset", "/quit": EXIT, "/bye": EXIT}  # names in other programs
 ROLES = ("system", "user", "assistant", "tool")
 KEYS = '''\
 """TEXT""" is one message of several lines; so is a text that is pasted. Alt-Enter begins a new line.
@@ -27,7 +27,7 @@ Ctrl-C stops an answer; at the prompt it clears the line, and twice, or Ctrl-D, 
 
 
 class Command(NamedTuple):
-    """What a command takes, what it does in words, and the function that does it."""
+    """A command: what it takes, what it does in words, and the function that does it."""
 
     takes: str = ""
     help: str = ""
@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 
 def run_command(conversation: ChatSession, line: str) -> bool:
-    """Do what a line that starts with a slash says; returns whether the conversation goes on."""
+    """Run the command of a line that starts with a slash; returns True if the conversation goes on."""
     name, argument = full_name(line), line.partition(" ")[2].strip()
     if name == EXIT:
         return False
@@ -47,7 +47,7 @@ def run_command(conversation: ChatSession, line: str) -> bool:
 
 
 def full_name(line: str) -> str:
-    """Return the command of a line, by the name that it has here."""
+    """Return the command of a line, by its name here."""
     given = line.partition(" ")[0]
     return ALIASES.get(given, given)
 
@@ -124,13 +124,13 @@ def _set(conversation: ChatSession, argument: str) -> None:
         notice(f"[not set: {error}]")
         return
     if name == "seed":
-        conversation.num_answers = 0  # as if the conversation had begun with it
+        conversation.num_answers = 0  # restart: as if the conversation had begun with it
     notice(f"[{name} is {_value(conversation, name)}]")
 
 
 def _value(conversation: ChatSession, name: str) -> str:
     is_sent = not isinstance(conversation.llm, RemoteModel) or name in conversation.llm.sampling
-    if not is_sent and name != "max_tokens":  # that one is always sent
+    if not is_sent and name != "max_tokens":  # max_tokens is always sent
         return "the server's"
     value = getattr(conversation.params, name)
     shown = "none" if value is None or value == () or value == {} else value
@@ -145,7 +145,7 @@ def _put_back(args: Any, before: Mapping[str, Any]) -> None:
 
 
 def _model(conversation: ChatSession, name: str) -> None:
-    """Go on with another model: of the same server, or loaded here in the place of this one."""
+    """Go on with another model: from the same server, or loaded here in place of this one."""
     if not name:
         others = [each for each in _models(conversation) if each != conversation.llm.name]
         notice(f"  {conversation.llm.name}; others: {', '.join(others) or 'none'}")
@@ -153,13 +153,13 @@ def _model(conversation: ChatSession, name: str) -> None:
     args, old = conversation.args, conversation.llm
     before, is_closed = dict(vars(args)), False
     flags.name_model(args, name, may_replace=True)
-    vars(args).pop(flags.KNOB + "revision", None)  # it was the other model's
+    vars(args).pop(flags.KNOB + "revision", None)  # it belonged to the other model
     try:
         if isinstance(old, RemoteModel):
             conversation.llm = open_server(args)
         else:
             with working(f"looking for {name}"):
-                check_model(name)  # refuses what is not there while the old model is
+                check_model(name)  # refuses a missing model while the old one is still there
             old.close()  # memory may not hold two
             is_closed = True
             conversation.llm = asking.open_llm(args)

@@ -4,7 +4,7 @@
 
 Every call gets a message, whatever becomes of it: a chat template wants one for each. A call with wrong
 arguments, one that the user declines and one that fails get a message that says so, and the model may try
-again. What a function prints goes to standard error, for standard output is the conversation's.
+again. Functions print to standard error, because standard output belongs to the conversation.
 
 A call is shown in full and with every unprintable character escaped: it is what the user agrees to.
 """
@@ -29,7 +29,7 @@ from infer.dialects.events import ToolCall
 from infer.errors import ConfigError, shorten
 from infer.frontend.functions import PythonTool
 
-MAX_ROUNDS = 8  # answers with calls in a row, until the user is asked for the next message
+MAX_ROUNDS = 8  # answers with calls in a row before the user is asked for the next message
 MAX_RESULT_LEN = 8000  # characters of a result that the model sees
 MAX_SHOWN_LEN = 400  # characters of it at the terminal
 MODULE = "infer_chat_tools"  # the name of a tools file as a module
@@ -62,7 +62,7 @@ def _run_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_loader(MODULE, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # where dataclasses and type hints look for the names of the file
+    sys.modules[MODULE] = module  # dataclasses and type hints look here for the names of the file
     sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
     try:
         with redirect_stdout(sys.stderr):
@@ -78,7 +78,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class ToolBox:
-    """The functions that a conversation may call, and those that need no question any more."""
+    """The functions that a conversation may call, and those that may be called without asking."""
 
     def __init__(self, tools: Sequence[PythonTool], *, asks: bool) -> None:
         """Ask before each call, unless not `asks`."""
@@ -87,11 +87,11 @@ class ToolBox:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """The tools as the model is told of them."""
+        """The tools in the form that the model sees."""
         return [tool.schema for tool in self.tools.values()]
 
     def describe(self) -> str:
-        """A line for each tool: its signature, what it does, whether it is called without a question."""
+        """A line for each tool: its signature, what it does, and whether it is called without asking."""
         lines = []
         for name, tool in self.tools.items():
             signature = str(inspect.signature(tool.function)).replace("'", "")
@@ -102,7 +102,7 @@ class ToolBox:
     def call_all(
         self, calls: Sequence[ToolCall], *, goes_on: bool = True
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Return a `tool` message for each call, and whether the model goes on; if not `goes_on`, call none.
+        """Return a `tool` message for each call, and whether the model goes on; without `goes_on`, call none.
 
         Ctrl-C or Ctrl-D at a question means that this call and the others are not made, and the turn ends.
         """
@@ -117,7 +117,7 @@ class ToolBox:
         return messages, goes_on
 
     def _answer(self, call: ToolCall) -> str:
-        """Return what the model reads in answer to its call."""
+        """Return the text that the model reads as the result of its call."""
         tool = self.tools.get(call.name)
         try:
             if tool is None:
@@ -137,7 +137,7 @@ class ToolBox:
 
     def _may_call(self, name: str) -> bool:
         while not self._is_allowed[name]:
-            drop_typed()  # what was typed before the call was seen does not agree to it
+            drop_typed()  # words typed before the call was seen do not agree to it
             said = input(f"call it? [y]es, [n]o, [a]lways call {name}: ").strip().lower()
             if said in ("y", "yes", "n", "no"):
                 return said.startswith("y")
@@ -168,5 +168,5 @@ def _error(what: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a text of others with what a terminal would obey, and what cannot be seen, escaped."""
+    """Return somebody else's text with control characters and invisible ones escaped."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)

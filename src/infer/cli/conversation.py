@@ -38,13 +38,13 @@ class ChatSession:
     system: str | None
     options: ChatOptions
     toolbox: ToolBox | None = None
-    tool_choice: str | dict[str, Any] | None = None  # of the first answer to a message
+    tool_choice: str | dict[str, Any] | None = None  # choice for the first answer to a message
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # a user's message, what follows it
     num_answers: int = 0  # forgotten ones included: each is drawn with a seed of its own
     attached: str = ""  # text of files, for the end of the next message
 
     def fit(self) -> None:
-        """Make the parameters of the answers from the flags, for the model of now; a drawn seed stays."""
+        """Make the parameters of the answers from the flags, for the current model; a drawn seed stays."""
         made = flags.fit_to_model(
             asking.params_from(self.args), self.args, self.llm.context_len, self.llm.sampling_defaults
         )
@@ -66,7 +66,7 @@ class ChatSession:
         return taken
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as the chat template takes it."""
+        """The conversation in the form that the chat template takes."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.turns]
 
@@ -101,7 +101,7 @@ class ChatSession:
         return answer
 
     def call_tools(self, answer: ShownAnswer, *, is_last: bool) -> bool:
-        """Add the results of an answer's calls, and return whether the model goes on from them."""
+        """Add the results of an answer's calls, and return True if the model goes on from them."""
         if self.toolbox is None or not answer.calls:
             return False
         results, goes_on = self.toolbox.call_all(answer.calls, goes_on=not is_last)

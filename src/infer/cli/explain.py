@@ -26,7 +26,7 @@ examples:
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
-MAX_BYTES = 4 << 20  # of an answer
+MAX_BYTES = 4 << 20  # size of an answer
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the server, and print what it says."""
+    """Ask the server, and print its answer."""
     base = args.url.rstrip("/").removesuffix("/v1")
     url = f"{base}/explain/{urllib.parse.quote(args.request_id, safe='/')}"
     headers = {"accept": "application/json" if args.json else "text/plain"}
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             text = answer.read(MAX_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
-        with error:  # it is the answer, too
+        with error:  # the error holds the answer, too
             raise RequestError(_reason(error)) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: an address that is none
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"cannot reach {base}: {reason}; is the server running?") from None
     print(text if args.json else text.rstrip("\n"))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What a server says about a request that it does not explain."""
+    """The server's words about a request that it does not explain."""
     try:
         return str(json.loads(error.read(1 << 16))["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):

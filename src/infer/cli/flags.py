@@ -8,7 +8,7 @@
 
 The type of a field decides the shape of its flag: a bool is `--x/--no-x`, a tuple is a flag that may
 be given several times, choices are checked. A flag that was not given leaves no trace in the parsed
-arguments, which is how flags win over the file of `--config`, and that file over the defaults.
+arguments, so flags win over the file of `--config`, and that file over the defaults.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ SAMPLING_HELP = {
     "allowed_token_ids": "write no other tokens than this; may be given several times",
 }
 
-# These ask for more than one text, or for numbers beside it: the command line has no place to show them.
+# These ask for more than one text, or for numbers with it: the command line has no place to show them.
 # `infer generate -n` asks for each of its answers by itself.
 LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
 
-# What a chat can set: also what has no flag of its own, since the knob of that name has it.
+# The settings that a chat can change, also one whose flag belongs to the knob of the same name.
 CHAT_HELP = SAMPLING_HELP | {
     "num_speculative_tokens": "guess this many tokens of a step at most; 0: none; default: the engine's",
 }
@@ -66,17 +66,17 @@ CHAT_HELP = SAMPLING_HELP | {
 # where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
 
-# Where flags are put among the parsed arguments: a knob and a sampling field may have the same name.
+# The places of flags among the parsed arguments: a knob and a sampling field may have the same name.
 KNOB = "knob."
 SAMPLING = "sampling."
 
-NUM_SEEDS = 2**31  # those that are drawn: short enough to read off --json and type again
+NUM_SEEDS = 2**31  # number of seeds to draw from: short enough to read off --json and type again
 
 HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-REQUIRED = object()  # in place of the default of a flag that must be given
+REQUIRED = object()  # stands in place of the default of a flag that must be given
 
 Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], str, Any]
 
@@ -86,7 +86,7 @@ def add_rows(group: argparse._ActionsContainer, rows: Mapping[str, Row]) -> None
 
     Other spellings may follow a name: "--name/--other METAVAR". The help of a value with a default
     ends with it. A `bool` is a switch, which has a `--no-` form where it has a default; a `list` holds
-    what is given with each use of the flag.
+    the values of all uses of the flag.
     """
     for spelled, (reader, text, *rest) in rows.items():
         spellings, _, metavar = spelled.partition(" ")
@@ -112,7 +112,7 @@ def add_knob_flags(
 ) -> None:
     """Give `parser` one flag per knob, grouped by section, and `--config FILE`.
 
-    Knobs named in `without` have none: the subcommand has a flag of its own of that name.
+    Knobs named in `without` get none: the subcommand has its own flag of that name.
     """
     groups = {}
     sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
@@ -157,7 +157,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
 
 
 def _metavar(row: KnobRow) -> str | None:
-    """Return what stands for the value of a flag in its help; None: its choices."""
+    """Return the placeholder for the value of a flag in its help; None: its choices."""
     if row.takes_code:
         return "{" + ",".join([*row.choices, "module:Name"]) + "}"
     return None if row.choices else METAVARS[row.kind]
@@ -170,7 +170,7 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
     given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
     knobs = from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
     if not is_quantization(name := str(knobs.get("quantization", "auto")).lower()):
-        from infer.loader.quantization import is_scheme  # PyTorch takes seconds; a new scheme may be meant
+        from infer.loader.quantization import is_scheme  # PyTorch takes seconds; it may be a new scheme
 
         if not is_scheme(name):
             refuse_quantization(name)
@@ -184,7 +184,7 @@ def flags_as_given(args: argparse.Namespace) -> dict[str, str]:
 
 
 def name_model(args: argparse.Namespace, model: str, *, may_replace: bool = False) -> None:
-    """Make this the model that the flags name; unless it may replace another, that is refused."""
+    """Make this the model that the flags name; replacing another one is refused unless allowed."""
     row = knob_table()["model"]
     given = [name for name in (row.name, *row.spellings) if hasattr(args, KNOB + name)]
     for name in given:
@@ -239,7 +239,7 @@ def _sampling_options(hint: Any) -> dict[str, Any]:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    """Return the SamplingParams of the flags over the defaults of the command line; they have a seed."""
+    """Return the SamplingParams of the flags over the defaults of the command line; always with a seed."""
     given = _given(args, SAMPLING)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -253,7 +253,7 @@ def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
     """Return the parameters of a command's n-th answer, counted from 0: the same, with a seed of its own.
 
     With one seed for all, equal questions would get equal answers. The first answer has the command's seed
-    itself, each further one a hash of that and its number: the seed of any answer, given to a command that
+    itself, each further one a hash of that and its number. The seed of any answer, given to a command that
     asks nothing else, gives that answer again.
     """
     if number == 0:
@@ -268,10 +268,10 @@ def sampling_given(args: argparse.Namespace) -> list[str]:
 
 
 def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
-    """Set a sampling parameter as if its flag had been given; `default` takes the flag away.
+    """Set a sampling parameter as if its flag had been given; `default` removes the flag.
 
     A flag that may be given several times takes several words; quotes keep one with spaces together.
-    A `ValueError` says what the parameter can be.
+    A `ValueError` names the values that the parameter takes.
     """
     if text == "default":
         vars(args).pop(SAMPLING + name, None)
@@ -294,7 +294,7 @@ def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
 def fit_to_model(
     params: SamplingParams, args: argparse.Namespace, context_len: int, advice: Mapping[str, Any]
 ) -> SamplingParams:
-    """Return the parameters with what flags left open set to the model's defaults, fit to a short context."""
+    """Return the parameters with the model's defaults where flags set none, fit to a short context."""
     given = _given(args, SAMPLING)
     changes = {name: value for name, value in advice.items() if name not in given}
     if "max_tokens" not in given and params.max_tokens is not None:
@@ -310,12 +310,12 @@ def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warni
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """Return what is set among the flags whose destination has this prefix."""
+    """Return the values of the flags whose destination has this prefix."""
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def _flags(name: str) -> list[str]:
-    """A setting of another engine as a flag, and its short form where it has one."""
+    """The flag of another engine's setting, and its short form if there is one."""
     return [flag(name), *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
 
 

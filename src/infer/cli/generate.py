@@ -8,7 +8,7 @@ Where a prompt comes from                          What is done with it
   infer generate --prompts-file FILE   (one per line)
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
-object per line and prompt. What a model thinks before its answer is no part of it: it goes to standard error.
+object per line and prompt. A model's reasoning is not part of the answer: it goes to standard error.
 
 The prompts of a file are all in the engine together, which batches them; their answers are printed in the
 order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LABEL_LEN = 100  # characters of a prompt that its answer is announced with
+LABEL_LEN = 100  # characters of a prompt shown before its answer
 OPEN_AT_ONCE = 1024  # prompts of a file in the engine: more than it runs at once, fewer than fill the memory
 ASKED_AT_ONCE = 32  # prompts of a file with a server: a connection and a thread each
 
@@ -90,7 +90,7 @@ FLAGS: Mapping[str, flags.Row] = {
 
 
 class Prompt(NamedTuple):
-    """One question, its line where it is one of a file's, and its number among all draws."""
+    """One question, its line if it is from a file, and its number among all draws."""
 
     text: str
     line: int | None = None
@@ -102,7 +102,7 @@ class AskedPrompt:
     """A prompt on its way through the engine, or the reason why it is not."""
 
     prompt: Prompt
-    params: SamplingParams  # its own: each line of a file has another seed
+    params: SamplingParams  # its own: each line of a file has its own seed
     stream: TextStream | RemoteStream | InferError
 
 
@@ -120,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every prompt; exit code 1 if some of a file's have no answer."""
+    """Answer every prompt; exit code 1 if some prompts of a file have no answer."""
     if args.step and (is_remote(args) or args.json):
         raise ConfigError("--step shows the steps of an engine here; leave --url and --json out")
     if is_remote(args) and (args.record is not None or args.overwrite):
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that flags ask for, where these do not contradict each other."""
+    """The parameters that flags ask for, checked for contradictions."""
     if args.raw and (needs := _needs_template(args)):
         raise ConfigError(f"{needs} needs the chat template that --raw turns off; give one of the two")
     return asking.params_from(args)
@@ -214,7 +214,7 @@ def answer_all(
     if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
         logger.info("no chat template, so prompts are continued as plain text model=%s", llm.name)
     answers: list[ShownAnswer] = []
-    partial: list[ShownAnswer] = []  # the one that Ctrl-C ended
+    partial: list[ShownAnswer] = []  # the answer that Ctrl-C ended
     try:
         answer_each(llm, prompts, params, args, load_s, answers)
     except Interrupted as stop:
@@ -233,7 +233,7 @@ def answer_all(
 
 
 def _chooses_temperature(llm: LLM | RemoteModel, args: argparse.Namespace) -> bool:
-    """Return whether the parameters here decide: a server applies its own to what flags leave open."""
+    """Return True if the parameters here decide: a server applies its own where flags set none."""
     return not isinstance(llm, RemoteModel) or "temperature" in flags.sampling_given(args)
 
 
@@ -245,7 +245,7 @@ def answer_each(
     load_s: float,
     answers: list[ShownAnswer],
 ) -> None:
-    """Print the answers in order, each put into `answers` when it is complete; say which prompts failed."""
+    """Print the answers in order and put each into `answers` when complete; say which prompts failed."""
     for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
         prompt = asked.prompt
         if len(prompts) > 1 and not args.json:
@@ -274,9 +274,9 @@ def answer_each(
 def ask_all(
     llm: LLM | RemoteModel, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> Iterator[AskedPrompt]:
-    """Put the prompts into the engine, and give them out in order; all go on while the first is read.
+    """Put the prompts into the engine, and yield them in order; all go on while the first is read.
 
-    Of a long file, and where `max_queue` limits the engine's queue, the rest follow as answers are read.
+    If the file is long, or `max_queue` limits the engine's queue, the rest follow as answers are read.
     """
     waiting, asked = deque(prompts), deque[AskedPrompt]()
     at_once = ASKED_AT_ONCE if isinstance(llm, RemoteModel) else OPEN_AT_ONCE
@@ -300,14 +300,14 @@ def _ask(
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         return AskedPrompt(prompt, params, _open_stream(llm, prompt.text, params, args))
-    except RequestError as error:  # to be told in its turn
+    except RequestError as error:  # an error to be told in its turn
         return AskedPrompt(prompt, params, error)
 
 
 def _open_stream(
     llm: LLM | RemoteModel, text: str, params: SamplingParams, args: argparse.Namespace
 ) -> TextStream | RemoteStream:
-    """Ask with a user's message where the model has a chat template, else with plain text."""
+    """Ask with a user's message if the model has a chat template, else with plain text."""
     has_template = isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template
     if has_template and not args.raw:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]

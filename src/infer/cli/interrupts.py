@@ -1,8 +1,8 @@
 """Ctrl-C while torch is being imported.
 
-It takes a second or two, in which Ctrl-C may come. What is raised in the middle of such an import does not
-arrive: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
-So for as long as it lasts Ctrl-C raises nothing and ends the process, which has nothing to clean up yet
+It takes a second or two, in which Ctrl-C may come. An exception that is raised in the middle of the import
+does not arrive: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
+So during the import Ctrl-C raises nothing and ends the process, which has nothing to clean up yet
 (`infer/__main__.py` does the same for the command line itself).
 
     with importing():

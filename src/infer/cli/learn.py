@@ -1,4 +1,4 @@
-"""`infer learn`: the lessons of docs/learn, a file to begin with, and a check of what was written."""
+"""`infer learn`: the lessons of docs/learn, a file to begin with, and a check of the learner's file."""
 
 from __future__ import annotations
 

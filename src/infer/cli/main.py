@@ -1,4 +1,4 @@
-"""The command `infer`: find the subcommand, run it, turn how it ends into an exit code.
+"""The command `infer`: find the subcommand, run it, turn its end into an exit code.
 
     0     done
     1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
@@ -96,7 +96,7 @@ def _run(words: list[str]) -> int:
     setup_logging(args.log_level)
     keep_bytecode()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks ends nothing
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end the command
     try:
         if words[0] not in LIGHT:
             check_limits()
@@ -131,5 +131,5 @@ def _replace_closed_streams() -> None:
 
 
 def _silence_stdout() -> None:
-    """Send what Python flushes to standard output at exit nowhere."""
+    """Discard what Python flushes to standard output at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,11 +4,11 @@
     infer serve: error: --port must be a whole number, for example 8000, got 'x'
     infer: error: unknown command 'serv'; did you mean serve?
 
-What other programs call a command is known as well: `infer pull` means `fetch`.
+The names of commands in other programs are known as well: `infer pull` means `fetch`.
 
-argparse reports a mistake through `error`, and leaves what a subcommand does not know to the parser above
-it. Here each parser refuses that itself, and `error` rewords what argparse says; the names that a message
-suggests, and the example of a value, are read from the help text. Only public methods are overridden.
+argparse reports a mistake through `error`, and leaves options that a subcommand does not know to the parser
+above it. Here each parser refuses them itself, and `error` rewords argparse's messages; the names that a
+message suggests, and the example of a value, are read from the help text. Only public methods are overridden.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "version": "--version",
 }
 
-EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
+EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # values by metavar, where the help of a flag names no default
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -46,7 +46,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose subcommands are called `prog NAME`, and that suggests what was meant."""
+    """A parser whose subcommands are called `prog NAME`, and that suggests the intended word."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the overloads of the base differ in the namespace alone
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse, and refuse here what is not known; the list returned is always empty."""
+        """Parse, and refuse unknown options here; the list returned is always empty."""
         self._given = list(args or ())
         parsed, unknown = super().parse_known_args(args, namespace)
         if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(parsed, "prompt", "") is None:
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def _missing(self, match: re.Match[str]) -> str:
-        """Name an option that does not exist first: what is missing may be behind it."""
+        """First name an option that does not exist: the missing value may come after it."""
         names = {
             word.partition("=")[0]: word for word in self._given if word.startswith("--") and word != "--"
         }
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:
-        """Return what one word too many may have been meant to be."""
+        """Return what the user may have meant by one word too many."""
         if re.search(r"^  PROMPT\b", self._help(), re.MULTILINE):
             return "quote a text that holds spaces"
         if "--model" in self._options():

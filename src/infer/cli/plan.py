@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = plan_memory(config, headers, machine)
     except NoRoom as error:
-        plan = error  # what it takes in every form is shown first
+        plan = error  # its needs in every form are shown first
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
     if bandwidth is None and args.gpu_memory is None:
         bandwidth = copy_bandwidth(machine.device, scale=0.5)
@@ -160,7 +160,7 @@ class Forms(NamedTuple):
     bandwidth: float | None  # None: not known
 
     def tokens_per_second(self, scheme: SchemePlan) -> float | None:
-        """Return the most that one sequence could have."""
+        """Return the highest speed that one sequence could have."""
         return None if self.bandwidth is None else scheme.tokens_per_second(self.bandwidth)
 
 
@@ -199,7 +199,7 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
 
 
 def _forms_json(forms: Forms) -> dict[str, Any]:
-    """Return what `--json` says of the forms of the weights."""
+    """Return the part of `--json` about the forms of the weights."""
     return {
         "bandwidth": forms.bandwidth,
         "schemes": [
@@ -273,14 +273,14 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
 
 
 def _draft_json(draft: DraftMemory) -> dict[str, Any]:
-    """Return what `--json` says of a model that drafts; nothing where there is none."""
+    """Return the part of `--json` about a model that drafts; empty if there is none."""
     if not draft.name:
         return {}
     return {"draft_model": draft.name, "draft_weights": draft.weights, "draft_steps": draft.beside.step}
 
 
 def _describe_adapters(plan: MemoryPlan) -> str:
-    """Return what the room for LoRA adapters is for."""
+    """Return the purpose of the room for LoRA adapters."""
     return f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
 
 

@@ -9,7 +9,7 @@
 Alt-Enter begins a new line within a message. prompt_toolkit is imported when the first one is wanted.
 
 Typed messages are kept for the arrow keys of the next conversation, in `chat-history.jsonl` next to the
-models that were fetched: a JSON string per line, the last 1,000 messages, readable by their author alone.
+models that were fetched: a JSON string per line, the last 1,000 messages, readable only by their author.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Said(NamedTuple):
 
 
 class Completes(Protocol):
-    """What Tab offers: the words that may stand in the place of the last one."""
+    """The words that Tab offers: those that may stand in the place of the last one."""
 
     def __call__(self, text: str) -> Iterable[str]:
         """Return the words for the text before the cursor."""
 
 
 class Cleared(KeyboardInterrupt):
-    """Ctrl-C threw away what was typed, and did not ask to leave."""
+    """Ctrl-C that discarded the typed text, and did not ask to leave."""
 
 
 def read_said(read_line: ReadLine) -> Said:
-    """Read one message, over several lines where it opens quotes."""
+    """Read one message; it has several lines if it opens quotes."""
     text = read_line(PROMPT).strip()
     if not text.startswith(QUOTES):
         return Said(text, is_command=text.startswith("/") and "\n" not in text)
@@ -71,7 +71,7 @@ def read_said(read_line: ReadLine) -> Said:
 
 
 def typed_messages(read_line: ReadLine) -> Iterator[Said]:
-    """Yield what is typed, until Ctrl-D or the second Ctrl-C in a row on an empty line."""
+    """Yield the typed messages, until Ctrl-D or the second Ctrl-C in a row on an empty line."""
     was_interrupted = False
     while True:
         try:
@@ -92,7 +92,7 @@ def typed_messages(read_line: ReadLine) -> Iterator[Said]:
 
 
 def piped_messages() -> Iterator[Said]:
-    """Yield the messages of standard input, one per line where no quotes are opened."""
+    """Yield the messages of standard input, one per line unless quotes are opened."""
     is_open = False
 
     def read_line(prompt: str) -> str:
@@ -115,7 +115,7 @@ def piped_messages() -> Iterator[Said]:
 
 
 def line_reader(completes: Completes, *, keeps_history: bool) -> ReadLine:
-    """Return what reads a line from the terminal: an editor, or where there is none, `input`."""
+    """Return the reader of lines from the terminal: an editor, or `input` where there is none."""
     screen = sys.stdout if is_terminal(sys.stdout) else sys.stderr
     if not (is_terminal(sys.stdin) and is_terminal(screen)):
         return _plain_line
@@ -177,7 +177,7 @@ def _open_editor(completes: Completes, *, keeps_history: bool) -> PromptSession[
     def _begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    # Asked for the cursor's place, a terminal answers among the keys, late or never.
+    # A terminal that is asked for the cursor's place answers among the keys, late or never.
     output = Vt100_Output.from_pty(
         sys.stdout if is_terminal(sys.stdout) else sys.stderr, term=os.environ.get("TERM")
     )
@@ -202,7 +202,7 @@ class HistoryFile:
 
     @classmethod
     def open(cls) -> HistoryFile | None:
-        """Return the user's file, made if there is none; None, with a notice, where it cannot be made."""
+        """Return the user's file, made if there is none; None, with a notice, if it cannot be made."""
         try:
             file = cls(models_dir().parent / "chat-history.jsonl")
             file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ class HistoryFile:
         return [text for line in lines if (text := _read_entry(line)) is not None][-MAX_KEPT:]
 
     def add(self, text: str) -> None:
-        """Add a message; what cannot be written is not kept."""
+        """Add a message; one that cannot be written is not kept."""
         if len(text) <= MAX_KEPT_LEN:
             try:
                 self._write(os.O_APPEND, [text])
@@ -229,7 +229,7 @@ class HistoryFile:
                 notice(f"[the message is not kept in {self.path}: {error.strerror}]")
 
     def _shorten(self) -> None:
-        """Make the file, set its mode, and drop what is too old; other conversations may add meanwhile."""
+        """Make the file, set its mode, and drop messages that are too old; others may add some meanwhile."""
         entries = self.read()
         is_long = self.path.exists() and self.path.read_bytes().count(b"\n") > 2 * MAX_KEPT
         self._write(os.O_TRUNC if is_long else os.O_APPEND, entries if is_long else [])
@@ -237,7 +237,7 @@ class HistoryFile:
     def _write(self, mode: int, entries: Iterable[str]) -> None:
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
         try:
-            os.fchmod(handle, 0o600)  # also of a file that was there
+            os.fchmod(handle, 0o600)  # also if the file existed before
             os.write(handle, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
         finally:
             os.close(handle)

@@ -26,7 +26,7 @@ examples:
 SCHEMES = (
     "gptq", "awq", "ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel", "fp8-block", "fp8-tensor", "nf4"
 )  # fmt: skip
-OPTIONS = {  # what can be chosen of some schemes; the others are as they are
+OPTIONS = {  # options, and the schemes that have them
     "bits": ("gptq",),
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags choose of a recipe; a flag that the scheme does not have is refused."""
+    """The options of a recipe that flags choose; a flag that the scheme does not have is refused."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     for name in given:
         if args.scheme not in OPTIONS[name]:
@@ -71,7 +71,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize the model and print where it lies."""
+    """Quantize the model and print its place."""
     chosen = options_of(args)
     from infer.loader.find.source import resolve_model
     from infer.tools.quantize import Recipe, quantize_checkpoint

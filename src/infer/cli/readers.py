@@ -1,6 +1,6 @@
-"""Readers of the numbers that a flag takes; what a reader refuses, it refuses with a `ValueError`.
+"""Readers of the numbers that a flag takes; a reader refuses a text with a `ValueError`.
 
-The parser (parser.py) makes the message of it, and takes what is allowed from the reader's name:
+The parser (parser.py) turns that into a message, and takes the allowed values from the reader's name:
 
     infer bench serve: error: --timeout must be a number above 0, for example 600, got 'nan'
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-KINDS = {"int": "a whole number", "float": "a number"}  # the readers here are named in such words
+KINDS = {"int": "a whole number", "float": "a number"}  # the readers here have names like these
 Number = TypeVar("Number", int, float)
 
 
@@ -45,12 +45,12 @@ above_zero = _number(float, math.ulp(0.0), "a number above 0")
 
 
 def rate(text: str) -> float:
-    """A number per second; `inf` is everything at once."""
+    """A number per second; `inf` means everything at once."""
     return math.inf if text == "inf" else above_zero(text)
 
 
 def numbers(text: str) -> Sequence[int]:
-    """Several whole numbers of 1 or more, with commas between."""
+    """Several whole numbers of 1 or more, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
@@ -68,7 +68,7 @@ def on_or_off(text: str) -> bool:
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """A token's id and what to add to its logit."""
+    """A token's id, and the number to add to its logit."""
     token_id, _, bias = text.partition("=")
     return int(token_id), float(bias)
 

@@ -1,4 +1,4 @@
-"""A model that a server runs, for those commands that need only its answers.
+"""A model that a server runs, for commands that need only its answers.
 
 `RemoteModel` stands where an `LLM` stands and asks an OpenAI-compatible server instead, with nothing but
 the standard library: one POST per answer, its body a stream of events
@@ -9,9 +9,9 @@ the standard library: one POST per answer, its body a stream of events
 
 A chat's delta may also hold `reasoning_content` (or `reasoning`) and pieces of `tool_calls`.
 
-A thread reads each answer ahead. For the lines of a file, a server that is full (429 or 503) is asked again:
-after growing pauses, none shorter than the seconds of its `Retry-After`. As long as it says these it is
-believed, up to ten minutes; else it is given up after four. A user at a terminal is told at once.
+A thread reads each answer ahead. For the lines of a file, a server that is full (429 or 503) is asked again
+after growing pauses, none shorter than its `Retry-After`. As long as it sends that header it is asked for up
+to ten minutes; otherwise it is given up after four pauses. A user at a terminal is told at once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from infer.frontend.prompts import ChatOptions
 
 TIMEOUT_S = 600.0
-PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a server that is full is asked again; the last one is repeated
-MAX_PAUSE_S = 60.0  # however much a server asks for
-PATIENCE_S = 600.0  # pauses, added up
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses before a full server is asked again; the last one is repeated
+MAX_PAUSE_S = 60.0  # longest pause, even if a server asks for more
+PATIENCE_S = 600.0  # total of the pauses
 FULL = (429, 503)
 UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
 
 
 class RemoteFull(QueueFull):
-    """The server has no room for a request, and may have said for how long."""
+    """The server has no room for a request, and may have said when to ask again."""
 
     def __init__(self, message: str, *, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class RemoteModel:
     """One model of an OpenAI-compatible server."""
 
     has_chat_template = True  # assumed: only the server knows, and says if not
-    sampling_defaults: Mapping[str, float] = {}  # the server applies its own to what is not sent
+    sampling_defaults: Mapping[str, float] = {}  # the server applies its own to fields that are not sent
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class RemoteModel:
         counts: bool = False,
         is_patient: bool = False,
     ) -> None:
-        """Ask a server what it serves; of an answer's parameters only those named in `sampling` are sent.
+        """Ask a server for its models; only the parameters named in `sampling` are sent with a request.
 
-        `counts` asks it to count tokens, too: not every server knows how to. With `is_patient` it is asked
-        again where it is full.
+        `counts` also asks it to count tokens, which not every server can do. With `is_patient` a server that
+        is full is asked again.
         """
         self.sampling = sampling  # may change between answers
         self._counts = counts
@@ -145,28 +145,28 @@ class RemoteModel:
     ) -> http.client.HTTPResponse:
         """Send a request and wait for the head of its answer; a refusal is raised.
 
-        It is raised in the server's words; where these are not of OpenAI's form, as `says`.
+        It is raised in the server's words, or with `says` if these are not in OpenAI's form.
         """
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
             answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            with error:  # it is the answer, too
+            with error:  # the error holds the answer, too
                 raise _refusal(error, says.replace("{status}", str(error.code))) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # the last: an address that is none
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
             reason = getattr(error, "reason", None) or error
-            kind = ConfigError if body is None else EngineError  # it was there a moment ago
+            kind = ConfigError if body is None else EngineError  # EngineError: it was there a moment ago
             raise kind(f"cannot reach {self._base}: {reason}; is the server running?") from None
         return answer
 
 
 class RemoteStream(Iterator[TextDelta]):
-    """One answer, which a thread reads as it comes, whenever its pieces are wanted."""
+    """One answer, which a thread reads as it comes, even before its pieces are wanted."""
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
-        self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
-        self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
+        self.usage: dict[str, Any] | None = None  # the server's counts, once it sends them
+        self.seconds = (0.0, 0.0)  # times from the request to its first piece of text, and to its latest
         self._pieces: SimpleQueue[TextDelta | InferError | None] = SimpleQueue()
         self._is_closed = False
         threading.Thread(target=self._run, args=(self._read(model, path, body),), daemon=True).start()
@@ -174,7 +174,7 @@ class RemoteStream(Iterator[TextDelta]):
     def __next__(self) -> TextDelta:
         piece = self._pieces.get()
         if piece is None:
-            self._pieces.put(None)  # it stays at its end
+            self._pieces.put(None)  # a finished stream stays finished
             raise StopIteration
         if isinstance(piece, InferError):
             raise piece
@@ -198,7 +198,7 @@ class RemoteStream(Iterator[TextDelta]):
             said = f"the server's answer broke off: {type(error).__name__}: {error}"
             self._pieces.put(EngineError(said))
         finally:
-            self._pieces.put(None)  # without it the reader would wait for ever
+            self._pieces.put(None)  # the end: otherwise the reader would wait for ever
 
     def _read(
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
@@ -233,7 +233,7 @@ class RemoteStream(Iterator[TextDelta]):
 
 
 def _open_patiently(model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-    """Open an answer; a server that is full is asked again, where no terminal waits."""
+    """Open an answer; a server that is full is asked again, unless a terminal waits."""
     num_refused, waited_s = 0, 0.0
     while True:
         try:
@@ -284,7 +284,7 @@ def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:
 
 
 def is_remote(args: argparse.Namespace) -> bool:
-    """Whether the user names a server to ask."""
+    """Return True if the user names a server to ask."""
     if args.url is None and args.api_key is not None:
         raise ConfigError("--api-key is for the server that --url names; give both or neither")
     return args.url is not None
@@ -293,7 +293,7 @@ def is_remote(args: argparse.Namespace) -> bool:
 def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
     """The model of the server that `--url` names; the knobs of an engine are that server's business.
 
-    What the user set is sent along, and the seed always: each answer has one of its own (`flags.nth_draw`).
+    The user's settings are sent, and always a seed: each answer has its own (`flags.nth_draw`).
     Options are those of `RemoteModel`.
     """
     knobs = flags.knobs_from(args)
@@ -306,7 +306,7 @@ def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
 
 
 def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
-    """Return the server's own words, as the error that they would be without a server between."""
+    """Return the server's refusal as the error that a model loaded here would raise."""
     status = answer.code
     try:
         error = json.loads(answer.read(1 << 16))["error"]
@@ -315,7 +315,7 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
         return _failure(answer, f"{says} (its reason broke off: {lost})")
     except (ValueError, KeyError, TypeError, RecursionError):
         return _failure(answer, says)
-    if status in (400, 422) and "no chat template" in message:  # its advice is a route; here that is a flag
+    if status in (400, 422) and "no chat template" in message:  # it advises a route; here that is a flag
         return RequestError(
             "the server's model has no chat template; use 'infer generate --raw', "
             "or serve it with --chat-template FILE",
@@ -338,9 +338,9 @@ def _failure(answer: urllib.error.HTTPError, said: str) -> EngineError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Return the header in seconds; None where it is a date or no time at all."""
+    """Return the header in seconds; None if it is a date or not a time at all."""
     try:
         seconds = float(retry_after or "")
     except ValueError:
         return None
-    return seconds if seconds >= 0 else None  # also where it is not a number
+    return seconds if seconds >= 0 else None  # None also for nan

@@ -1,8 +1,8 @@
-"""`infer replay`: run a record again and say where the two runs part.
+"""`infer replay`: run a record again and say where the two runs diverge.
 
 0    identical, or nothing was compared; standard output says if the record has no end
 1    the runs differ: standard output says at which step, and in what
-2    this is no record, or not of this model
+2    this is not a record, or not one of this model
 130  Ctrl-C: standard error says how far it came
 """
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frame_stepper(model: str | None, screen: stepping.StepScreen) -> Stepper:
-    """What shows the frames of a replay, with the tokens spelled by the model's tokenizer."""
+    """The stepper that shows the frames of a replay, with tokens spelled by the model's tokenizer."""
     from infer.config.settings import LoadConfig
     from infer.frontend.prompts import find_source, open_text
     from infer.tools.step_frames import FrameStepper

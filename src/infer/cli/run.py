@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer once where there is something to answer, else until the user leaves."""
+    """Answer once if there is something to answer, else until the user leaves."""
     if args.prompt is not None:
         return chat.hold(args, asking.join_piped(args.prompt))
     if sys.stdin.isatty():

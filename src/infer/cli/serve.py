@@ -94,7 +94,7 @@ def _serve_here(models: Mapping[str, EngineConfig], config: ServerConfig) -> Non
 
 
 def _serve_cluster(models: Mapping[str, EngineConfig], config: ServerConfig, log_level: str) -> None:
-    """Serve from replicas on other machines, whose models are looked for there."""
+    """Serve from replicas on other machines, which look for the models there."""
     import asyncio
 
     from infer.cluster.serve import serve_cluster
@@ -167,7 +167,7 @@ def _read_names(args: argparse.Namespace, server: Mapping[str, Any]) -> dict[str
 
 
 def split_name(text: str) -> tuple[str, str | None]:
-    """Return the two parts of `name=path`; a path with an equals sign of its own has a slash before it."""
+    """Return the two parts of `name=path`; a path that has an equals sign itself has a slash before it."""
     name, equals, model = text.partition("=")
     if not equals or "/" in name:
         return "", text

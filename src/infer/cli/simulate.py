@@ -1,7 +1,7 @@
 """`infer simulate`: compare policies and cache sizes under a load, without a model.
 
-The real scheduler and the real cache books run on a virtual clock (bench/simulated.py), so what this
-prints follows from the trace, the knobs and the cost alone, and not from this machine.
+The real scheduler and the real cache books run on a virtual clock (bench/simulated.py), so the results
+depend on the trace, the knobs and the cost alone, and not on this machine.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ examples:
   infer simulate --workload shared_prefix --no-use-prefix-caching --cost run.jsonl
 """
 
-# A simulation has no weights, no attention and no sampling; and policy and blocks are lists here.
+# A simulation has no weights, no attention and no sampling; policies and numbers of blocks are lists here.
 OWN_FLAGS = {"num_blocks", "kv_cache_memory", "scheduler_policy", "seed"}
 OWN_FLAGS |= {"attention_backend", "decode_attention_backend", "mlp_backend"}
 OWN_FLAGS |= {"device_memory", "kv_cache_share", "itl_target_ms"}
 DEFAULT_BLOCKS = (256, 1024)
 
-# of a result: (title, format)
+# columns of a result: (title, format)
 COLUMNS = {
     "policy": ("policy", ""),
     "num_blocks": ("blocks", "d"),
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     policies = read_policies(args.policy or knobs.get("scheduler_policy") or "all")
     in_file = knobs.pop("num_blocks", None)
     num_blocks = args.num_blocks or (DEFAULT_BLOCKS if in_file is None else [in_file])
-    knobs.pop("kv_cache_memory", None)  # of a config file: the cache is sized in blocks here
+    knobs.pop("kv_cache_memory", None)  # set in a config file: the cache is sized in blocks here
     results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
     if args.json:
         told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}
@@ -143,7 +143,7 @@ def read_load(args: argparse.Namespace) -> Workload:
 
 
 def read_policies(text: str) -> list[str]:
-    """Return the policies of a list with commas."""
+    """Return the policies of a comma-separated list."""
     known = knob_table()["scheduler_policy"].choices
     policies = list(known) if text == "all" else text.split(",")
     for policy in policies:

@@ -4,9 +4,9 @@
     n 12, enter    to step 12               ?   help
     q              leave
 
-Frames are kept, so going back costs nothing and shows exactly what was there. Forward from the newest frame
-the engine makes a step. Where standard input or output is not a terminal, frames are printed one after the
-other and nothing is waited for; with `--watch` the next step comes by itself.
+Frames are kept, so going back costs nothing and shows exactly what was there. Going forward from the newest
+frame makes a step of the engine. Where standard input or output is not a terminal, frames are printed one
+after the other without waiting; with `--watch` the next step comes by itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from infer.frontend.llm import LLM
     from infer.tools.step_frames import Frame, StepFrames
 
-NUM_SHOWN = 5  # candidates of a draw, unless told
-WATCH_S = 1.0  # between steps of `--watch`, where no number is given
+NUM_SHOWN = 5  # candidates of a draw, by default
+WATCH_S = 1.0  # seconds between steps of `--watch`, where no number is given
 OVERLAP = KNOB + "use_overlap"
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 KEYS = "space next, b back, n N jump to step N, q quit, ? help"
@@ -135,7 +135,7 @@ class StepScreen:
         write_out(f"{CLEAR}" + "\n".join(lines) + f"\n\n{shown}\n[{status}] {KEYS} ")
 
     def _read_key(self, *, waits: bool) -> str:
-        """The next key; empty where `--watch` has waited long enough for one."""
+        """The next key; empty if `--watch` has waited long enough for one."""
         if self._watch_s is not None and not waits:
             ready, _, _ = select.select([sys.stdin], [], [], self._watch_s)
             if not ready:
@@ -169,21 +169,21 @@ def add_watch(group: argparse._ActionsContainer) -> None:
 
 
 def forbid_overlap(args: argparse.Namespace) -> None:
-    """Let each step be read before the next is planned; a flag that asks for something else is refused."""
+    """Let each step be read before the next is planned; a flag that asks otherwise is refused."""
     if getattr(args, OVERLAP, False):
         raise ConfigError("steps are watched one at a time, so they cannot overlap; leave --use-overlap out")
     setattr(args, OVERLAP, False)
 
 
 def with_candidates(params: SamplingParams) -> SamplingParams:
-    """The parameters, with as many alternatives to each token reported as can be."""
+    """The parameters, with as many alternatives to each token as can be reported."""
     return replace(params, logprobs=MAX_LOGPROBS)
 
 
 def make_frames(
     screen: StepScreen, recorder: EngineObserver | None = None
 ) -> tuple[StepFrames, EngineObserver]:
-    """What makes frames for a screen, and the observer to build the engine with: it may record as well."""
+    """The maker of frames for a screen, and the observer to build the engine with: it may record as well."""
     with importing():
         from infer.engine.observer import Observers
         from infer.tools.step_frames import StepFrames

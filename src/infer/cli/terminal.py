@@ -1,4 +1,4 @@
-"""The terminal around an answer: what is typed is not echoed into it, its lines break between words.
+"""The terminal around an answer: typed keys are not echoed into it, and its lines break between words.
 
     at the prompt            prompt_toolkit has the terminal (prompt.py)
     while an answer comes    `quiet`: no echo; the keys wait, and are the beginning of the next message
@@ -24,15 +24,15 @@ FRAMES = "-\\|/"
 FRAME_S = 0.1
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 PLAIN = "\x1b[?2004l\x1b[?25h\r\n"  # no bracketed paste, a cursor, a new line
-USUAL_COLUMNS = 80  # of a terminal that does not know its size
-LOCAL_MODES = 3  # place of the local modes in what tcgetattr returns
+USUAL_COLUMNS = 80  # width of a terminal that does not know its size
+LOCAL_MODES = 3  # index of the local modes in the result of tcgetattr
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal of the system, with modes that can be set."""
+    """Return True if a stream is a terminal of the system, with modes that can be set."""
     try:
         return os.isatty(stream.fileno())
-    except (OSError, ValueError):  # closed, or an object that stands in for a stream
+    except (OSError, ValueError):  # a closed stream, or an object in place of one
         return False
 
 
@@ -56,7 +56,7 @@ def guarded() -> Iterator[None]:
                     os.write(stream.fileno(), PLAIN.encode())
                 break
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)  # ends as it would have without a handler
+        os.kill(os.getpid(), number)  # ends the process as if there were no handler
 
     previous = {number: signal.signal(number, leave) for number in ENDINGS}
     try:
@@ -69,7 +69,7 @@ def guarded() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Echo no key while the block runs; keys are kept for whoever reads next."""
+    """Echo no key while the block runs; keys are kept for the next reader."""
     if not is_terminal(sys.stdin):
         yield
         return
@@ -91,7 +91,7 @@ def drop_typed() -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal's standard error what is being done while the block runs; then clear the line."""
+    """Show `what` on a terminal's standard error while the block runs; then clear the line."""
     if not is_terminal(sys.stderr):
         yield
         return
@@ -131,7 +131,7 @@ class WordWrap:
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Return what is to be written now."""
+        """Return the text that is to be written now."""
         if self._handle is None:
             return text
         written = []
@@ -151,8 +151,8 @@ class WordWrap:
         return "".join(written)
 
     def end(self) -> str:
-        """Return what was held back; the next text begins a line."""
-        rest = self._take_word() + self._spaces  # nothing, where text is not broken
+        """Return the text that was held back; the next text begins a line."""
+        rest = self._take_word() + self._spaces  # empty where lines are not broken
         self._spaces, self._column = "", 0
         return rest
 

@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """What a server or an `AsyncLLM` needs of an engine, in a thread or in a process."""
+    """The parts of an engine that a server or an `AsyncLLM` needs, in a thread or in a process."""
 
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
         ...
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read: it was not refused."""
+        """Return True if the engine has taken a request that is being read, and did not refuse it."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -60,7 +60,7 @@ class EngineClient(Protocol):
 
     @property
     def prefixes(self) -> AbstractSet[int]:
-        """What its prefix cache holds, by hash (`chain_hashes`); empty where it has no replicas."""
+        """The hashes (`chain_hashes`) of its cached prefixes; empty where it has no replicas."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class EngineClient(Protocol):
         ...
 
     async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request that is served or was; None: it is not known, or not any more."""
+        """The story of a request that is or was served; None: it is not known, or not any more."""
         ...
 
     async def look(self) -> LiveSnapshot:
@@ -95,7 +95,7 @@ class EngineClient(Protocol):
 
 
 async def embed(client: EngineClient, request: Request) -> list[float]:
-    """The embedding that a request with a `pooling` asks for; to be cancelled is to abort it."""
+    """The embedding that a request with a `pooling` asks for; cancelling it aborts the request."""
     async with contextlib.aclosing(client.generate(request)) as outputs:
         async for output in outputs:
             if output.finish_reason == "stop":
@@ -123,7 +123,7 @@ class InProcessClient:
         self._is_closing, self._close_reason = False, CLOSED
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._patience_s: float | None = IDLE_S  # None: idle time has no more use
+        self._patience_s: float | None = IDLE_S  # None: idle time has no further use
         engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class InProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read."""
+        """Return True if the engine has taken a request that is being read."""
         return self._engine.is_serving(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -188,12 +188,12 @@ class InProcessClient:
             if self._stopped is not None:
                 raise self._stopped
             if not self._inbox and not self._engine.has_work:
-                self._progress_at = time.monotonic()  # idle time is no lack of progress
+                self._progress_at = time.monotonic()  # idle time is not a lack of progress
             self._inbox.append(command)
             self._wake.notify()
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Let the engine thread do something between two steps, and wait for the result."""
+        """Run something on the engine thread between two steps, and wait for the result."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -232,7 +232,7 @@ class InProcessClient:
         stopped: EngineStopped | None = None
         try:
             while not self._is_closing and self._engine.prepare():
-                self._progress_at = time.monotonic()  # in this thread: cuDNN keeps its plans by thread
+                self._progress_at = time.monotonic()  # this thread prepares: cuDNN keeps its plans by thread
             while self._take_commands():
                 if self._engine.has_work:
                     self._send(self._subscribers.step())

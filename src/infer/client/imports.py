@@ -2,10 +2,10 @@
 
 Two things make it slow. The garbage collector walks again and again through modules that stay for good. And a
 third of the rest is `torch._meta_registrations`: the shapes of all operations on tensors without numbers, for
-PyTorch's compiler. An engine makes such tensors to count bytes and computes nothing with them.
+PyTorch's compiler. An engine makes these tensors to count bytes and computes nothing with them.
 
-A third one doubles it: in many containers no module has its bytecode beside it, because the installer makes
-none and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
+A third one doubles it: in many containers modules come without bytecode, because the installer makes none
+and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
 PyTorch is compiled at every start. There, bytecode is kept where compiled kernels are (`keep_bytecode`).
 """
 
@@ -28,9 +28,9 @@ from infer.loader.find.default_model import models_dir
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Put off what no engine needs of PyTorch, and keep the collector away from what is imported.
+    """Put off the parts of PyTorch that no engine needs, and keep the collector away from the imports.
 
-    Where PyTorch is imported already, nothing is to be won, and garbage may be lying about.
+    Where PyTorch is imported already there is nothing to gain, and there may be garbage to collect.
     """
     if "torch" in sys.modules:
         yield
@@ -45,7 +45,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def put_off(name: str) -> None:
-    """Let an import of this module bring an empty one, which becomes the module when asked for a name."""
+    """Let an import of this module give an empty one, which becomes the module when asked for a name."""
     empty = ModuleType(name)
 
     def load(attribute: str) -> object:
@@ -62,9 +62,9 @@ def put_off(name: str) -> None:
 def keep_bytecode(of: str = "torch") -> None:
     """Let this process, and those it starts, keep bytecode in a folder of ours where Python keeps none.
 
-    What tells is a large package that every start imports. A folder that the user has named stays. Ours has
-    the versions in its name, because a cache may outlive an image, and only its owner may use it: bytecode is
-    code.
+    A large package that every start imports shows whether Python does. A folder of the user's choice stays.
+    Ours has the versions in its name, because a cache may outlive an image, and only its owner may use it:
+    bytecode is code.
     """
     spec = PathFinder.find_spec(of)
     if sys.pycache_prefix is not None or spec is None or spec.cached is None or spec.origin is None:
@@ -78,7 +78,7 @@ def keep_bytecode(of: str = "torch") -> None:
             versions = f"python-{python}-torch-{version('torch')}-infer-{__version__}"
             folder = models_dir().parent / "bytecode" / versions
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()  # others may use what a link leads to
+            found = folder.lstat()  # lstat: others may use the target of a link
             if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and os.access(folder, os.W_OK):
                 sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
                 os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}

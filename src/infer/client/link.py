@@ -48,7 +48,7 @@ class EngineLink:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, for the clients of its requests: no paths, no traceback."""
+        """The way the process ended, for the clients of its requests: no paths, no traceback."""
         return self._reason
 
     def set_exited(self, reason: str) -> None:
@@ -83,9 +83,9 @@ class EngineLink:
             self._receive_soon()
 
     def receive(self) -> None:
-        """Take the next message, if there is one; the one behind it waits for the loop's next turn.
+        """Take the next message, if there is one; the one after it waits for the loop's next turn.
 
-        A loop that is behind would otherwise take many steps at once, and every stream would get a burst.
+        Otherwise a loop that is late would take many steps at once, and every stream would get a burst.
         """
         self._is_receiving = False
         if self._take_next():

@@ -36,7 +36,7 @@ def load_weights(
     show_progress: bool = False,
     on_idle_loss: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Load the model of a config, whose headers these are, and start its other ranks, if it has any.
+    """Load the model of a config, which has these headers, and start its other ranks, if it has any.
 
     Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
     when a rank is gone while there is no step that would say so.
@@ -63,7 +63,7 @@ def load_weights(
 def load_part(
     config: EngineConfig, headers: ModelHeaders, rank: Rank = ALONE, *, show_progress: bool = False
 ) -> LoadedModel:
-    """Load what one rank has of the model of a config; the first checks the settings of all."""
+    """Load one rank's part of the model of a config; the first rank checks the settings of all."""
     load = config.load
     return load_model(
         headers.source,
@@ -93,7 +93,7 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
 
 
 def use_threads(number: int) -> None:
-    """Compute with so many threads on the CPU; more than it has are taken, with a warning."""
+    """Compute with `number` threads on the CPU; more than it has are taken, with a warning."""
     num_cpus = os.cpu_count() or 1
     if _is_forked and number > 1:
         logger.warning(

@@ -1,4 +1,4 @@
-"""What crosses between an API process of a server and an engine in its own process, as msgpack.
+"""The messages between an API process of a server and an engine in its own process, as msgpack.
 
     server                                         engine
     Add, Unsubscribe, Abort                    ──►
@@ -36,7 +36,7 @@ from infer.scheduling.request import Request, StepOutput
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the engines of one model this is; `placement.py` finds its place."""
+    """The number of this engine among the engines of one model; `placement.py` finds its place."""
 
     number: int = 0
     count: int = 1
@@ -58,7 +58,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process: the first line of its standard input, as JSON."""
 
     endpoints: list[str]  # the unix sockets to connect to, one for each API process
-    knobs: dict[str, Any]  # of the EngineConfig
+    knobs: dict[str, Any]  # knobs of the EngineConfig
     log_level: str
     spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
     replica: Replica = ALONE
@@ -78,7 +78,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
-DONE = b"done"  # what the process of a rank reports, in a line, after each part of its start
+DONE = b"done"  # line that the process of a rank reports after each part of its start
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -103,7 +103,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget all cached prefixes; answer with how many blocks that were."""
+    """Forget all cached prefixes; answer with the number of blocks."""
 
     ticket: int
 
@@ -152,14 +152,14 @@ class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The model is loaded and requests are welcome; what the text side must know of it."""
+    """The model is loaded and requests are welcome; holds the facts that the text side needs."""
 
     stats: EngineStats
-    family: str = ""  # of the model's network, by which a chat template is chosen
+    family: str = ""  # family of the model's network, by which a chat template is chosen
     context_len: int = 0  # tokens of the longest sequence served
     model_len: int = 0  # tokens of the model's own context
     phases: dict[str, float] = {}  # seconds of each phase of the start, in order
-    max_queue: int | None = None  # sequences that may wait beside those that run; None: no limit
+    max_queue: int | None = None  # sequences that may wait while others run; None: no limit
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -174,12 +174,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The outputs, answers and counts of one turn of the engine's loop."""
 
-    num_commands: int  # taken since the start: the server knows which of its commands have arrived
+    num_commands: int  # commands taken since the start: the server knows which of its commands have arrived
     stats: EngineStats
-    tickets: list[int]  # whose the outputs are, one each
+    tickets: list[int]  # tickets of the requests that the outputs belong to, one each
     outputs: list[StepOutput]
     answers: list[Answer] = []
-    prefixes: dict[int, bool] = {}  # that came (true) or went, by hash; of engines with replicas
+    prefixes: dict[int, bool] = {}  # prefixes that came (true) or went, by hash, if it has replicas
 
 
 class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,13 +1,13 @@
-"""Where each of several engines of one model runs: a GPU of its own, or its share of the processor.
+"""The places of several engines of one model: a GPU of its own for each, or its share of the processor.
 
     replica          0       1       2       3
-    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          of those that CUDA_VISIBLE_DEVICES names
+    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among those that CUDA_VISIBLE_DEVICES names
     2 GPUs, shared   cuda:0  cuda:1  cuda:0  cuda:1          each with half of `device_memory`
     8 cores          0, 1    2, 3    4, 5    6, 7            two threads each, which stay on their cores
 
-More replicas than GPUs are refused unless `share_device` asks for it: two engines on one GPU take turns, and
-serve no more than one with the memory of both. An engine's process finds its own place when it starts, for it
-has PyTorch and the server need not.
+More replicas than GPUs are refused unless `share_device` allows it: two engines on one GPU take turns, and
+serve no more than one engine with the memory of both. An engine's process finds its own place when it starts,
+because it has PyTorch and the server need not.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
         return config
     cpus = own_cpus(replica, physical_cores())
     if cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cpus)  # of this thread, and of all that it starts
+        os.sched_setaffinity(0, cpus)  # affinity of this thread and all that it starts
     return share_threads(config, replica.count)
 
 
 def share_threads(config: EngineConfig, count: int) -> EngineConfig:
-    """Return the config of one of so many engines that compute on this machine's CPU side by side."""
+    """Return the config of one of `count` engines that compute on this machine's CPU side by side."""
     if count == 1 or config.load.num_threads is not None:
         return config
     import torch  # here: see above
@@ -82,7 +82,7 @@ def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> Engin
 
 def divide_memory(asked: str | None, count: int) -> str:
     """Return `device_memory` for one of `count` engines that have it together: a size, or a share."""
-    asked = str(GPU_SHARE) if asked is None else asked  # of the whole GPU: each must leave the others theirs
+    asked = str(GPU_SHARE) if asked is None else asked  # share of the whole GPU: others need theirs
     try:
         return f"{float(asked) / count:.6f}" if float(asked) <= 1 else f"{int(float(asked)) // count}B"
     except ValueError:  # it has a unit

@@ -53,15 +53,15 @@ from infer.tools.record_files import set_aside
 
 logger = logging.getLogger(__name__)
 
-LINGER_MS = 2000  # for the last message to reach the server
-OVERDUE_S = 0.5  # of silence, after which commands are confirmed before the step and not behind it
+LINGER_MS = 2000  # time for the last message to reach the server
+OVERDUE_S = 0.5  # seconds of silence after which commands are confirmed before the step and not after it
 STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
 EXIT_FAILED = 1
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The socket to one API process, and what is to be reported there."""
+    """The socket to one API process, and the contents of its next report."""
 
     socket: zmq.Socket[bytes]
     num_commands: int = 0
@@ -73,7 +73,7 @@ class Link:
     prefixes: dict[int, bool] = field(default_factory=dict)  # news of the cache
 
 
-Address: TypeAlias = tuple[Link, int]  # which API process, and its ticket
+Address: TypeAlias = tuple[Link, int]  # an API process, and its ticket
 
 
 class EngineServer:
@@ -87,7 +87,7 @@ class EngineServer:
         os.set_blocking(self._bell, False)
         os.set_blocking(bell, False)
         self._poll = _poll_all([*sockets, self._bell])
-        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no more use
+        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no further use
         engine.compile_aside(lambda: _ring(bell))
 
     def run(self) -> None:
@@ -132,7 +132,7 @@ class EngineServer:
         return frames
 
     def _keep(self, made: Sequence[tuple[Address, StepOutput]]) -> None:
-        """Put outputs where their reports are made."""
+        """Put outputs into the reports of their API processes."""
         for (link, ticket), output in made:
             link.tickets.append(ticket)
             link.outputs.append(output)
@@ -179,12 +179,12 @@ class EngineServer:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 
     def _is_overdue(self) -> bool:
-        """Whether commands were taken after a silence: a first step may be long, and its readers wait."""
+        """Return True if commands were taken after a silence: a first step may be long, and readers wait."""
         now = time.monotonic()
         return any(link.is_owed and now - link.reported_at > OVERDUE_S for link in self._links)
 
     def _report(self) -> None:
-        """Send every API process what is for it, and the counts: to those without outputs now and then."""
+        """Send every API process its own outputs, and the counts: now and then to those without outputs."""
         stats, is_idle = self._engine.stats(), not self._engine.has_work
         now = time.monotonic()
         if news := self._engine.take_prefix_news():
@@ -262,10 +262,10 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
     with zmq.Context() as context, contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(context.socket(zmq.PAIR)) for _ in launch.endpoints]
         for socket, endpoint in zip(sockets, launch.endpoints, strict=True):
-            socket.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
+            socket.set_hwm(0)  # messages under way are bounded by max_tokens of the requests being served
             socket.linger = LINGER_MS
             socket.connect(endpoint)
-        kind: type[InferError] = ConfigError  # of what the system does not give, while the model is loaded
+        kind: type[InferError] = ConfigError  # error if the system runs short during loading
         try:
             if launch.record is not None:
                 make_engine = partial(make_engine, observer=open_recorder(launch.record))
@@ -302,16 +302,16 @@ def _remove_directory(launch: messages.Launch) -> None:
 
 
 def import_engine() -> None:
-    """Import what `load_engine` will need, and waits for: the server is not yet ready to give orders."""
+    """Import what `load_engine` will need and would wait for: the server is not yet ready to give orders."""
     with quick_imports():
         from infer.client import load  # noqa: F401
         from infer.engine import build  # noqa: F401
 
 
 def wake_gpu() -> None:
-    """Initialise the GPU's driver, if there is one, beside the imports: PyTorch would wait for it.
+    """Initialise the GPU's driver, if there is one, during the imports: PyTorch would wait for it.
 
-    Then let Triton compute the key of its cache, for which it reads all of its library: half a second.
+    Then let Triton compute the key of its cache: it reads its whole library for that, half a second.
     """
     with contextlib.suppress(OSError, ImportError):
         if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0:

@@ -5,18 +5,18 @@
                   └─────────────► down for good                 with restart=False
 
 While the engine is down every call raises `EngineStopped`, and open requests get the same within moments of
-the death: what a request had produced is lost, and only its sender knows whether to repeat it.
+the death: their outputs so far are lost, and only the sender knows whether to repeat a request.
 
-Whether the engine is *stuck* is read from its reports. Each says how many of our commands it has taken, what
-it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
-come within `stuck_timeout` seconds: a chunk of a long prompt is work, though no output comes of it. One that
-has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which it
-owes a report like any command. So an engine that freezes while idle is found as well, and gets no requests
+The reports of the engine tell whether it is *stuck*. Each says how many of our commands it has taken, what it
+still has to do and how many tokens it has computed. While it owes us something, a report of work done must
+come within `stuck_timeout` seconds: a chunk of a long prompt is work, even without an output. An engine that
+has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which
+wants a report like any command. So an engine that freezes while idle is found as well, and gets no requests
 that another replica can take long before it counts as stuck (`silent_s`, read by the server's router).
 
-A *full queue* is told here, for the engine takes commands between two steps alone, and a step may take
+A *full queue* is reported here, because the engine takes commands only between two steps, and a step may take
 seconds. What counts is its last report and the requests on their way: one that it would have taken is refused
-only for the sequences that have ended since that report.
+only because of sequences that have ended since that report.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ProcessClient:
     """An engine in a process of its own, for one event loop. Made by `start`, ended by `close`."""
 
     _stats: EngineStats  # the last snapshot that arrived
-    _num_sent: int  # commands, and those of them that the engine has taken
+    _num_sent: int  # commands sent, and those that the engine has taken
     _num_taken: int
-    _on_way: deque[tuple[int, int]]  # the number of a command, and how many sequences it adds
+    _on_way: deque[tuple[int, int]]  # the number of a command, and the number of sequences it adds
     _num_on_way: int  # sequences that they add together
 
     def __init__(
@@ -74,7 +74,7 @@ class ProcessClient:
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._added: dict[str, int] = {}  # by request id: the number of the command that added it
+        self._added: dict[str, int] = {}  # number of the command that added a request, by request id
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
@@ -83,7 +83,7 @@ class ProcessClient:
 
     @classmethod
     async def start(cls, config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
-        """Start an engine and wait for its model; what stops it from starting is raised here."""
+        """Start an engine and wait for its model; raises the error that stops it from starting."""
         options = options or ProcessOptions()
         start = partial(EngineProcess.start, config, options)
         process, ready = await start()
@@ -99,7 +99,7 @@ class ProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has reported since it took a request that is being read."""
+        """Return True if the engine has reported since it took a request that is being read."""
         return self._added.get(request_id, self._num_sent) <= self._num_taken
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -184,7 +184,7 @@ class ProcessClient:
         return end
 
     def _check_room(self) -> None:
-        """Refuse what the engine would refuse at its next turn."""
+        """Refuse a request that the engine would refuse at its next turn."""
         stats, max_queue = self._stats, self.ready.max_queue
         if max_queue is None or self._down is not None:
             return
@@ -240,9 +240,9 @@ class ProcessClient:
 
     def _adopt(self, process: EngineLink, ready: messages.Ready) -> None:
         self._process = process
-        self.ready = ready  # what the engine says of its model, and of its start
+        self.ready = ready  # the engine's facts about its model, and about its start
         self._stats = ready.stats
-        self.prefixes: set[int] = set()  # cached by the engine, where it has replicas, by hash
+        self.prefixes: set[int] = set()  # hashes of prefixes cached by the engine, where it has replicas
         self._num_sent = self._num_taken = 0
         self._on_way, self._num_on_way = deque(), 0
         self._progress_at = time.monotonic()
@@ -325,7 +325,7 @@ class ProcessClient:
 
     @property
     def _owes_us(self) -> bool:
-        """Whether a report must come: commands are on their way, or sequences are being served."""
+        """True if a report must come: commands are on their way, or sequences are being served."""
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 

@@ -1,7 +1,7 @@
-"""What the system lets this process use, told in one line before and after it runs out.
+"""The system's limits for this process, told in one line before and after it runs into one.
 
-Libraries in C++ end the process where there are no more file descriptors or no more addresses, with a message
-that says neither. So limits under which nothing works are refused first; what runs out later, in Python, is
+C++ libraries end the process when there are no more file descriptors or addresses, with a message that says
+neither. So limits under which nothing works are refused first; a shortage that comes later, in Python, is
 recognised by its exception.
 """
 
@@ -46,7 +46,7 @@ def check_limits() -> None:
 
 
 def spell_shortage(error: BaseException) -> str | None:
-    """One line about what has run out, or None: the error has another reason."""
+    """One line about the resource that has run out, or None: the error has another reason."""
     if isinstance(error, InferError):
         return None
     if isinstance(error, OSError) and error.errno in _NO_FILES:

@@ -2,7 +2,7 @@
 
     engine process, rank 0 ──┬── standard input of each      its orders to start; it ends when this closes
                              ├── shared memory, no name      messages, and the exchanges of every step
-                             └── a pipe from each            what it has done, or why it failed; its end
+                             └── a pipe from each            its progress, or why it failed; its end
 
 A thread for each process starts it and waits for its end. A rank that dies, or is stopped, or does not
 answer while the others wait for it, ends the group: all waits in shared memory end, the other processes are
@@ -45,16 +45,16 @@ SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """What the threads know about the processes; nothing here holds the group itself."""
+    """The threads' knowledge about the processes; nothing here holds the group itself."""
 
     abort: Any  # ends all waits in shared memory
     arrived: Any  # exchanges of each rank
-    on_idle_loss: Callable[[], None]  # called when a rank is gone that no step waits for
+    on_idle_loss: Callable[[], None]  # called when a rank that no step waits for is gone
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    num_done: dict[int, int] = field(default_factory=dict)  # parts of a start, by rank
+    num_done: dict[int, int] = field(default_factory=dict)  # finished parts of a start, by rank
     lost: str | None = None  # why the group has ended
-    error: InferError | None = None  # what a rank said that failed to start
+    error: InferError | None = None  # the error of a rank that failed to start
     is_closing: bool = False
     is_waited_for: bool = False  # rank 0 waits for the others
 
@@ -90,7 +90,7 @@ class RankProcesses:
         num_threads: int,
         on_idle_loss: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start them; `on_idle_loss` is called by a thread when one is gone that nobody waits for."""
+        """Start them; a thread calls `on_idle_loss` when a rank is gone that nobody waits for."""
         handle = make_memory(size)
         try:
             self._link = open_link(handle, 0, size)
@@ -128,7 +128,7 @@ class RankProcesses:
             raise
 
     def wait(self) -> None:
-        """Wait until all ranks have done one more part of their start; raises what has failed there."""
+        """Wait until all ranks have done one more part of their start; raises the error of one that fails."""
         group, self._num_parts = self._group, self._num_parts + 1
         group.is_waited_for = True
         with group.changed:
@@ -145,7 +145,7 @@ class RankProcesses:
         """Raise `DeviceLost` if a rank is gone."""
         self._group.is_waited_for = False
         if self._link.communicator.is_aborted:
-            with self._group.changed:  # until who has set it has said why
+            with self._group.changed:  # wait for the reason from the thread that aborted
                 raise DeviceLost(self._group.lost or "a rank of the model is gone")
 
     def close(self, reason: str = "the engine was closed") -> None:
@@ -157,15 +157,15 @@ class RankProcesses:
 
 
 def _end(group: _Group, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the object, and not the processes
+    if os.getpid() == owner:  # a forked child has the object, but not the processes
         group.is_closing = True
         group.lose("the engine is gone")
 
 
 def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) -> None:
-    """Start a process, note what it reports, and wait for its end.
+    """Start a process, note its reports, and wait for its end.
 
-    In a thread of its own that lives as long as the process: the kernel takes this thread for its parent.
+    It runs in a thread that lives as long as the process: to the kernel, this thread is its parent.
     """
     rank, failure = launch.rank, None
     reading, writing = os.pipe()

@@ -4,7 +4,7 @@
                                     │                                                                  │
     engine process                  └──► import PyTorch ···························· (process.py) ◄────┘
 
-A process that waits for its orders costs nothing but memory. It ends when its standard input does, so it
+A process that waits for its orders costs only memory. It ends when its standard input does, so it
 never outlives the server, however that ends.
 """
 
@@ -57,10 +57,10 @@ def give_orders(process: subprocess.Popen[bytes], orders: object) -> None:
 
 
 def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders: None) -> T:
-    """Read, in such a process, the first line of its standard input.
+    """Read the first line of standard input, in a process that `spawn` started.
 
-    From here on signals are the server's business, and the process ends when its standard input does, which
-    is when the server ends, however that comes; `on_orphaned` then cleans up in its place.
+    From here on signals are the server's business, and the process ends when its standard input does: when
+    the server ends, for whatever reason. `on_orphaned` then cleans up in its place.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Request ids to subscribers: what an engine in a thread and an engine in a process have in common.
+"""Request ids to subscribers: the common part of an engine in a thread and an engine in a process.
 
 An engine knows request ids; its outputs must reach readers. A *subscriber* is the address that outputs are
 sent to: a queue where the engine is a thread of the same process, a number where it is another process.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Subscriber = TypeVar("Subscriber")
 
-OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription, given whether the request has ended
+OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription; its argument: has the request ended
 
 CLOSED = "the engine was closed"  # reasons for which open requests end
 SHUTTING_DOWN = "the server is shutting down; send the request again to another server or later"
@@ -37,8 +37,8 @@ MAX_UNREAD = 65_536  # tokens and logprobs that may wait for one reader: some me
 class OutputQueue:
     """The outputs of one request on their way to its reader. Belongs to the reader's event loop.
 
-    A reader that stops reading does not stop the engine, so what it leaves unread is bounded: at the limit
-    the request ends, the backlog is dropped, and the reader finds an error in its place.
+    A reader that stops reading does not stop the engine, so its unread outputs are bounded: at the limit the
+    request ends, the backlog is dropped, and the reader finds an error in its place.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class OutputQueue:
         size = 0
         if isinstance(message, BaseException):
             self._is_over = True
-        elif self._num_unread >= MAX_UNREAD:  # one output may be larger: a reader can always read one
+        elif self._num_unread >= MAX_UNREAD:  # a single output may exceed it: a reader can always read one
             self._is_over = True
             self._messages.clear()
             message = RequestError(
@@ -82,7 +82,7 @@ class OutputQueue:
 
 
 def _size_of(output: StepOutput) -> int:
-    """The number of tokens of an output and of logprobs that came with them."""
+    """The number of tokens of an output and of the logprobs that came with them."""
     size = 1 + len(output.token_ids)
     if not output.logprobs and output.prompt_logprobs is None:
         return size
@@ -105,7 +105,7 @@ async def read_outputs(
             if isinstance(message, BaseException):
                 has_ended = True
                 raise message
-            if message.param is not None:  # found out late: its constraint cannot be compiled, say
+            if message.param is not None:  # a late error: its constraint cannot be compiled, say
                 has_ended = True
                 raise RequestError(message.error or "the request was refused", param=message.param)
             num_left -= message.finish_reason is not None

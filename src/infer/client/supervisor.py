@@ -1,4 +1,4 @@
-"""One engine process from start to exit, and how often a dead one may be replaced.
+"""One engine process from start to exit, and the number of times that a dead one may be replaced.
 
     EngineProcess.start ──► spawn ──► loading ──► Ready ──► running ──► exit
                              │          │                      │
@@ -46,7 +46,7 @@ NUM_LAST_LINES = 20
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When to start an engine again: soon at first, then slower, and not for ever."""
+    """The times at which an engine is started again: soon at first, then later, and not for ever."""
 
     max_restarts: int = 5
     window: float = 600.0  # seconds in which max_restarts count
@@ -55,12 +55,12 @@ class RestartPolicy:
     _times: deque[float] = field(default_factory=deque)
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before the restart that is due now, or None: it has been tried often enough."""
+        """Seconds to wait before the restart that is due now; None: there were enough tries."""
         while self._times and now - self._times[0] > self.window:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:
             return None
-        num_doublings = min(len(self._times), 64)  # the delay has long been the longest by then
+        num_doublings = min(len(self._times), 64)  # the delay has long reached its maximum by then
         delay: float = min(self.first_delay * 2.0**num_doublings, self.max_delay)
         self._times.append(now)
         return delay
@@ -72,20 +72,20 @@ def _write_to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """How an engine process is started, the first time and again, and when it is."""
+    """The settings of an engine process: how it is started, the first time and again, and when."""
 
-    module: str = ENGINE_MODULE  # that the child runs
-    spawn: Spawn = spawn  # gives a child that runs it, perhaps since a while ago
+    module: str = ENGINE_MODULE  # module that the child runs
+    spawn: Spawn = spawn  # gives a child that runs it, which may have been started a while ago
     on_log: Callable[[str], None] = _write_to_stderr  # gets each line that it writes, from a thread
-    num_links: int = 1  # above 1 other processes serve the same engine
-    on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets those that these are to bind
+    num_links: int = 1  # above 1, other processes serve the same engine too
+    on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets the endpoints for those to bind
     on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
-    replica: Replica = ALONE  # which of several engines it is
+    replica: Replica = ALONE  # its place among several engines
     num_stories: int = 0  # requests that have ended and can still be explained
     record: RecordOrders | None = None  # how its run is written down
     stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
     restart: bool = True  # whether it is started again
-    policy: RestartPolicy = field(default_factory=RestartPolicy)  # and when
+    policy: RestartPolicy = field(default_factory=RestartPolicy)  # the times of restarts
 
 
 class EngineProcess(EngineLink):
@@ -120,7 +120,7 @@ class EngineProcess(EngineLink):
 
     @classmethod
     async def start(cls, config: EngineConfig, options: ProcessOptions) -> tuple[EngineProcess, Ready]:
-        """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
+        """Spawn an engine and wait until its model is loaded; raises the error of the child."""
         process = cls(config, options)
         options.on_spawn(process.endpoints[1:])
         exited = asyncio.ensure_future(process.exited.wait())
@@ -144,7 +144,7 @@ class EngineProcess(EngineLink):
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, for the clients of its requests: no paths, no traceback."""
+        """The way the process ended, for the clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
         if self.last_words is not None and self.last_words.kind == EngineError.__name__:
             return f"the engine process died: {self.last_words.message}"
@@ -154,7 +154,7 @@ class EngineProcess(EngineLink):
         return f"the engine process ended with exit code {self._exit_code}"
 
     def kill(self) -> None:
-        """End it at once, with all it may have started."""
+        """End it at once, with everything that it may have started."""
         if self._exit_code is None:
             with contextlib.suppress(ProcessLookupError):  # gone, but not yet known to be
                 os.killpg(self.pid, signal.SIGKILL)  # it leads a group of its own
@@ -180,7 +180,7 @@ class EngineProcess(EngineLink):
         self._resources.close()
 
     def _start_error(self) -> Exception:
-        """Why it is gone before it was ready."""
+        """The error of a process that ended before it was ready."""
         if self.last_words is not None and self.last_words.kind != EngineError.__name__:
             return to_error(self.last_words)
         if self._exit_code is not None and self._exit_code < 0:  # a signal: another try may succeed
@@ -204,7 +204,7 @@ class EngineProcess(EngineLink):
     def _wait_for_exit(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it started; until reaped, its number is not reused
+            os.killpg(self.pid, signal.SIGKILL)  # its children; its number is not reused until it is reaped
         code = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits for the exit
             self._loop.call_soon_threadsafe(self._set_exited, code)
@@ -215,7 +215,7 @@ class EngineProcess(EngineLink):
         self.exited.set()
 
 
-_directories: set[str] = set()  # of the engine processes of this process
+_directories: set[str] = set()  # socket directories of the engine processes of this process
 
 
 def _directory_base() -> str:
@@ -224,7 +224,7 @@ def _directory_base() -> str:
 
 
 def _private_directory(resources: contextlib.ExitStack) -> str:
-    """A directory for this user alone, locked for as long as this process lives, and empty until it is."""
+    """A directory for this user alone, locked for as long as this process lives; empty until it is locked."""
     directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=_directory_base())  # 0700
     _directories.add(directory)
     resources.callback(_directories.discard, directory)
@@ -236,10 +236,10 @@ def _private_directory(resources: contextlib.ExitStack) -> str:
 
 
 def remove_stale_directories() -> None:
-    """Remove what killed processes of this user have left: directories that nobody has locked."""
+    """Remove directories that killed processes of this user have left: nobody has locked them."""
     try:
         entries = list(os.scandir(_directory_base()))
-    except OSError:  # a folder that may be written and not listed
+    except OSError:  # a folder that can be written but not listed
         return
     for entry in entries:
         with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile

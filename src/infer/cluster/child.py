@@ -26,7 +26,7 @@ from infer.log import setup_logging
 
 READY = "ready: "
 NUM_LAST_LINES = 20
-STOP_S = 15.0  # beyond drain_timeout
+STOP_S = 15.0  # seconds beyond drain_timeout
 
 Orders: TypeAlias = dict[str, Any]  # "models": knobs by name, "server": knobs, "log_level"
 

@@ -6,8 +6,8 @@ Tokens come from the replica's own server and are passed on as they are. A repli
 has begun is replaced by another, unseen by the client: signs of life (`: ping`) do not count as a beginning.
 If it goes later, the stream ends with an error in the form of its API, and an answer that is not streamed
 breaks off. A request that a replica refuses (503: its queue is full, it drains) goes to the next one, until
-one takes it. A replica or an engine that ends under a request may have ended because of it: such a request is
-tried once more, and not on every replica.
+one takes it. If a replica or an engine ends during a request, the request may be the cause: it is tried once
+more, and not on every replica.
 
 `/health` is 200 while some replica serves. `/metrics` has the series of all replicas, each with its number as
 the label `replica`. Admin routes are about one server and are not here.
@@ -43,7 +43,7 @@ PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
 KEYS = {b"authorization", b"x-api-key"}
-OVERTIME_S = LAST_READ_S + 10  # for the error of a replica that is in time, and a client that reads slowly
+OVERTIME_S = LAST_READ_S + 10  # time for a replica's own timeout error, and for a client that reads slowly
 MAX_BEGUN = 2  # replicas that may begin a request, if the first of them ends
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
@@ -104,7 +104,7 @@ class _Answer:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream that has a head with an error; what is not a stream breaks off."""
+        """End a stream that has a head with an error; an answer that is not a stream breaks off."""
         if not self.is_stream:
             raise ConnectionError(error.message)
         told = error.encode()
@@ -118,7 +118,7 @@ class _Answer:
 
 
 class Front:
-    """ASGI application: forwards what it does not answer itself."""
+    """ASGI application: forwards the requests that it does not answer itself."""
 
     def __init__(self, state: ServerState, replicas: ReplicaSet) -> None:
         self._state = state
@@ -160,7 +160,7 @@ class Front:
         return Response(merge_pages(found), media_type=CONTENT_TYPE)
 
     async def _forward_in_time(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
-        """Forward a request; replicas keep `request_timeout` themselves, unless one has frozen."""
+        """Forward a request; replicas enforce `request_timeout` themselves, unless one has frozen."""
         seconds = self._state.config.request_timeout
         try:
             async with asyncio.timeout(seconds + OVERTIME_S if seconds else None):
@@ -176,7 +176,7 @@ class Front:
 
     async def _forward(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
         tried: list[RemoteServer] = []
-        refusal: tuple[ResponseHead, bytes] | None = None  # the last one
+        refusal: tuple[ResponseHead, bytes] | None = None  # the last refusal
         while answer.num_begun < MAX_BEGUN:
             if (server := self._replicas.pick(body, tried)) is None:
                 break
@@ -185,7 +185,7 @@ class Front:
             try:
                 refusal = await self._try(server, scope, body, receive, answer)
             except ReplicaGone as error:
-                is_news, server.is_up = server.is_up, False  # until a probe finds it well
+                is_news, server.is_up = server.is_up, False  # down until a probe finds it well
                 logger.warning(
                     "replica gone number=%d began=%s request_id=%s error=%s",
                     server.number, answer.has_begun, current_id(), error,
@@ -250,7 +250,7 @@ class Front:
             async for piece in _pieces(connection):
                 await answer.start(
                     head
-                )  # not before there is something to say: until then it may still change
+                )  # not before there is something to say: until then the replica may still change
                 await answer.pass_on(piece)
             await answer.start(head)
             await answer.end()
@@ -266,7 +266,7 @@ class Front:
                 connection.close()
 
     def _message(self, scope: Scope, body: bytes, server: RemoteServer) -> bytes:
-        """The request as bytes, under the front's id; with the front's key where clients need none."""
+        """The request as bytes, with the front's id; with the front's key where clients need none."""
         dropped = OF_REQUEST if self._state.config.api_key else OF_REQUEST | KEYS
         path = quote(route_path(scope)).encode() if scope.get("root_path") else bytes(scope["raw_path"])
         query = b"?" + scope["query_string"] if scope.get("query_string") else b""
@@ -302,7 +302,7 @@ def _is_sign_of_life(piece: bytes) -> bool:
 
 def merge_pages(pages: list[tuple[int, bytes]]) -> bytes:
     """Several pages of metrics as one: every series has the number of its replica as a label."""
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: comments, samples
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # (comments, samples) by name
     for number, page in pages:
         for name, comments, samples in _families(page):
             known = families.setdefault(name, (comments, []))

@@ -25,7 +25,7 @@ from infer.errors import ConfigError, EngineLost
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a replica is placed again
+PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before a replica is placed again
 DRAIN_POLL_S = 0.05
 NAMESPACE = "infer"
 HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
@@ -49,7 +49,7 @@ def _take_signals_back() -> None:
 
 
 class ReplicaActor:
-    """What runs on a node: holds the process of one replica. Its calls block, each in a thread of its own."""
+    """The actor on a node: it holds the process of one replica. Each call blocks, in a thread of its own."""
 
     def __init__(self, orders: Orders) -> None:
         host = import_ray().util.get_node_ip_address()
@@ -62,7 +62,7 @@ class ReplicaActor:
         return self._process.wait_ready(), self._process.pid, node
 
     def wait_end(self) -> str:
-        """How the replica ended, when it has."""
+        """Wait for the end of the replica and return how it ended."""
         return self._process.wait_end()
 
     def stop(self) -> None:
@@ -72,7 +72,7 @@ class ReplicaActor:
 
 @dataclass(slots=True)
 class _Slot:
-    """A replica that there should be, through all its lives."""
+    """A replica that should exist, through all its lives."""
 
     number: int
     task: asyncio.Task[None] | None = None
@@ -99,7 +99,7 @@ class RayPlacer:
         self.on_ready: Callable[[], None] = lambda: None
 
     async def connect(self, address: str | None) -> None:
-        """Join the cluster at an address; None: the one that Ray finds, or one of this machine alone."""
+        """Join the cluster at an address; None: the one that Ray finds, or a new one on this machine."""
         options = {"namespace": NAMESPACE, "ignore_reinit_error": True, "log_to_driver": True}
         try:
             await asyncio.to_thread(self._ray.init, address=address, **options)
@@ -111,7 +111,7 @@ class RayPlacer:
 
     @property
     def count(self) -> int:
-        """The replicas that there should be."""
+        """The number of replicas that there should be."""
         return sum(not slot.is_leaving for slot in self._slots)
 
     @property
@@ -120,14 +120,14 @@ class RayPlacer:
         return any(slot.server is None or slot.is_leaving for slot in self._slots)
 
     def add(self) -> None:
-        """Have one replica more."""
+        """Add one replica."""
         slot = _Slot(self._next)
         self._next += 1
         slot.task = asyncio.create_task(self._keep(slot))
         self._slots.append(slot)
 
     def remove(self) -> None:
-        """Have one replica less: the youngest ends when its last request has."""
+        """Remove one replica: the youngest ends when its last request has ended."""
         slot = next(slot for slot in reversed(self._slots) if not slot.is_leaving)
         slot.is_leaving = True
         if slot.server is not None:
@@ -153,7 +153,7 @@ class RayPlacer:
                 await self._start(slot)
                 num_failures = 0
                 reason = await slot.actor.wait_end.remote()
-            except Exception as error:  # Ray's own kinds: the actor or its node died, the start failed
+            except Exception as error:  # Ray's errors: the actor or its node died, the start failed
                 reason = str(error).strip().splitlines()[-1] if str(error) else type(error).__name__
             self._forget(slot)
             if slot.is_leaving:
@@ -216,6 +216,6 @@ class RayPlacer:
 
 
 def raise_if_lost(placer: RayPlacer) -> None:
-    """Raise why no replica will ever serve, if that is so."""
+    """Raise the reason why no replica will ever serve, if there is one."""
     if placer.lost.done():
         raise EngineLost(placer.lost.result())

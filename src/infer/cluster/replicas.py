@@ -1,4 +1,4 @@
-"""The replicas that a front knows, and which of them gets a request.
+"""The replicas that a front knows, and the choice among them for a request.
 
 A request goes to the replica that served a body with the same beginning, whose prefix cache may hold it,
 unless that one has MAX_IMBALANCE requests more than the least busy one: the rule of server/fleet/router.py,
@@ -30,13 +30,13 @@ MAX_IDLE = 64  # connections kept to one replica
 
 @dataclass(slots=True, eq=False)
 class RemoteServer:
-    """A server on some node: where it is, and how it does."""
+    """A server on some node: its address, and its state."""
 
     number: int
     url: str
-    key: str  # one that it accepts, for what the front itself asks
-    is_up: bool = True  # as far as the last request or probe could tell
-    is_leaving: bool = False  # it ends when its last request has
+    key: str  # a key that it accepts, for the front's own questions
+    is_up: bool = True  # its state by the last request or probe
+    is_leaving: bool = False  # it ends when its last request has ended
     num_active: int = 0  # requests that the front has there
     idle: list[Upstream] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class RemoteServer:
         return await Upstream.connect(parts.hostname, parts.port)
 
     def give_back(self, connection: Upstream) -> None:
-        """Keep a connection for the next request, if it can have one."""
+        """Keep a connection for the next request, if it can take one."""
         if connection.is_reusable and len(self.idle) < MAX_IDLE:
             self.idle.append(connection)
         else:
@@ -125,7 +125,7 @@ class ReplicaSet:
         return chosen
 
     async def probe(self) -> list[LoadReport]:
-        """Ask every replica how it does; returns the loads of those that take requests."""
+        """Ask every replica for its state; returns the loads of those that take requests."""
         servers = list(self.servers)
         found = await asyncio.gather(*(self._probe(server) for server in servers))
         return [load for load in found if load is not None]

@@ -1,10 +1,10 @@
-"""How many replicas there should be: more while requests wait everywhere, fewer when they fit on fewer.
+"""The right number of replicas: more while requests wait everywhere, fewer when they fit on fewer.
 
-    queue time of a replica    the mean of requests that started since the last look, or, if more, how long
-                               sequences have been waiting there without a pause
+    queue time of a replica    the mean of requests that started since the last look, or, if longer, the time
+                               that sequences have been waiting there without a pause
     one more                   the shortest queue time of all is above the target, at two looks in a row
     one less                   nothing waited anywhere for `scale_down_after` s, and all that ran would fit
-                               on one replica fewer; what one can hold is what ran on it while others waited
+                               on one replica fewer; a replica can hold what ran on it while others waited
 
 One step at a time: while a replica is being started or ended nothing is decided.
 """
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-NUM_LOOKS = 2  # with long queues, before a replica is added
+NUM_LOOKS = 2  # looks with long queues before a replica is added
 
 
 class LoadReport(NamedTuple):
-    """What a replica's metrics say."""
+    """The load of a replica by its metrics."""
 
     number: int
     num_running: float
     num_waiting: float
-    queue_s: float  # seconds that all requests have waited so far, those that began
-    num_queued: float  # requests that began
+    queue_s: float  # seconds that all requests that began have waited, added up
+    num_queued: float  # number of requests that began
 
 
 def read_load(number: int, page: bytes) -> LoadReport:
@@ -56,11 +56,11 @@ class Scaler:
     _waiting_since: dict[int, float] = field(default_factory=dict)
     _num_long: int = 0
     _calm_since: float | None = None
-    _busiest: float = 0.0  # most that ran at once since it is calm
-    _capacity: float | None = None  # most that ran on one replica while others waited there
+    _busiest: float = 0.0  # most sequences at once since nothing waits
+    _capacity: float | None = None  # most sequences that ran on one replica while others waited there
 
     def decide(self, reports: Sequence[LoadReport], now: float) -> int:
-        """Return the number of replicas there should be, which differs by one at most."""
+        """Return the number of replicas that there should be; it changes by at most one."""
         queues = [self._queue_s(report, now) for report in reports]
         self._before = {report.number: report for report in reports}
         for report in reports:
@@ -93,6 +93,6 @@ class Scaler:
             waited = 0.0
         before = self._before.get(report.number, LoadReport(report.number, 0, 0, 0, 0))
         started = report.num_queued - before.num_queued
-        if started <= 0:  # none, or the replica was started anew
+        if started <= 0:  # none began, or the replica was started anew
             return waited
         return max(waited, (report.queue_s - before.queue_s) / started)

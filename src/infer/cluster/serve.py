@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
 
-# Settings of the front, which replicas do not get: how it listens, and what there is once for all of them.
+# Settings of the front, which replicas do not get: how it listens, and things that exist only once.
 OF_FRONT = (
     "host", "port", "uds", "tls_cert", "tls_key", "cors_origin", "allowed_host", "cluster", "ray_address",
     "replicas", "max_replicas", "target_queue_time", "scale_down_after", "response_store", "api_processes",
@@ -72,7 +72,7 @@ async def serve_cluster(
             await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await drain(state, config.drain_timeout)
             if scaling.done():
-                scaling.result()  # it ends by an error only, which is the front's
+                scaling.result()  # it ends only by an error, which is the front's
     finally:
         state.board.is_draining = True
         starting.cancel()
@@ -95,7 +95,7 @@ async def _start(placer: RayPlacer, config: ServerConfig, ready: asyncio.Event) 
 
 
 async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) -> None:
-    """Probe the replicas every second, and have more or fewer of them."""
+    """Probe the replicas every second, and add or remove some."""
     highest = config.max_replicas or config.replicas
     scaler = Scaler(config.replicas, highest, config.target_queue_time, config.scale_down_after)
     clock = asyncio.get_running_loop().time
@@ -110,7 +110,7 @@ async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) 
 
 
 def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str) -> Orders:
-    """What each replica is told; it accepts the clients' keys, and one that only the front knows."""
+    """The orders for each replica; it accepts the clients' keys, and one that only the front knows."""
     table = knob_table(with_server=True)
     server = {
         name: getattr(config, name)
@@ -126,7 +126,7 @@ def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str
 
 
 def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
-    """What a replica takes of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
+    """A replica's share of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
     devices = {str(engine.load.device) for engine in models.values()}
     threads = max(engine.load.num_threads or 1 for engine in models.values())
     return {"CPU": float(threads)} | ({} if devices == {"cpu"} else {"GPU": 1.0})

@@ -2,8 +2,8 @@
 
     Upstream.ask(request) ──► head ──► read() piece ──► read() piece ──► read() None: the end
 
-HTTP is parsed in C. Nothing is decoded or gathered: a piece is what one read of the socket brought. What has
-not been read yet is bounded: the socket is left alone until the client of the front has taken it.
+HTTP is parsed in C. Nothing is decoded or gathered: a piece is what one read of the socket brought. The bytes
+that were not read yet are bounded: the socket is left alone until the client of the front has taken them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.idle_since = monotonic()
-        self.is_used = False  # whether an answer has come over it
+        self.is_used = False  # True: an answer has come over it
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_lost = False
@@ -49,7 +49,7 @@ class Upstream(asyncio.Protocol):
         self._pieces: deque[bytes] = deque()
         self._backlog = 0
         self.is_whole = False  # the answer has come to its end
-        self._is_bodiless = False  # to HEAD there is none, whatever its length says
+        self._is_bodiless = False  # an answer to HEAD has no body, whatever its length says
 
     @classmethod
     async def connect(cls, host: str, port: int) -> Upstream:
@@ -112,14 +112,14 @@ class Upstream(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # what asyncio calls
+    # methods that asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse the bytes that came."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -133,14 +133,14 @@ class Upstream(asyncio.Protocol):
         self._is_lost = True
         self._wake()
 
-    # what the parser calls
+    # methods that the parser calls
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header."""
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the head; one of 100 Continue is followed by the real one."""
+        """Take the head; that of 100 Continue is followed by the real one."""
         status = self._parser.get_status_code()
         if status >= 200:
             self._head = ResponseHead(status, self._headers)

@@ -4,5 +4,5 @@ prompts.py      prompts and messages to requests, texts to vectors
 functions.py    Python functions to tools, and calls of them
 outputs.py      token ids to text that is safe to show
 llm.py          `LLM`: an engine in the caller's thread
-async_llm.py    `AsyncLLM`: an engine behind an event loop
+async_llm.py    `AsyncLLM`: an engine for an event loop
 """

@@ -1,4 +1,4 @@
-"""Generation for many tasks at once: the same engine behind an event loop.
+"""Generation for many tasks at once: the same engine, used from an event loop.
 
     async with AsyncLLM() as llm:
         async for piece in llm.stream("Once upon a time"):
@@ -66,7 +66,7 @@ class AsyncLLM(TextModel):
         return self._client
 
     async def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt; in a thread, as a long text takes its time."""
+        """The ids of a plain prompt; computed in a thread, as a long text takes time."""
         return await asyncio.to_thread(self.encoder.encode, text)
 
     async def encode_chat(
@@ -135,7 +135,7 @@ class AsyncLLM(TextModel):
         return job.finish(await embed(self.client, request))
 
     async def _open(self, open_request: Opener, *given: Any, **options: Any) -> OutputBuilder:
-        """Open a request in a thread, as rendering and tokenizing take their time."""
+        """Open a request in a thread, as rendering and tokenizing take time."""
         self._check_process()
         check_single(given[0])
         return await asyncio.to_thread(open_request, *given, **options)

@@ -1,4 +1,4 @@
-"""Python functions as tools: what a model is told of one, and a call with the arguments that it wrote.
+"""Python functions as tools: their schemas for a model, and calls with the arguments that it wrote.
 
     def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> dict[str, float]:
         \"\"\"Look up the weather of a city.\"\"\"
@@ -47,10 +47,10 @@ ALLOWED = (
     "str, int, float, bool, list[T], dict[str, T], Literal, Enum, TypedDict, a dataclass, "
     "T | None, and Annotated[T, 'description']"
 )
-Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # as the wire has them, or functions
+Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # tools in wire form, or functions
 _SECTION = re.compile(r"(Args|Arguments|Parameters):")
 _ENTRY = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-_SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, in words, the Python types
+_SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, its name in words, the Python types
     str: ("string", "a text", (str,)),
     int: ("integer", "a whole number", (int,)),
     float: ("number", "a number", (int, float)),
@@ -63,7 +63,7 @@ class _Kind(NamedTuple):
     """A type as a model sees it, and as Python takes it."""
 
     schema: dict[str, Any]
-    read: Callable[[Any, str], Any]  # (a JSON value, where it stands) to the argument; ValueError if unfit
+    read: Callable[[Any, str], Any]  # (a JSON value, its place) to the argument; ValueError if unfit
 
 
 class _Field(NamedTuple):
@@ -77,7 +77,7 @@ class PythonTool:
     """A function that a model may call."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        """Refuse, with a `RequestError`, a function of which a model cannot be told how to call it."""
+        """Refuse, with a `RequestError`, a function that cannot be described to a model."""
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
         if TOOL_NAME.fullmatch(self.name) is None:
@@ -111,7 +111,7 @@ class PythonTool:
             return result
         try:
             return json.dumps(result, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError, RecursionError):  # keys that are no texts, a list inside itself
+        except (TypeError, ValueError, RecursionError):  # keys that are not texts, a list inside itself
             return str(result)
 
     def _read_signature(self, descriptions: Mapping[str, str]) -> dict[str, _Field]:
@@ -145,7 +145,7 @@ class PythonTool:
 
 
 def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
-    """Return tools as the wire has them; a function becomes its schema, anything else is left as it is."""
+    """Return tools in wire form; a function becomes its schema, anything else is left as it is."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
@@ -156,14 +156,14 @@ def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
 
 
 def as_choice(tool_choice: object) -> object:
-    """Return a choice as the wire has it: the name of a tool may stand for itself."""
+    """Return a choice in wire form: the name of a tool may stand for it."""
     if not isinstance(tool_choice, str) or tool_choice in ("auto", "none", "required"):
         return tool_choice
     return {"type": "function", "function": {"name": tool_choice}}
 
 
 def _kind(hint: Any) -> _Kind:
-    """Return what a type is to the model and to Python; TypeError if it is not among `ALLOWED`."""
+    """Return a type as the model and Python see it; TypeError if it is not among `ALLOWED`."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _SCALARS:
         return _scalar(hint)
@@ -204,7 +204,7 @@ def _scalar(hint: Any) -> _Kind:
 
 
 def _one_of(members: Mapping[Any, Any]) -> _Kind:
-    """Return the kind of a value that is one of several; keys are what the model writes."""
+    """Return the kind of a value that is one of several; the model writes the keys."""
     if not members or not all(isinstance(value, str | int | NoneType) for value in members):
         raise TypeError("the values of a Literal or an Enum must be texts, whole numbers, bools or None")
     types = {json_type for value in members for json_type in [_SCALARS[_plain_type(value)][0]]}
@@ -212,7 +212,7 @@ def _one_of(members: Mapping[Any, Any]) -> _Kind:
 
     def read(value: Any, where: str) -> Any:
         for key, member in members.items():
-            if type(key) is type(value) and key == value:  # True is no 1
+            if type(key) is type(value) and key == value:  # True is not 1
                 return member
         raise _unfit(where, f"one of {json.dumps(list(members), ensure_ascii=False)}", value)
 
@@ -301,7 +301,7 @@ def _plain_type(value: object) -> type:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON can hold in place of a value that it cannot."""
+    """Return a value that JSON can hold in place of one that it cannot."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value.value if isinstance(value, Enum) else str(value)
@@ -312,7 +312,7 @@ def _read_docstring(text: str) -> dict[str, str]:
     head = itertools.takewhile(lambda line: line and not _SECTION.fullmatch(line), text.splitlines())
     said = {"": " ".join(line.strip() for line in head)}
     lines = iter(text.splitlines())
-    if not any(_SECTION.fullmatch(line) for line in lines):  # leaves `lines` behind the title
+    if not any(_SECTION.fullmatch(line) for line in lines):  # `lines` then stands after the title
         return said
     indent, name = "", ""
     for line in lines:

@@ -4,8 +4,8 @@
     for answer in llm.generate(["Once upon a time", "The sky is"], SamplingParams(temperature=0)):
         print(answer.text)
 
-All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
-what it would have been alone.
+All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is the same
+as if its prompt had been alone.
 
 One thread at a time: a call while another thread is in one raises `EngineError` at once. A second thread may
 take over when the first is done. For many callers at once use `AsyncLLM`, an `LLM` per thread, or a lock.
@@ -56,7 +56,7 @@ from infer.log import progress
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 
-Opener: TypeAlias = Callable[..., OutputBuilder]  # makes a request, and what makes its answer
+Opener: TypeAlias = Callable[..., OutputBuilder]  # makes a request, and the builder of its answer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
 
@@ -93,7 +93,7 @@ class TextModel:
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process was forked from the one that made the engine."""
+        """True if this process was forked from the one that made the engine."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -136,12 +136,12 @@ class LLM(TextModel):
     def _start(self, engine: Engine) -> None:
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
-        self._dropped: deque[_Stream] = deque()  # their readers are gone; to be closed between steps
+        self._dropped: deque[_Stream] = deque()  # streams without a reader; to be closed between steps
         self._turn = threading.RLock()  # held by the thread that is in a call
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Let one thread in; another that comes meanwhile is refused, for the engine has one thread."""
+        """Let one thread in and refuse another that comes meanwhile: the engine has one thread."""
         self._check_process()
         if not self._turn.acquire(blocking=False):
             raise EngineError(
@@ -211,11 +211,11 @@ class LLM(TextModel):
     ) -> list[RequestOutput]:
         """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
 
-        How many outputs, of how many tries, with which logprobs: `SamplingParams(n=, best_of=, logprobs=)`.
+        `SamplingParams(n=, best_of=, logprobs=)` sets the number of outputs, of tries, and the logprobs.
         Options are those of `RequestOptions`: priority, deadline, cache_salt and adapter, the same for every
         prompt.
 
-        If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
+        If some of several prompts fail in the engine, `BatchFailed` names them and holds the other answers.
         """
         batch = as_batch(prompts)
         if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
@@ -278,12 +278,12 @@ class LLM(TextModel):
         params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; a text is a conversation of one message.
+        """Answer one conversation or several; a plain string is a conversation of one message.
 
-        An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
-        Options are those of `ChatOptions`: `tools` are as OpenAI's API has them, or Python functions
+        An answer's `text` does not include its `reasoning` and `tool_calls`, which have fields of their own.
+        Options are those of `ChatOptions`: `tools` are in the form of OpenAI's API, or Python functions
         (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
-        max_reasoning_tokens, template_options; priority, deadline, cache_salt and adapter as of `generate`.
+        max_reasoning_tokens, template_options; priority, deadline, cache_salt and adapter as in `generate`.
         """
         opens = [partial(self._open_chat, each, params, **options) for each in as_conversations(messages)]
         with self._in_turn():
@@ -301,8 +301,8 @@ class LLM(TextModel):
     ) -> list[list[float]]:
         """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
 
-        `pooling` ("last", "mean") and `normalize` (to the length 1) are what the model's authors say, unless
-        given. `dimensions` keeps the first numbers of each vector. `adapter` is the name of a LoRA adapter to
+        `pooling` ("last", "mean") and `normalize` (to the length 1) follow the model's authors, unless given.
+        `dimensions` keeps the first numbers of each vector. `adapter` is the name of a LoRA adapter to
         compute them with.
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
@@ -321,10 +321,10 @@ class LLM(TextModel):
         use_activation: bool = True,
         show_progress: bool = False,
     ) -> list[float]:
-        """How well each document answers the query, as `/v1/score` of a server gives it (scoring.py).
+        """The score of each document as an answer to the query, the same as from `/v1/score` (scoring.py).
 
-        Several queries go with as many documents, pair by pair. `instruction` tells a reranker what a query
-        is for; without `use_activation` a score is the logit of it.
+        Several queries need the same number of documents and are scored pair by pair. `instruction` tells a
+        reranker what a query is for; without `use_activation` a score is its logit.
         """
         queries, texts = ([each] if isinstance(each, str) else each for each in (query, documents))
         job = open_scores(
@@ -342,7 +342,7 @@ class LLM(TextModel):
         instruction: str | None = None,
         show_progress: bool = False,
     ) -> list[ScoredDocument]:
-        """The documents by how well they answer the query, the best first; with `top_n`, that many."""
+        """The documents in the order of how well they answer the query, the best first; at most `top_n`."""
         return rank(
             documents,
             self.score(query, documents, instruction=instruction, show_progress=show_progress),
@@ -383,7 +383,7 @@ class LLM(TextModel):
 
     def _submit(self, builder: OutputBuilder, *, keeps_deltas: bool) -> _Stream:
         stream = _Stream(builder, keeps_deltas)
-        self.engine.add(builder.request)  # last: a request in the engine always has a reader
+        self.engine.add(builder.request)  # must be last: a request in the engine always has a reader
         self._streams[stream.request_id] = stream
         return stream
 
@@ -436,11 +436,11 @@ class _Stream:
     keeps_deltas: bool
     deltas: deque[TextDelta] = field(default_factory=deque)
     error: str | None = None
-    hidden: Sequence[float] = ()  # pooled, of an embedding
-    refusal: RequestError | None = None  # the request's own fault, found out late
+    hidden: Sequence[float] = ()  # pooled hidden state of an embedding
+    refusal: RequestError | None = None  # the request's own fault, found late
     opened_at: float = field(default_factory=perf_counter)
-    first_s: float = 0.0  # from then to the first token
-    last_s: float = 0.0  # and to the latest piece
+    first_s: float = 0.0  # seconds from then to the first token
+    last_s: float = 0.0  # seconds from then to the latest piece
 
     @property
     def request_id(self) -> str:
@@ -502,16 +502,16 @@ class TextStream(Iterator[TextDelta]):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
         return len(self._stream.builder.request.prompt)
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The times from the call to the first token and to the latest piece, whenever those are read."""
+        """The times from the call to the first token and to the latest piece, whenever they are read."""
         return self._stream.first_s, self._stream.last_s
 
     def close(self) -> None:
-        """End the request, wherever it is; nothing more will come."""
+        """End the request, whatever its state; nothing more will come."""
         if not self._is_closed and not self._llm._is_inherited:
             with self._llm._in_turn():
                 self._is_closed = True
@@ -525,7 +525,7 @@ class TextStream(Iterator[TextDelta]):
 
 
 def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:
-    """The error for a batch of which some prompts failed, with the answers that are complete."""
+    """The error for a batch in which some prompts failed, with the answers that are complete."""
     outputs = [stream.result() if stream.is_answered else None for stream in streams]
     failed = [i for i, output in enumerate(outputs) if output is None]
     first = streams[failed[0]].error or reason

@@ -3,12 +3,12 @@
     StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
                         └──────────► RequestOutput            (at the end)
 
-Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings
-are found here, because here is the first place that knows text: the builder then says which sequence
-the engine may stop working on.
+Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings are
+found here, because this is the first place that knows text: the builder then says which sequence the engine
+may stop working on.
 
-An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences a parser.
-`text` is then the answer's own text, without either, and `events` has all three in order.
+An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences has a parser.
+`text` is then the answer's own text, without reasoning and calls, and `events` has all three in order.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str  # without reasoning and tool calls, where they can be told apart
+    text: str  # the answer without reasoning and tool calls, where they can be told apart
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: list[RowLogprobs] | None = None
-    cumulative_logprob: float | None = None  # known where logprobs, best_of or beams asked for it
-    reasoning: str | None = None  # what the model wrote for itself
+    cumulative_logprob: float | None = None  # known if logprobs, best_of or beams asked for it
+    reasoning: str | None = None  # the text that the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
-    drafts: DraftCounts | None = None  # what became of its drafts, where it had any
-    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # as they were streamed
+    drafts: DraftCounts | None = None  # the fate of its drafts, if it had any
+    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # streamed events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class RequestOutput:
     """All answers to one prompt."""
 
     request_id: str
-    prompt: str | None  # as given; None where the caller gave token ids
+    prompt: str | None  # the text as given; None where the caller gave token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[RowLogprobs | None] | None = None
 
     @property
@@ -80,12 +80,12 @@ class RequestOutput:
 
     @property
     def reasoning(self) -> str | None:
-        """What the model wrote for itself before the first output; None if it did not reason."""
+        """The reasoning before the first output; None if the model did not reason."""
         return self.outputs[0].reasoning
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens of the first output are reasoning."""
+        """The number of tokens of the first output that are reasoning."""
         return self.outputs[0].num_reasoning_tokens
 
     @property
@@ -188,7 +188,7 @@ class _SequenceText:
         return "".join(self._pieces)
 
     def _next_stop(self, num_tokens: int) -> Sequence[str]:
-        """The stop strings that count from here on: once min_tokens are there, and not in reasoning."""
+        """The stop strings that count from here on: only after min_tokens, and not in reasoning."""
         params = self._request.params
         is_hidden = self._parser is not None and self._parser.is_hidden
         return () if num_tokens < params.min_tokens or is_hidden else params.stop
@@ -234,7 +234,7 @@ class _SequenceText:
         elif output.finish_reason is not None:
             rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-            if self._detokenizer.stopped is not None:  # what was held back turns out to be a stop string
+            if self._detokenizer.stopped is not None:  # the text held back turns out to be a stop string
                 rest += self._stop_at(self._detokenizer.stopped)
             if parser is None:
                 text += rest
@@ -263,7 +263,7 @@ class _SequenceText:
         )
 
     def _stop_at(self, stop: str) -> str:
-        """End at a stop string; returns it where the text should have it."""
+        """End at a stop string; returns it if the text should include it."""
         self.finish_reason, self.stop_reason = "stop", stop
         return stop if self._request.params.include_stop_str_in_output else ""
 
@@ -297,9 +297,9 @@ class OutputBuilder:
         is_chat: bool = False,
         form: AnswerFormat | None = None,
     ) -> None:
-        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt.
+        """Collect outputs for `request`; the answer in a chat is a text of its own and continues no prompt.
 
-        With a format each sequence gets a parser; without one, which is most of the time, there is none.
+        With a format each sequence gets a parser; without one, the usual case, there is none.
         """
         self.request = request
         self._prompt = prompt
@@ -310,7 +310,7 @@ class OutputBuilder:
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 
     def take(self, output: StepOutput) -> tuple[TextDelta | None, bool]:
-        """Add a step's output; returns what to show, and whether the engine can stop this sequence."""
+        """Add a step's output; returns the piece to show, and whether the engine can stop this sequence."""
         line = self._lines[output.index]
         if line.finish_reason is not None:
             return None, False
@@ -322,11 +322,11 @@ class OutputBuilder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every output has ended."""
+        """True if every output has ended."""
         return all(line.finish_reason is not None for line in self._lines)
 
     def build(self) -> RequestOutput:
-        """The whole answer; of `best_of` lines the n likeliest, by mean logprob per token."""
+        """The whole answer: the n likeliest of the `best_of` lines, by mean logprob per token."""
         params = self.request.params
         ranked = self._lines
         if len(ranked) > params.n:

@@ -6,10 +6,10 @@
 The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared by
 `LLM`, `AsyncLLM` and the server.
 
-An embedding is the final hidden state of an input, pooled: that of the last token (the default, what decoder
-models are trained for) or the mean over all. Vectors have the length 1, as OpenAI's have, so that a dot
-product is a cosine; `normalize=False` gives the state as it is. A model whose files say how it is to be
-pooled is pooled so (loader/pooling.py), unless the caller says otherwise.
+An embedding is the final hidden state of an input, pooled: the state of the last token (the default, which
+decoder models are trained for) or the mean over all tokens. Vectors have the length 1, as in OpenAI's API, so
+that a dot product is a cosine; `normalize=False` gives the state as it is. A model's files may say how to
+pool (loader/pooling.py); that holds unless the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a user
+Conversation: TypeAlias = str | Sequence[Message]  # a string is one message of a user
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request beside its prompt and its params; `Request` has the defaults."""
+    """The options of a request besides its prompt and its params; `Request` has the defaults."""
 
     request_id: str  # default: the next number
     priority: int  # smaller is more urgent; read by the `priority` policy
@@ -57,12 +57,12 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ChatOptions(RequestOptions, total=False):
-    """The options of a conversation: those of a request, and what its answer may hold."""
+    """The options of a conversation: those of a request, and those for the contents of its answer."""
 
-    tools: Tools | None  # as OpenAI's API has them, or Python functions (functions.py)
+    tools: Tools | None  # tools in the form of OpenAI's API, or Python functions (functions.py)
     tool_choice: object  # 'auto', 'none', 'required', or the name of a tool
     max_reasoning_tokens: int | None  # None: any number
-    template_options: Mapping[str, Any] | None  # what the chat template reads beside messages and tools
+    template_options: Mapping[str, Any] | None  # values for the chat template besides messages and tools
 
 
 def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
@@ -74,7 +74,7 @@ def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any]
     return chat, cast("RequestOptions", request)
 
 
-LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # efforts that templates have other words for
+LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # efforts that templates call by other names
 CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
 
@@ -91,19 +91,19 @@ class PromptEncoder:
         context_len: int,
         model_len: int,
     ) -> None:
-        """Take what the engine says of its model: its family, the context it serves and the model's own."""
+        """Take the engine's facts about its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
         self.family = family
-        self.revision = headers.source.revision  # which version of the model this is, where that is known
+        self.revision = headers.source.revision  # version of the model, where that is known
         self.context_len = context_len
         self.model_len = model_len
-        self.sampling_defaults = headers.defaults.sampling  # values of fields left open; may be empty
-        self.pooling = headers.pooling  # how they make embeddings
+        self.sampling_defaults = headers.defaults.sampling  # values of fields not given; may be empty
+        self.pooling = headers.pooling  # the way to make embeddings
         self._source = headers.source
         self.tokenizer = tokenizer
         self._template = _find_template(config, family, tokenizer)
         check_parsers(config.tool_call_parser, config.reasoning_parser)
-        self.dialect = self.think = None  # how it calls tools and reasons, as far as that is known
+        self.dialect = self.think = None  # its ways to call tools and to reason, if known
         if isinstance(self._template, ChatTemplate):
             self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
             self._template.write_calls = None if self.dialect is None else self.dialect.write_calls
@@ -116,7 +116,7 @@ class PromptEncoder:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """How the model scores texts, read from its files when a score is first asked for."""
+        """The model's way to score texts, read from its files when a score is first asked for."""
         from infer.loader.score_head import read_scorer
 
         return read_scorer(
@@ -125,7 +125,7 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be turned into prompts."""
+        """True if conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
 
     @property
@@ -137,12 +137,12 @@ class PromptEncoder:
         return f'"{CHECKPOINT}, as shipped with the model"' if is_own else self._template.name
 
     def reads_option(self, name: str) -> bool:
-        """Whether the chat template reads a keyword of `template_options`."""
+        """Return True if the chat template reads a keyword of `template_options`."""
         return isinstance(self._template, ChatTemplate) and name in self._template.kwargs
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the chat template; None: it has none."""
+        """The Jinja source of the chat template; None: there is none."""
         return self._template.source if isinstance(self._template, ChatTemplate) else None
 
     @property
@@ -159,9 +159,9 @@ class PromptEncoder:
     def encode(
         self, text: str, *, add_special: bool = True, most: int | None = None, keeps_end: bool = True
     ) -> list[int]:
-        """A plain prompt's ids, BOS included where the model wants it; special-token text stays text.
+        """A plain prompt's ids, with BOS if the model wants it; the text of special tokens stays text.
 
-        With `most`, BOS and the last ones, or the first ones, of any number.
+        With `most`, a text of any length is cut to BOS and its last ids, or to its first ids.
         """
         if not isinstance(text, str):
             raise RequestError(
@@ -175,7 +175,7 @@ class PromptEncoder:
             raise error.of(self.model_len) from None
 
     def _cut(self, ids: list[int], most: int | None, *, keeps_end: bool = True) -> list[int]:
-        """At most `most` ids: those that all prompts begin with, and the last or the first of the others."""
+        """At most `most` ids: the first ones, or the beginning that all prompts have and the last ones."""
         if most is None or len(ids) <= most:
             return ids
         if not keeps_end:
@@ -202,9 +202,9 @@ class PromptEncoder:
         most: int | None = None,
         keeps_end: bool = True,
     ) -> list[list[int]]:
-        """The ids of every prompt: those of texts from the tokenizer, those given if the tokenizer has them.
+        """The ids of every prompt: a text's from the tokenizer; given ids must be in the vocabulary.
 
-        `param` is what the caller calls the prompts. At most `most` are kept, the last or the first ones.
+        `param` is the caller's name for the prompts. At most `most` ids are kept, the last or the first ones.
         """
         last = self.tokenizer.vocab_size - 1
         places = [param] if len(prompts) == 1 else [f"{param} {i}" for i in range(len(prompts))]
@@ -235,7 +235,7 @@ class PromptEncoder:
         opening: Opening = "answer",
         most: int | None = None,
     ) -> list[int]:
-        """A conversation's ids, ready for the assistant's answer or as `opening` says; the last `most`."""
+        """The last `most` ids of a conversation, ready for the assistant's answer or as `opening` says."""
         if not isinstance(self._template, ChatTemplate):
             raise self._template
         if isinstance(messages, str):
@@ -263,7 +263,7 @@ class PromptEncoder:
         opening: Opening = "answer",
         most: int | None = None,
     ) -> tuple[list[int], SamplingParams | None, AnswerFormat | None]:
-        """A conversation's ids, the parameters of its answer, and how to read it: None if it is only text.
+        """A conversation's ids, the parameters of its answer, and its format: None if it is only text.
 
         With `tool_choice` none the tools are not shown to the model. An answer that continues the last
         message does not begin with reasoning.
@@ -311,7 +311,7 @@ class PromptEncoder:
         return ids, params, form
 
     def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:
-        """How many tokens of reasoning are allowed; None: any number."""
+        """The number of reasoning tokens that are allowed; None: any number."""
         if effort is not None and effort not in EFFORTS:
             raise RequestError.about(
                 "reasoning_effort", f"must be one of {', '.join(EFFORTS)}, got {effort!r:.80}"
@@ -328,7 +328,7 @@ class PromptEncoder:
             why = "this model does not reason: its chat template has no tags for it"
             raise RequestError.about(named[0], f"is {named[1]!r}, but {why}; leave it out")
         if max_tokens is None and budget and self.think and self.tokenizer.token_id(self.think.end) is None:
-            return None  # the engine can only force an end that is one token; an effort is a wish
+            return None  # the engine can only force an end of one token; an effort is only a wish
         return budget
 
     def make_request(
@@ -340,7 +340,7 @@ class PromptEncoder:
         """A request for text or token ids; without an id it gets the next number.
 
         Without params it is sampled with the model's defaults; a short context then ends the output,
-        and is no error.
+        and is not an error.
         """
         given = read_prompt(prompt)
         ids = self.encode(given) if isinstance(given, str) else given
@@ -354,7 +354,7 @@ class PromptEncoder:
         return Request(prompt=tuple(ids), params=self.ban_words(params), **options)
 
     def ban_words(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the ids of their `bad_words`, at the start of a text and behind a space."""
+        """The parameters with the ids of their `bad_words`, at the start of a text and after a space."""
         if not params.bad_words:
             return params
         spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
@@ -376,7 +376,7 @@ class PromptEncoder:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether something is an integer, of Python's or of numpy's."""
+    """Return True if a value is an integer of Python or numpy."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -386,7 +386,7 @@ def read_prompt(prompt: object) -> str | list[int]:
 
 
 def read_token_ids(prompt: object) -> list[int]:
-    """A prompt of token ids as plain integers: from a sequence, or an array with one dimension."""
+    """A prompt of token ids as plain integers: from a sequence, or a one-dimensional array."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt")
@@ -401,7 +401,7 @@ def read_token_ids(prompt: object) -> list[int]:
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list; a string, a list of integers and an array with one dimension are one prompt."""
+    """The prompts as a list; a string, a list of integers or a one-dimensional array is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | bytearray):
@@ -418,7 +418,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_single(given: object) -> None:
-    """Refuse a list of prompts or conversations where one is answered; token ids and messages are one."""
+    """Refuse a list of prompts or conversations where one is answered; token ids or messages count as one."""
     items = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(items, list | tuple) and items and isinstance(items[0], str | list | tuple):
         raise RequestError(
@@ -428,7 +428,7 @@ def check_single(given: object) -> None:
 
 
 def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
-    """The conversations as a list; a text and a list of messages are one conversation."""
+    """The conversations as a list; a string or a list of messages is one conversation."""
     message = '{"role": "user", "content": "..."}'
     allowed = (
         f"chat answers a text, one conversation, which is a list of messages such as {message}, "
@@ -471,7 +471,7 @@ def _check_options(options: RequestOptions) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
-    """The inputs of embeddings as token ids, and how each is pooled and scaled."""
+    """The inputs of embeddings as token ids, and the way to pool and scale each."""
 
     prompts: tuple[tuple[int, ...], ...]
     pooling: str
@@ -562,7 +562,7 @@ def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEnco
 
 
 def make_encoder(config: LoadConfig, headers: ModelHeaders) -> PromptEncoder:
-    """The encoder of a model whose headers are read here: no engine needs to say what it serves."""
+    """The encoder of a model whose headers are read here: no engine has to tell what it serves."""
     from infer.loader.load import check_length
 
     context_len = check_length(config.max_seq_len, headers.config)
@@ -582,7 +582,7 @@ def find_source(config: LoadConfig, *, show_progress: bool) -> ModelSource:
 
 
 def open_text(config: LoadConfig, source: ModelSource) -> tuple[TextHeaders, Tokenizer]:
-    """Read what a `PromptEncoder` needs of a model's files; what it needs beside that its engine says."""
+    """Read the parts of a model's files that a `PromptEncoder` needs; its engine tells it the rest."""
     headers = read_text_headers(source)
     return headers, _load_tokenizer(config, headers)
 

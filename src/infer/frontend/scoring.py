@@ -2,8 +2,8 @@
 
     query, documents ──► open_scores ──► ScoreJob ──► a request for each text or pair ──► scores
 
-The model decides how (loader/score_head.py). A classifier and a reranker read query and document in one
-prompt, and their score is the sigmoid of a product with the last hidden state: from 0 to 1. An embedding
+The model decides the method (loader/score_head.py). A classifier or a reranker reads both texts in one
+prompt, and its score is the sigmoid of a product with the last hidden state: from 0 to 1. An embedding
 model reads each text by itself, and the score is the cosine of two vectors: from -1 to 1.
 """
 
@@ -41,18 +41,18 @@ class ScoreJob:
 
     job: EmbeddingJob
     scorer: Scorer
-    pairs: tuple[tuple[int, int], ...]  # numbers of two prompts; of one, twice, where it holds both texts
+    pairs: tuple[tuple[int, int], ...]  # numbers of two prompts; the same one twice if it holds both texts
     use_activation: bool = True
 
     def finish(self, hidden: list[float]) -> list[float]:
-        """What is kept of a hidden state: the vector, or the score alone."""
+        """The part of a hidden state that is kept: the vector, or only the score."""
         if not self.scorer.row:
             return to_unit(hidden)
         logit = _dot(self.scorer.row, hidden)
         return [_sigmoid(logit) if self.use_activation else logit]
 
     def scores(self, kept: Sequence[list[float]]) -> list[float]:
-        """The score of each pair, given what is kept of each prompt."""
+        """The score of each pair, given the results of `finish` for each prompt."""
         if self.scorer.row:
             return [kept[number][0] for number, _ in self.pairs]
         return [_dot(kept[first], kept[second]) for first, second in self.pairs]
@@ -68,9 +68,9 @@ def open_scores(
     most_per_document: int | None = None,
     use_activation: bool = True,
 ) -> ScoreJob:
-    """Make the prompts for one query with each document, or for each query with its document.
+    """Make the prompts for one query with all documents, or for each query with its own document.
 
-    At most `most` first tokens of a prompt are kept, and `most_per_document` of each document.
+    Only the first `most` tokens of a prompt are kept, and the first `most_per_document` of each document.
     """
     if not queries or not documents or len(queries) not in (1, len(documents)):
         raise RequestError(
@@ -104,7 +104,7 @@ def open_scores(
 
 
 def rank(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[ScoredDocument]:
-    """The documents, the best first; with `top_n` that many of them."""
+    """The documents, the best first; at most `top_n` of them."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: top_n or len(scores)]
     return [ScoredDocument(index=i, document=documents[i], relevance_score=scores[i]) for i in order]
 
@@ -118,7 +118,7 @@ def _joined(
     *,
     is_judged: bool,
 ) -> list[list[int]]:
-    """The ids of prompts that hold both texts; special tokens are ours alone, theirs stay text."""
+    """The ids of prompts that hold both texts; special tokens come from us alone, theirs stay text."""
     if not is_judged:
         first = encoder.encode_all(queries, "query")
         second = encoder.encode_all(documents, "documents")

@@ -2,11 +2,11 @@
 
     AccessLog     an id, a log line and counts for every request, also for those that are refused
     HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
-    CORS          only if an origin is configured; outside of Auth, because a browser asks first, keyless
+    CORS          only if an origin is configured; outside of Auth, because a browser first asks without a key
     Auth          closed unless listed open
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
-    Forward       only in API processes beside process 0: what is about the whole server is asked there
+    Forward       only in API processes other than 0: questions about the whole server go to process 0
     routes        completions, chat, messages, responses, models, tokens, embeddings, scores; those
                   of Ollama and llama.cpp; health, metrics, explain; admin; the page
 

@@ -7,20 +7,20 @@ its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
 
-The counting goes on behind the head: what frames a body in chunks (sizes, extensions, trailers) is not part
+The counting goes on after the head: the framing of a body in chunks (sizes, extensions, trailers) is not part
 of the body that limits.py counts, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
 
 A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
 the spot would make the operating system answer the rest of the body with a reset, and a reset can destroy
-the answer before the client has read it. So the connection *lingers*: our side is closed, what still
-comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
+the answer before the client has read it. So the connection *lingers*: our side is closed, and whatever still
+comes is thrown away, for at most LINGER_S and MAX_LINGER_BYTES.
 
-A client may stop sending behind its request and still read (a half-closed connection): it gets its answer.
+A client may stop sending after its request and still read (a half-closed connection): it gets its answer.
 One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
 Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
 
-A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: what waits for it fills our buffers,
-and closing the connection in order would wait for it as well.
+A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: the bytes that wait for it fill our
+buffers, and closing the connection in order would wait for it as well.
 
 A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
 asked, body and all (RFC 9110, 7.8).
@@ -50,22 +50,22 @@ HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
 TOO_LARGE = f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes"
 MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
-TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
+TLS_HELLO = b"\x16\x03"  # the first bytes from a client that was told https://
 HTTP2_HELLO = b"PRI * HTTP/2"
-PROBE_S = 0.05  # between two looks at whether a half-closed connection was reset
+PROBE_S = 0.05  # seconds between two checks whether a half-closed connection was reset
 SEND_TIMEOUT_S = 60.0
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
 
 
 class RefusedHead(Exception):
-    """A head was read whole and asks for what no request gets; never leaves this file."""
+    """A head that was read whole and asks for something that no request gets; never leaves this file."""
 
 
 class RequestParser(httptools.HttpRequestParser):
     """A parser that goes on where a request asks for another protocol.
 
-    llhttp stops behind a head like that and takes the message for ended. What frames the body is therefore
+    llhttp stops after a head like that and takes the message as ended. The framing of the body is therefore
     given to it once more, in a head that asks for nothing; its reader knows that the request is still open.
     """
 
@@ -94,8 +94,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = uvicorn_logger
         self.parser = RequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: pipelining
-        self._timer: asyncio.TimerHandle | None = None  # of a head, of the lingering, or of a probe
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn does so too: pipelining
+        self._timer: asyncio.TimerHandle | None = None  # the time limit of a head, the lingering or a probe
         self._send_timer: asyncio.TimerHandle | None = (
             None  # runs while the transport holds part of an answer
         )
@@ -103,10 +103,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
-        self._first_bytes = b""  # of what is being read, where it begins a request
-        self._refusal: tuple[int, str] | None = None  # of the head just read
+        self._first_bytes = b""  # the first bytes being read, where they begin a request
+        self._refusal: tuple[int, str] | None = None  # status and message, if the head just read is refused
         self._num_begun = 0  # requests begun within the bytes being read now
-        self._num_body_bytes = 0  # of the request being read
+        self._num_body_bytes = 0  # body bytes of the request being read
         self._num_other_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -116,7 +116,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the time of a head, unless it runs already."""
-        if self._is_open:  # `RequestParser` repeats what frames its body
+        if self._is_open:  # `RequestParser` repeats the framing of its body
             return
         super().on_message_begin()
         self._is_open = True
@@ -126,7 +126,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; a trailer, which comes behind a body, is dropped unread."""
+        """Keep a header; a trailer, which comes after a body, is dropped unread."""
         if not self._is_body_open:
             super().on_header(name, value)
 
@@ -147,7 +147,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that a request is whole."""
-        if self.parser.should_upgrade():  # its head is
+        if self.parser.should_upgrade():  # only its head is whole
             return
         self._is_open = self._is_body_open = False
         super().on_message_complete()
@@ -165,7 +165,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
             return
-        if self._num_begun + was_open > 1:  # where among these bytes the last request begins is not known
+        if self._num_begun + was_open > 1:  # it is not known where in these bytes the last request begins
             self._num_other_bytes = 0
         else:
             num_before = 0 if self._num_begun else num_body_bytes
@@ -179,7 +179,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Refuse bytes that are not HTTP, or a head that `_check_head` has refused."""
         if self._refusal is not None:
             self._refuse(*self._refusal)
-        elif self._first_bytes.startswith(TLS_HELLO):  # for the log: its sender cannot read this
+        elif self._first_bytes.startswith(TLS_HELLO):  # text for the log: its sender cannot read this
             self._refuse(400, "this port speaks HTTP, not HTTPS; write http:// in the address")
         elif self._first_bytes.startswith(HTTP2_HELLO):
             self._refuse(505, "this server speaks HTTP/1.1, not HTTP/2; let the client use HTTP/1.1")
@@ -187,7 +187,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse(400, "this is not a valid HTTP request")
 
     def on_response_complete(self) -> None:
-        """Close the connection behind an answer whose request is not whole: the rest is not wanted."""
+        """Close the connection after an answer whose request is not whole: the rest is not wanted."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -196,8 +196,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that has sent all it wants to, until it has its answers."""
-        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # knows no `100 Continue`
-        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # half a TLS is none
+        is_old = self.scope is None or self.scope["http_version"] == "1.0"  # before `100 Continue`
+        if self._is_open or self._is_answered() or is_old or self.scheme == "https":  # TLS cannot half-close
             return False
         self.cycle.keep_alive = False
         if not self.pipeline and not self.cycle.response_started:
@@ -229,7 +229,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_lingering = True
         self._num_other_bytes = 0
         self._stop_timer()
-        if not self._is_answered():  # by the application, which need not go on
+        if not self._is_answered():  # the application has not answered, and need not go on
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.can_write_eof():  # TLS cannot
@@ -244,7 +244,7 @@ class GuardedConnection(HttpToolsProtocol):
         return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in fields)
 
     def _check_head(self) -> None:
-        """Refuse a head that no layer behind this one could answer."""
+        """Refuse a head that no inner layer could answer."""
         names = [name for name, _ in self.headers]
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         size = len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -269,7 +269,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups alone
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups only
         if poll.poll(0):
             self.transport.abort()
         else:

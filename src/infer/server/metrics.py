@@ -101,7 +101,7 @@ class ServerMetrics(Collector):
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
         self._http: Counter[tuple[str, str, str]] = Counter()
-        self._errors: Counter[str] = Counter()  # by the code in the body
+        self._errors: Counter[str] = Counter()  # errors by the code in the body
         self._num_gone = 0
 
     def add(
@@ -128,7 +128,7 @@ class ServerMetrics(Collector):
         self._num_gone += is_gone
 
     def snapshot(self) -> dict[str, Any]:
-        """What was counted in this process, as plain data for another one."""
+        """The counts of this process, as plain data for another one."""
         return {
             "meters": [meter.snapshot() for meter in self.meters],
             "http": [(*row, count) for row, count in self._http.items()],

@@ -1,6 +1,6 @@
 """The last responses of `/v1/responses`, kept in memory so that a request can continue one.
 
-    (owner, id) ──► StoredResponse      the one used longest ago goes first, beyond a number or MAX_BYTES
+    (owner, id) ──► StoredResponse      beyond a number, or MAX_BYTES, the least recently used goes
 
 The owner is the API key that asked: with another key a response is not there. A response holds the whole
 conversation before it, so it can be continued when the ones before it are gone, deleted or forgotten.
@@ -15,20 +15,20 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-MAX_BYTES = 256 << 20  # of all responses together
-ENTRY_BYTES = 1024  # what an entry takes beside its texts
+MAX_BYTES = 256 << 20  # size of all responses together
+ENTRY_BYTES = 1024  # size of an entry without its texts
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, in parts that are read one without the other."""
+    """A response as JSON, in parts that can be read separately."""
 
-    response: bytes  # as it was sent, without its output
+    response: bytes  # the response as it was sent, without its output
     output: bytes  # the list of its output's items
     items: bytes  # the list of items that it answers, those of all responses before it included
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the store's memory."""
+        """The bytes of the store's memory that it takes."""
         return ENTRY_BYTES + sum(map(len, self))
 
 
@@ -45,7 +45,7 @@ class ResponseStore:
         return len(self._kept)
 
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, in the place of those used longest ago; one larger than the store is not."""
+        """Keep a response, in place of the least recently used; one larger than the store is not kept."""
         await self.delete(owner, response_id)
         if stored.num_bytes > self._max_bytes:
             return

@@ -4,8 +4,8 @@
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
 minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
-is refused earlier still: a server that will never be ready should not listen. What the device cannot do is
-refused by the first engine: this process imports no torch.
+is refused earlier still: a server that will never be ready should not listen. Settings that the device cannot
+honour are refused by the first engine: this process imports no torch.
 
 After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
 `drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and
@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
-CUT_OFF_S = 2  # from a second signal to the exit: for the errors that open streams end with
-LAST_WRITES_S = 5  # for answers that are finished but not yet read
+CUT_OFF_S = 2  # seconds from a second signal to the exit: time for the errors that end open streams
+LAST_WRITES_S = 5  # seconds for answers that are finished but not yet read
 KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
 _IMPORTED_AT = time.perf_counter()
 
@@ -98,7 +98,7 @@ class _CountedConnection(GuardedConnection):
 
 
 def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
-    """Whether every model is on a GPU, as far as can be told without importing torch."""
+    """Return True if every model is on a GPU, as far as can be told without importing torch."""
     has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     devices = [str(engine.load.device) for engine in models.values()]
     return all(device.startswith("cuda") or (device == "auto" and has_gpu) for device in devices)
@@ -144,7 +144,7 @@ async def serve(
         if starting.done():
             starting.result()  # raises what went wrong
             gc.collect()
-            gc.freeze()  # what start-up made stays: no collection needs to walk through it between two tokens
+            gc.freeze()  # start-up objects stay: no collection needs to walk through them between two tokens
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
@@ -198,7 +198,7 @@ async def drain(state: ServerState, timeout_s: float) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket, or an error that says what is in the way."""
+    """The listening socket; raises an error that says what is in the way."""
     where, advice = f"{config.host}:{config.port}", "choose another --port or --host"
     if config.uds is not None:
         where, advice = config.uds, "choose another --uds"
@@ -258,7 +258,7 @@ def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) 
     """The settings of the HTTP server around our application; `ask` as in `build_app`."""
     config = state.config
     app = build_app(state, fleet, check_host=needs_host_check(config), ask=ask)
-    for route in app.routes:  # what matches nothing has each built, which the first request would wait for
+    for route in app.routes:  # an unknown path builds each of them: the first request need not wait for it
         route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
     return http_config(app, config)
 
@@ -284,10 +284,10 @@ def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 
 def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT, SIGTERM or SIGHUP; a second one of the former two cuts requests off.
+    """Done at the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM cuts requests off.
 
-    Another one ends the process. A terminal that closes may send SIGHUP twice, so it never cuts off; it does
-    nothing to a server that was told not to mind (nohup).
+    A third one ends the process. A terminal that closes may send SIGHUP twice, so SIGHUP never cuts requests
+    off; a server that was told to ignore it (nohup) does.
     """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
@@ -338,7 +338,7 @@ def _loop_name() -> str:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the fastest event loop that is installed; None: asyncio's own."""
+    """The factory of the fastest event loop that is installed; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:  # it has no build for every platform

@@ -1,17 +1,18 @@
-"""What the server knows: the models it serves, and the HTTP request that code is working for.
+"""The server's state: the models it serves, and the HTTP request that code is working for.
 
 A *served model* is a prompt encoder (tokenizer, chat template) and one or more engines. A route asks for a
 model by the name in the body, turns the body into requests with its encoder, and sends each request to the
 engine that the router picks.
 
 A *request record* is made for every HTTP request and found through a context variable. Its id is the one the
-client sees (`x-request-id`), and every log line about the request carries it, those of the engine too:
-the ids that requests have there begin with it.
+client sees (`x-request-id`), and every log line about the request carries it, also those of the engine:
+the request's ids there begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
-An *alias* stands for a model, or for several by weight (fleet/shares.py). Whose requests meet the same one is
-the *asker*: the user that the body names, else the API key; without either, every request is on its own.
+An *alias* stands for a model, or for several by weight (fleet/shares.py). All requests of one *asker* get the
+same one. The asker is the user that the body names, else the API key; without either, every request is on its
+own.
 
 A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
 a model is taken away only when no request holds it.
@@ -45,7 +46,7 @@ RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for th
 
 
 class ModelUse(NamedTuple):
-    """How much a model is used, in one API process or in all."""
+    """The use of a model, in one API process or in all."""
 
     num_held: int
     used_at: float  # monotonic seconds, which all processes of a machine share
@@ -53,7 +54,7 @@ class ModelUse(NamedTuple):
     kept_at: float  # when a client said `keep_s`; 0: none has
 
     def plus(self, other: ModelUse) -> ModelUse:
-        """The use in two processes together; what clients last said about `keep_s` holds."""
+        """The use in two processes together; the last `keep_s` of a client holds."""
         used_at = max(self.used_at, other.used_at)
         keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
         return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
@@ -68,7 +69,7 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # of its engines
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # config of its engines
     num_held: int = 0  # HTTP requests that asked for it and have not ended
     engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
     used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
@@ -77,7 +78,7 @@ class ServedModel:
 
     @property
     def use(self) -> ModelUse:
-        """How this process uses the model."""
+        """The use of the model in this process."""
         return ModelUse(self.num_held, self.used_at, self.keep_s, self.kept_at)
 
     @property
@@ -121,15 +122,15 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
-    path: str = ""  # of the route
+    path: str = ""  # path of the route
     api: Api = "openai"  # the API that its path belongs to: errors are told in that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # whose requests meet the same model of an alias, if a body or a choice has said so
+    asker: str = ""  # requests of one asker get the same model of an alias; set by a body or a choice
     user_field: str = ""  # field of the body that names the asker
     has_chosen: bool = False  # the asker has decided between models
     owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
-    unknown: dict[str, None] = field(default_factory=dict)  # their names, in the order they were met
+    unknown: dict[str, None] = field(default_factory=dict)  # unknown fields, in the order they were met
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
     adapter: str = ""  # LoRA adapter that it asked for
@@ -137,11 +138,11 @@ class RequestRecord:
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
-    error: RequestFailure | None = None  # sent in place of an answer, or at the end of half of one
+    error: RequestFailure | None = None  # the error sent in place of an answer, or at the end of half of one
     marks: list[tuple[str, float]] | None = None  # ends of stages, if somebody will ask for them
-    is_traced: bool = False  # whether the answer's headers tell them
-    stories: ServedRequests | None = None  # where it is kept if it goes to an engine; None: nowhere
-    story: ServedRequest | None = None  # what is kept of it
+    is_traced: bool = False  # True: the answer's headers tell them
+    stories: ServedRequests | None = None  # the store for its story if it goes to an engine; None: none
+    story: ServedRequest | None = None  # the story that is kept of it
     spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
 
     @property
@@ -168,7 +169,7 @@ class RequestRecord:
 
     @property
     def timing(self) -> str:
-        """What each stage took so far, as the value of a `server-timing` header.
+        """The duration of each stage so far, as the value of a `server-timing` header.
 
         A stage that several prompts of a body went through ends with the last of them.
         """
@@ -223,7 +224,7 @@ def engine_id(own_id: str) -> str:
 
 
 def salt_of(given: str | None) -> str:
-    """The cache salt of the current HTTP request: the client's own, behind that of its API key if it has one.
+    """The cache salt of the current HTTP request: its API key's, if there is one, then the client's own.
 
     No salt that a client gives can be another tenant's: each begins with a hash of the same length.
     """
@@ -243,9 +244,9 @@ class ServerState:
     loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
     demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
-    is_cut_off: bool = False  # a second signal: those inside end with an error
+    is_cut_off: bool = False  # set by a second signal: requests inside end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
-    stories: ServedRequests = field(init=False)  # of this process
+    stories: ServedRequests = field(init=False)  # requests of this process
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store)
@@ -307,7 +308,7 @@ class ServerState:
         return found
 
     def look_at(self, name: str | None) -> ServedModel | None:
-        """The model of a name, which is neither loaded nor held for a look; None: it is not loaded."""
+        """The model of a name, neither loaded nor held by this look; None: it is not loaded."""
         wanted = name if name is not None else self.default_model
         chosen = self._choose(wanted) if wanted is not None else ""
         found = self._find(chosen)
@@ -316,7 +317,7 @@ class ServerState:
         return found
 
     def _find(self, name: str) -> ServedModel | None:
-        """The model of a name that the current request holds, even if its name is gone, or the loaded one."""
+        """The model of a name that the current request holds, even if the name is gone, or the loaded one."""
         record = _RECORD.get()
         held = record.models if record is not None else ()
         return next((model for model in held if model.name == name), self.models.get(name))

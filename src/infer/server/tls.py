@@ -1,4 +1,4 @@
-"""The certificate and key of a server that speaks HTTPS, and what an operator is told about them.
+"""The certificate and key of a server that speaks HTTPS, and the operator's messages about them.
 
 A file that cannot be used is named with the reason in one line, before the port is taken. A key that is
 encrypted is refused: OpenSSL would ask for its passphrase on the terminal of whoever starts the server.
@@ -38,7 +38,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     )  # a handshake costs us far more than the client that asks for it
     try:
         _read_certificate(cert)
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)  # the rest of the chain
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)  # checks the rest of the chain
     except ssl.SSLError:
         raise ConfigError(f"tls_cert {cert!r} has no certificate, or a damaged one, in PEM format") from None
     try:

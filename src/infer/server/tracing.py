@@ -27,7 +27,7 @@ from infer.server.asgi_call import Headers
 from infer.server.state import RequestRecord
 
 TRACEPARENT = "traceparent"
-PATH = "/v1/traces"  # of a collector that speaks OTLP over HTTP
+PATH = "/v1/traces"  # path at a collector that speaks OTLP over HTTP
 
 
 class Tracing:
@@ -54,10 +54,10 @@ class Tracing:
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("infer", __version__)
         self._propagator = propagation.TraceContextTextMapPropagator()
-        self._offset_ns = time_ns() - int(1e9 * perf_counter())  # from that clock to the time of day
+        self._offset_ns = time_ns() - int(1e9 * perf_counter())  # time of day minus that clock
 
     def begin(self, scope: Scope, record: RequestRecord) -> Any:
-        """Open the span of an HTTP request, a child of its client's where that has one."""
+        """Open the span of an HTTP request, a child of the client's span if there is one."""
         headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         carrier = {name: value for name, value in headers if name in (TRACEPARENT, "tracestate")}
         span = self._tracer.start_span(
@@ -101,7 +101,7 @@ class Tracing:
         span.end(end_time=self._at(perf_counter()))
 
     def close(self) -> None:
-        """Send what has not been sent; also done when the process ends."""
+        """Send the spans that have not been sent; also done when the process ends."""
         self._provider.shutdown()
 
     def _at(self, seconds: float) -> int:

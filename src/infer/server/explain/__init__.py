@@ -1,1 +1,1 @@
-"""Why a request took as long as it did: what the server and its engines know of it, put into words."""
+"""Why a request took as long as it did: the knowledge of the server and its engines, put into words."""

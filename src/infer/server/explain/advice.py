@@ -1,4 +1,4 @@
-"""What would have made a request faster: a list of rules, each of which reads numbers and says a sentence.
+"""Advice on what would have made a request faster: a list of rules that read numbers and say a sentence.
 
 A rule speaks only where there is something to gain: SHARE of the request's whole time, and MIN_S at least.
 Rules come in the order in which a reader should try them.
@@ -14,20 +14,20 @@ from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NO_TOKE
 from infer.server.explain.served import PREFIX_TOKENS
 from infer.server.explain.words import spell_count, spell_s
 
-SHARE = 0.1  # of the whole time
+SHARE = 0.1  # share of the whole time
 MIN_S = 0.02
 MIN_CHUNKS = 4
 MIN_DRAFTS = 20
 POOR_ACCEPTANCE = 0.3
-MANY_RECOMPUTED = 0.2  # of the prompt's and the output's tokens
+MANY_RECOMPUTED = 0.2  # share of the prompt's and the output's tokens
 NOTHING = "Nothing stands out: the time went where the work is."
 
 
 class Case(NamedTuple):
-    """A story, and what the rules need beside it."""
+    """A story, and the other facts that the rules need."""
 
     story: EngineStory
-    seconds: Mapping[str, float]  # by stage
+    seconds: Mapping[str, float]  # seconds by stage
     alike: Sequence[int] = ()  # prompts of the same owner under other salts, by length of the shared prefix
     taken_s: float = 0.0  # seconds until its engine took it
     load_s: float = 0.0  # seconds until its model was loaded
@@ -216,6 +216,6 @@ def advise(
     taken_s: float = 0.0,
     load_s: float = 0.0,
 ) -> list[str]:
-    """What every rule says of a story; one sentence if none has anything to say."""
+    """The sentences of all rules about a story; one sentence if none has anything to say."""
     case = Case(story, seconds, alike, taken_s, load_s)
     return [said for rule in RULES if (said := rule(case)) is not None] or [NOTHING]

@@ -1,7 +1,7 @@
 """The server's half of a request's story: when it came, which engines it went to, when its bytes left.
 
 Each API process keeps the requests that it serves, and the last ones that it has served. A request belongs to
-the API key that it came with: it is found by its ids and its *owner* together, so that an id which somebody
+the API key that it came with: it is found by its ids and its *owner* together, so that an id that somebody
 else chose, guessed or saw says nothing.
 
     x-request-id: req-7f             the id of an answer: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
@@ -23,7 +23,7 @@ import msgspec
 
 from infer.scheduling.request import Request
 
-MAX_MARKS = 16  # ends of stages that are kept: those of a body with many prompts are as many
+MAX_MARKS = 16  # ends of stages that are kept; a body with many prompts has more
 MAX_PARTS = 8  # prompts of one body that are explained; the others are only counted
 PREFIX_TOKENS = (64, 256, 1024)  # beginnings of prompts that are compared
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -40,7 +40,7 @@ class ServedPart(msgspec.Struct, kw_only=True):
     salt: bytes = b""  # hash of its cache salt
     first_at: float = 0.0  # its first token has come back; 0: none has
     last_at: float = 0.0
-    longest_gap_s: float = 0.0  # between two of its tokens
+    longest_gap_s: float = 0.0  # longest time between two of its tokens
     num_tokens: int = 0
     finish_reason: str | None = None
 
@@ -53,13 +53,13 @@ class ServedRequest(msgspec.Struct, kw_only=True):
     path: str
     arrived_at: float
     arrived: float  # seconds since 1970
-    key: str  # the part that its answer's id and its engines' ids have in common; or one of the latter
+    key: str  # the part that its answer's id and its engines' ids share; or one of the latter
     marks: list[tuple[str, float]]  # ends of stages
     parts: list[ServedPart] = []
     num_parts: int = 0
     status: int = 0  # 0: no answer was begun
-    started_at: float = 0.0  # the answer's first byte
-    ended_at: float = 0.0  # and its last
+    started_at: float = 0.0  # when the answer's first byte was sent
+    ended_at: float = 0.0  # when its last byte was sent
     is_gone: bool = False  # the client left before that
     error: str | None = None
 
@@ -69,7 +69,7 @@ class ServedRequests:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._open: dict[int, ServedRequest] = {}  # by identity
+        self._open: dict[int, ServedRequest] = {}  # open requests by identity
         self._ended: OrderedDict[int, ServedRequest] = OrderedDict()
 
     def open(
@@ -114,7 +114,7 @@ class ServedRequests:
         ]
 
     def count_alike(self, owner: str, prefixes: tuple[int, ...], salt: bytes) -> list[int]:
-        """How many prompts of an owner begin with each of these prefixes and have another salt."""
+        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
         parts = [
             part
             for served in self._newest_first()

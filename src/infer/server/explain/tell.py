@@ -104,7 +104,7 @@ def _ms(seconds: float) -> float:
 
 
 def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
-    """What the server alone knows."""
+    """The story of a request as the server alone knows it."""
     first = part.first_at or part.last_at or served.ended_at or part.submitted_at
     seconds = {"API": part.submitted_at - served.arrived_at, "engine": first - part.submitted_at}
     if part.last_at:

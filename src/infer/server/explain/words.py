@@ -4,7 +4,7 @@
     what      a sentence for each thing that happened to it                                      `sentences`
     advice    what would have made it faster                                                     advice.py
 
-A sentence that has nothing to say is left out, but that a request did not wait is worth saying.
+A sentence that has nothing to say is left out, except that a request did not wait: that is worth saying.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spell_count(count: int, noun: str) -> str:
 def stages(
     story: EngineStory, served: ServedRequest | None = None, part: ServedPart | None = None
 ) -> dict[str, float]:
-    """Seconds of each stage so far; what it waited for the engine to take it counts as queue."""
+    """Seconds of each stage so far; the wait until the engine took it counts as queue."""
     now = story.ended_at or story.now
     accepted = story.accepted_at or now
     begun = story.begun_at or now
@@ -69,7 +69,7 @@ def taken_s(story: EngineStory, part: ServedPart | None) -> float:
 
 
 def state_of(story: EngineStory) -> str:
-    """How far a request has come, in a word."""
+    """The state of a request in one word."""
     if story.finish_reason is not None:
         return "ended"
     if not story.accepted_at:

@@ -3,7 +3,7 @@
     load     headers and tokenizer in this process, weights in each engine's own process
     watch    every second: has an engine died, come back, or stopped making progress?
     unload   first the name goes, then requests that hold the model finish, then the engines stop
-    replace  load the new model beside the old one, give it the name, then unload the old one
+    replace  load the new model while the old one serves, give it the name, then unload the old one
 
 With `on_demand` models are loaded when they are asked for (on_demand.py).
 
@@ -73,7 +73,7 @@ WATCH_INTERVAL_S = 1.0
 
 
 class Fleet:
-    """Starts and stops the engines behind a `ServerState`."""
+    """Starts and stops the engines of a `ServerState`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Fleet:
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
         self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
         self._is_closing = False
-        self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # without a name, until their engines end
+        self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
             path = Path(server.record).expanduser().absolute()
@@ -166,7 +166,7 @@ class Fleet:
         loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
         self._loading[name] = loading
         try:
-            model = await loading  # which is cancelled with its caller
+            model = await loading  # the load is cancelled with its caller
             if loading in self._ended_by:
                 raise asyncio.CancelledError
         except asyncio.CancelledError:
@@ -245,7 +245,7 @@ class Fleet:
         logger.info("model unloaded model=%s", model.name)
 
     async def _uses(self) -> dict[str, ModelUse]:
-        """How much every loaded model is used, in all API processes together."""
+        """The use of every loaded model, in all API processes together."""
         uses = {name: model.use for name, model in self.state.models.items()}
         for told in await self._workers.call("uses"):
             for name in uses.keys() & told.keys():
@@ -340,7 +340,7 @@ class Fleet:
         return self.metrics.sum_with(await self._workers.scrape()).text()
 
     async def ask_processes(self, message: str, **body: Any) -> list[Any]:
-        """What the other API processes answer to a message; worker.py lists these."""
+        """The answers of the other API processes to a message; worker.py lists the messages."""
         return await self._workers.ask_all(message, **body)
 
     async def reset_prefix_caches(self, name: str | None) -> int:
@@ -436,7 +436,7 @@ class Fleet:
         return model
 
     async def _serve(self, name: str, model: ServedModel, config: EngineConfig, seconds: float) -> None:
-        """Meter the engines of a model that took so long to start, and let the other processes serve it."""
+        """Meter the engines of a model that took `seconds` to start, and let the other processes serve it."""
         first = model.clients[0]
         phases = first.ready.phases if isinstance(first, ProcessClient) else {}
         told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
@@ -527,7 +527,7 @@ class Fleet:
                 on_down=partial(workers.tell_down, engine),
             )
             starts.append(asyncio.create_task(ProcessClient.start(config, options)))
-        # beside the engines, not before them
+        # at the same time as the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         try:
             await asyncio.gather(opening, *starts, return_exceptions=True)

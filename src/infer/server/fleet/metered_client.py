@@ -1,8 +1,8 @@
 """An engine client that measures the requests that pass through it.
 
 Every route reads a request's outputs through this client, so that every request is measured alike. Times run
-from the arrival of the HTTP request, where there is one: what a client waits for includes the reading of its
-body and the tokenizing.
+from the arrival of the HTTP request, where there is one: a client also waits for its body to be read and
+tokenized.
 
     reason    how a request ended
     stop      an end-of-text token, a stop token, or a stop string the reader found (it then calls `abort`)
@@ -11,7 +11,7 @@ body and the tokenizing.
     error     the engine failed or died
 
 A request that the engine refuses (a prompt that does not fit, a full queue), or does not take because it is
-down, has not begun, so it is counted among the HTTP errors alone.
+down, has not begun, so it is counted only among the HTTP errors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REQUEST_S = (
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-# What is counted and measured here, for each request: a row makes the count, its help and its page.
+# The counts and measures here, for each request: a row makes the count, its help and its page.
 COUNTED = {
     "prompt_tokens": "prompt tokens of requests that began to answer",
     "prompt_tokens_cached": "of these, found in the prefix cache",
@@ -77,13 +77,13 @@ class MeteredClient:
 
     def __init__(self, client: EngineClient, labels: tuple[str, str], cache: CacheConfig | None) -> None:
         self.labels = labels  # the model's name, and the engine's number
-        self.cache = cache  # how its cache was asked for, where that is known
-        self.counts: Counter[str] = Counter()  # by the names of COUNTED
+        self.cache = cache  # the settings of its cache, where they are known
+        self.counts: Counter[str] = Counter()  # counts by the names of COUNTED
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
-        self.finished: Counter[str] = Counter()  # by reason
-        self.is_down = False  # when last looked at
+        self.finished: Counter[str] = Counter()  # ended sequences by reason
+        self.is_down = False  # its state when last looked at
         self.client = client
-        self._open: dict[str, _RequestTimes] = {}  # by request id
+        self._open: dict[str, _RequestTimes] = {}  # open requests by id
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""
@@ -105,7 +105,7 @@ class MeteredClient:
             times.finish()
 
     def has_taken(self, request_id: str) -> bool:
-        """Whether the engine has taken a request that is being read."""
+        """Return True if the engine has taken a request that is being read."""
         return self.client.has_taken(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -120,7 +120,7 @@ class MeteredClient:
 
     @property
     def prefixes(self) -> AbstractSet[int]:
-        """What the engine's prefix cache holds, by hash."""
+        """The hashes of the engine's cached prefixes."""
         return self.client.prefixes
 
     @property
@@ -158,7 +158,7 @@ class MeteredClient:
         self.histograms[name].observe(value)
 
     def snapshot(self) -> dict[str, Any]:
-        """What was counted here, as plain data for another process."""
+        """The counts of this meter, as plain data for another process."""
         return {
             "labels": self.labels,
             "counts": dict(self.counts),
@@ -198,11 +198,11 @@ class _RequestTimes:
         record.mark("submit", self._submitted_at)
         self._part = self._begin_story(meter.labels)
         self._longest_gap_s = 0.0
-        self._last_at: dict[int, float] = {}  # by sequence
+        self._last_at: dict[int, float] = {}  # time of the last token by sequence
         self._first_at: float | None = None
         self._embedded_at: float | None = None
         self._queue_s = 0.0
-        self._num_tokens: Counter[int] = Counter()  # by sequence
+        self._num_tokens: Counter[int] = Counter()  # tokens by sequence
         self._open = set(range(request.params.num_reported))
         self._stopped: set[int] = set()  # sequences that met a stop string
         self._reason: str | None = None
@@ -238,7 +238,7 @@ class _RequestTimes:
         self._stopped |= self._open if index is None else {index}
 
     def _begin_story(self, labels: tuple[str, str]) -> ServedPart | None:
-        """Keep what can be explained of this request, where that is wanted."""
+        """Keep the parts of this request that can be explained, where that is wanted."""
         record, request = self._record, self._request
         if record.stories is None:
             return None

@@ -7,9 +7,9 @@
                                                                   and stops
 
 One model is loaded at a time, in the order in which they were asked for. Among those that could make room,
-one without requests goes first. One with requests is never cut off: it stops when they have ended, and who
-asks for it meanwhile waits for its next load, so that no model can keep the others out for ever. A load that
-fails is told to all who wait, and the next request tries again.
+one without requests goes first. One with requests is never cut off: it stops when they have ended, and those
+who ask for it meanwhile wait for its next load, so that no model can keep the others out for ever. A failed
+load is reported to all who wait, and the next request tries again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTLE_S = 0.5  # seconds after a load, or a request, before a model counts as i
 
 
 class OnDemand:
-    """Loads and unloads the models of a catalog; what it is given is the fleet's."""
+    """Loads and unloads the models of a catalog; its arguments belong to the fleet."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class OnDemand:
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
         leaving: Collection[asyncio.Task[None]],
     ) -> None:
-        self.catalog: dict[str, EngineConfig] = {}  # by name
+        self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
-        self._leaving = leaving  # one for each model that lost its name and still has engines
-        self._loads: dict[str, asyncio.Task[None]] = {}  # that have not ended, by name
-        self._turn = asyncio.Lock()  # for one load at a time
+        self._leaving = leaving  # one task for each model that lost its name and still has engines
+        self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
+        self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
 
     async def demand(self, name: str) -> None:
@@ -63,7 +63,7 @@ class OnDemand:
         try:
             await asyncio.shield(loading)
         except asyncio.CancelledError:
-            if loading.cancelled():  # and not the caller alone
+            if loading.cancelled():  # the load was cancelled, not only this caller
                 raise EngineStopped(SHUTTING_DOWN) from None
             raise
 
@@ -111,7 +111,7 @@ class OnDemand:
     def _forget(self, name: str, ended: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not ended.cancelled():
-            ended.exception()  # seen, also where nobody waits any more
+            ended.exception()  # mark it as seen, even if nobody waits any more
 
     async def _free_one(self) -> None:
         """Unload one model: the idle one, else any, that was used least recently."""

@@ -1,15 +1,16 @@
 """The choice of a replica: the one that will have computed the prompt first.
 
-Every replica keeps its own prefix cache, and tells what it gains and loses, so every API process knows the
-same. Its load is the time that its queue will take; what a token and a row take is measured by the engines,
-and their mean is used for all, for they are alike and a measure of one may be noise:
+Every replica keeps its own prefix cache and reports what it gains and loses, so every API process knows the
+same. Its load is the time that its queue will take. The engines measure the time of a token and of a row;
+the mean is used for all replicas, for they are alike and a single measure may be noise:
 
     wait(replica) = prompt tokens that wait there * token_s + rows that decode there * row_s
     cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
-So a prefix attracts a prompt for as long as computing it elsewhere would take longer than to wait, and a hot
-one comes to be cached on as many replicas as it takes. Costs that are alike to CLOSE of the prompt's own take
-turns by load. What was sent a moment ago counts as well: its tokens wait, and its prefix is expected.
+So a prefix attracts a prompt for as long as computing it elsewhere would take longer than waiting, and a hot
+one comes to be cached on as many replicas as it takes. Replicas whose costs differ by less than CLOSE of the
+prompt's own cost take turns by load. Requests sent a moment ago count as well: their tokens wait, and their
+prefixes are expected.
 
 A bound holds whatever costs say, for a long answer costs little while its prompt is queued: a replica with
 more requests than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas
@@ -37,18 +38,18 @@ MAX_LOAD = 1.25  # times the mean number of requests
 MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take
 SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, or was never taken
-TOKEN_S = 1e-4  # of a prompt and of a row, until engines have measured theirs; their ratio matters
+TOKEN_S = 1e-4  # seconds per prompt token and per row until engines have measured theirs; the ratio matters
 ROW_S = 1e-3
 CLOSE = 0.02
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent to a replica since its last step."""
+    """The work that was sent to a replica since its last step."""
 
     step: int = -1
     count: int = 0
-    num_tokens: int = 0  # to compute
+    num_tokens: int = 0  # tokens to compute
     at: float = 0.0
 
 
@@ -59,7 +60,7 @@ class _Option:
     client: EngineClient
     stats: EngineStats
     sent: _Sent
-    num_cached: int = 0  # tokens of the prompt
+    num_cached: int = 0  # cached tokens of the prompt
     num_requests: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class Router:
         self._clock = clock
         self._expected: OrderedDict[tuple[int, int], float] = (
             OrderedDict()
-        )  # by replica and prefix: when sent
+        )  # time of sending by replica and prefix
         self._sent: dict[int, _Sent] = {}
         self._turn = 0
 
@@ -111,7 +112,7 @@ class Router:
         return _Option(client, stats, sent)
 
     def _num_known(self, keys: Sequence[int], client: EngineClient) -> int:
-        """How many blocks of a prompt a replica has cached, or will have soon."""
+        """The number of blocks of a prompt that a replica has cached, or will have soon."""
         prefixes, oldest = client.prefixes, self._clock() - EXPECTED_S
         for number in range(len(keys), 0, -1):
             key = keys[number - 1]
@@ -146,6 +147,6 @@ class Router:
 
 
 def _mean(measured: Sequence[float], unknown: float) -> float:
-    """The mean of what engines have measured."""
+    """The mean of the values that engines have measured; `unknown` if there are none."""
     known = [value for value in measured if value]
     return sum(known) / len(known) if known else unknown

@@ -26,7 +26,7 @@ def choose_model(weights: Mapping[str, float], alias: str, asker: str) -> str:
     def arrival(name: str) -> float:
         text = "\0".join((alias, asker, name)).encode()
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-        share = (int.from_bytes(digest, "big") + 0.5) / 256**_DIGEST_BYTES  # in (0, 1)
+        share = (int.from_bytes(digest, "big") + 0.5) / 256**_DIGEST_BYTES  # a number in (0, 1)
         return -math.log(share) / weights[name]
 
     return min(weights, key=arrival)

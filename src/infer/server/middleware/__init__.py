@@ -1,1 +1,1 @@
-"""What every request passes through: limits, keys, hosts, log."""
+"""The layers that every request passes through: limits, keys, hosts, log."""

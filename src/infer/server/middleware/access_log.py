@@ -13,8 +13,8 @@ the header `server-timing` of its answer (`infer bench trace` prints it).
 The header `x-infer-model` names the model that serves a request: an alias may stand for several. Characters
 beyond ASCII are percent-encoded there.
 
-What a request costs is gathered in its `RequestRecord` (state.py). Of a refusal it holds the error, and the
-line quotes the part of it that is ours (redaction.py).
+The costs of a request are gathered in its `RequestRecord` (state.py). For a refused request it also holds
+the error, and the log line quotes the part of it that is ours (redaction.py).
 
 This is the outermost layer of the server's own: an unexpected exception ends here, as a 500 without a
 traceback for the client and with one for the operator.
@@ -50,7 +50,7 @@ MAX_KEPT_ERROR = 300  # characters
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
 MODEL_HEADER = b"x-infer-model"
-EXPOSED_HEADERS = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # for pages, by CORS
+EXPOSED_HEADERS = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # pages can read these
 PLAIN_CHARS = string.punctuation + " "  # characters of names that a header may have as they are
 FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
 
@@ -77,7 +77,7 @@ class AccessLog:
         self._is_logged = is_logged
         self._ignores_unknown = ignores_unknown
         self._stories = stories if stories is not None and stories.limit else None
-        self._health_status = 0  # of the last poll
+        self._health_status = 0  # status of the last poll
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, log it and count it."""
@@ -87,7 +87,7 @@ class AccessLog:
         path = route_path(scope)
         is_lenient = self._ignores_unknown and not path.startswith(STRICT_PREFIXES)
         record = RequestRecord(_request_id(scope), perf_counter(), path, api_of(path), is_lenient)
-        if FORWARDED in scope:  # from another API process, which logs and counts it
+        if FORWARDED in scope:  # a request from another API process, which logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
             return
@@ -113,7 +113,7 @@ class AccessLog:
     ) -> None:
         id_headers = [(b"x-request-id", record.request_id.encode()), *headers]
         if record.api == "anthropic":
-            id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
+            id_headers.append((b"request-id", record.request_id.encode()))  # its name in Anthropic's API
         scope[RAW_SEND] = send
 
         async def sending(message: Message) -> None:

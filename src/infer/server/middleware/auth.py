@@ -1,7 +1,7 @@
-"""Which requests need which key: every path is closed unless listed open.
+"""The keys that requests need: every path is closed unless listed open.
 
     /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
-    /admin/...                             the admin key; without one configured there are no such routes,
+    /admin/...                             the admin key; without one configured these routes do not exist,
                                            but for /admin/live where only this machine can ask, and the
                                            request names no proxy that it came through
     /explain/...                           one of the API keys, which sees its own requests; or the admin
@@ -56,14 +56,14 @@ def header_of(scope: Scope, name: bytes) -> bytes | None:
 
 
 def is_open(path: str, config: ServerConfig) -> bool:
-    """Whether a path answers without a key."""
+    """Return True if a path answers without a key."""
     is_page = config.ui and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX))
     is_docs = config.docs and (path == DOCS_PATH or path.startswith(DOCS_PATH + "/"))
     return path == HEALTH_PATH or is_page or is_docs
 
 
 def is_admin(path: str) -> bool:
-    """Whether a path belongs to the operator."""
+    """Return True if a path belongs to the operator."""
     return path == ADMIN_PREFIX or path.startswith(ADMIN_PREFIX + "/") or path in ADAPTER_PATHS
 
 
@@ -77,7 +77,7 @@ class KeyRing:
         return bool(self._digests)
 
     def opens(self, key: bytes) -> bool:
-        """Whether this is one of the keys, in time that does not depend on the answer."""
+        """Return True if this is one of the keys, in time that does not depend on the answer."""
         given = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches)

@@ -1,9 +1,9 @@
-"""What only process 0 of a server can answer is asked there.
+"""Requests that only process 0 of a server can answer are handed on to it.
 
 `/health`, `/metrics`, `/explain/...` and the operator's routes are about the whole server. Another API
-process hands such a request on, with all its headers, and the answer back; so it is the same everywhere.
-`/admin/live` is about one engine, which every process can ask, and its answer has no end: it stays. Two
-questions are asked:
+process hands them on with all their headers and passes the answer back, so it is the same everywhere.
+`/admin/live` is not handed on: it is about one engine, which every process can ask, and its answer has no
+end. Two questions are asked:
 
     {"name": "4711/1", "method": ..., "headers": ..., "body": ...}    the request; its answer may take long
     {"left": "4711/1"}                                                its client has left meanwhile
@@ -54,7 +54,7 @@ class Forward:
             watcher.cancel()
         if not answer:  # its client has left, and process 0 has sent nothing
             return
-        scope["route"] = SimpleNamespace(path=answer["route"])  # as `route_of` reads it
+        scope["route"] = SimpleNamespace(path=answer["route"])  # the field that `route_of` reads
         start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
         await send(start)
         await send({"type": "http.response.body", "body": answer["body"], "more_body": False})
@@ -71,7 +71,7 @@ class Forwarded:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._left: dict[str, asyncio.Event] = {}  # by name of a request: its client has left
+        self._left: dict[str, asyncio.Event] = {}  # events by name of the request: its client has left
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a request, or note that a client has left."""

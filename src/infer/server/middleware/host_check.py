@@ -21,7 +21,7 @@ _NAME_AND_PORT = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address means the machine that resolves it."""
+    """Return True if a host name or address means the machine that resolves it."""
     bare = name.strip("[]").rstrip(".").lower()
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
@@ -32,7 +32,7 @@ def is_loopback(name: str) -> bool:
 
 
 def needs_host_check(config: ServerConfig) -> bool:
-    """Whether a server trusts its clients because only this machine can reach it."""
+    """Return True if a server trusts its clients because only this machine can reach it."""
     return config.uds is None and not config.api_key and is_loopback(config.host)
 
 
@@ -60,7 +60,7 @@ class HostCheck:
 def _host_of(scope: Scope) -> str | None:
     """The Host header without its port, or whole if it is not a name and a port.
 
-    None where there is none, which no browser leaves out.
+    None if the header is missing; browsers always send it.
     """
     given = header_of(scope, b"host")
     if given is None:

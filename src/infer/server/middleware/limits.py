@@ -1,12 +1,12 @@
-"""Limits on the body of a request, and on when requests are taken at all.
+"""Limits on the body of a request, and on the time at which requests are taken at all.
 
 `BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
 chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
 It does so for every method: a GET may bring a body too, and no other layer would stop reading it. A body that
-is compressed is refused with 415: how much it would become is not known before it is read.
+is compressed is refused with 415: its real size is not known before it is read.
 
-`Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
-watches the server (health, metrics, version, explain, the page) and the operator's routes pass. It also
+`Gate` answers 503 with a Retry-After while models are loading and once the server is draining; routes that
+watch the server (health, metrics, version, explain, the page) and the operator's routes pass. It also
 counts the requests inside, which is how a drain knows when the last one has left.
 """
 
@@ -119,6 +119,6 @@ class Gate:
             board.count_request(-1)
 
     def _is_always_open(self, path: str) -> bool:
-        """Whether a path, below the root path as the router sees it, watches or operates the server."""
+        """Return True if a path (without the root path, as routers see it) watches or operates the server."""
         is_watching = path in WATCHING or path.startswith(EXPLAIN_PREFIX)
         return is_watching or is_admin(path) or is_open(path, self._state.config)

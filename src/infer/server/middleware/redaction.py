@@ -1,4 +1,4 @@
-"""The reason of a refusal as the access log may show it: without what the client wrote.
+"""The reason of a refusal as the access log may show it: without the client's own words.
 
     the client reads    unknown field 'temprature'; did you mean 'temperature'?
     the log says        the same
@@ -9,14 +9,14 @@
 A message to a client may quote what it has sent, and that may be a part of a prompt; a log is read by others
 and kept for long. What a message may quote, and what is logged of it:
 
-    a value, behind the word "got"; what a chat template says            nothing
-    a role; how a body was sent; a content part's type that is no text   "..."
+    a value, after the word "got"; what a chat template says             nothing
+    a role; how a body was sent; a content part's type other than text   "..."
     the name of a field, a model, a type, between quotation marks        the name, else nothing from there on
     the param: a path of keys into the body, as logit_bias.17            the same, else "..."
     a number                                                             the number, "..." from 12 digits on
 
-A name is one word of at most 64 ASCII characters that looks like no number of a card or telephone and like no
-key: these have a known beginning, or 20 letters and digits in a row.
+A name is one word of at most 64 ASCII characters that does not look like a card or telephone number, nor like
+a key: those have a known beginning, or 20 letters and digits in a row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEY_IN_NAME = re.compile(
 
 
 def redacted_reason(error: RequestFailure) -> str:
-    """The end of a log line: code and param, where there are such, and what of the message is ours."""
+    """The end of a log line: code and param, where they exist, and the part of the message that is ours."""
     is_named = error.param is not None and _is_name(error.param)
     said = _hide_quoted(error.message)
     said = _HIDDEN.sub(" ...", _DROPPED.sub("", said))
@@ -61,7 +61,7 @@ def redacted_reason(error: RequestFailure) -> str:
 
 
 def _hide_quoted(message: str) -> str:
-    """The message up to the first quoted text that is no name."""
+    """The message up to the first quoted text that is not a name."""
     for found in _QUOTED.finditer(message):
         word = found["word"]
         if word is None or not (_is_name(word) or word == "..."):

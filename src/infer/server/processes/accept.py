@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.001
 BURST = 128  # connections
-NO_FILES_PAUSE_S = 1.0  # after the limit of open files was reached
+NO_FILES_PAUSE_S = 1.0  # pause after the limit of open files was reached
 NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

@@ -32,7 +32,7 @@ class Board:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the first models are being loaded."""
+        """True while the first models are being loaded."""
         return bool(self._slots[_STARTING])
 
     @is_starting.setter
@@ -41,7 +41,7 @@ class Board:
 
     @property
     def is_draining(self) -> bool:
-        """Whether no new requests are taken."""
+        """True while no new requests are taken."""
         return bool(self._slots[_DRAINING])
 
     @is_draining.setter
@@ -53,7 +53,7 @@ class Board:
         self._slots[_NUM_FLAGS + self.number] += change
 
     def forget_requests(self, number: int) -> None:
-        """Count the requests inside another process no more: it has ended, and they with it."""
+        """Stop counting the requests inside another process: it has ended, and they with it."""
         self._slots[_NUM_FLAGS + number] = 0
 
     @property
@@ -67,6 +67,6 @@ class Board:
 
     @property
     def has_more_connections(self) -> bool:
-        """Whether another process has fewer connections than this one."""
+        """True if another process has fewer connections than this one."""
         counts = self._slots[self._first_connections :]
         return counts[self.number] > min(counts)

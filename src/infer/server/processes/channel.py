@@ -3,8 +3,8 @@
     [number, name, body]           a question; number 0: no answer is wanted
     [-number, failure, result]     the answer to it
 
-Bodies are plain data (msgpack). Messages are handled in the order in which they were sent; an answer that
-takes time is waited for beside them.
+Bodies are plain data (msgpack). Messages are handled in the order in which they were sent, except that a slow
+answer does not hold up the messages after it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Channel:
         self._send([0, name, body])
 
     async def call(self, name: str, body: Any = None) -> Any:
-        """Ask and wait for the answer; raises what went wrong at the other end."""
+        """Ask and wait for the answer; raises the error of the other end."""
         number = next(self._numbers)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = done

@@ -1,4 +1,4 @@
-"""One API process beside process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
+"""An API process other than process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
 
 It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
 from the same listening socket. Process 0 starts and watches the engines, and tells this one about them:
@@ -10,7 +10,7 @@ from the same listening socket. Process 0 starts and watches the engines, and te
     uses, scrape, stop   how models are used here; what was counted here; the end
     served, alike        requests of an id that were served here; how many prompts begin alike
 
-It asks process 0 to load a model on demand, for stored responses, and what `forward.py` hands on.
+It asks process 0 to load on-demand models, for stored responses, and to answer what `forward.py` hands on.
 
 The end of standard input is the end of process 0, however it came, and ends this process too.
 """
@@ -112,13 +112,13 @@ class EngineFeed:
 
 
 class Worker:
-    """What process 0 may ask of an API process, message by message."""
+    """An API process as process 0 sees it: one method for each message that process 0 may send."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
-        self._replaced: list[ServedModel] = []  # models whose name another one has, until they are unserved
+        self._replaced: list[ServedModel] = []  # models whose name another one took, until they are unserved
         self._has_frozen = False
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
@@ -170,7 +170,7 @@ class Worker:
         if not self._has_frozen:
             self._has_frozen = True
             gc.collect()
-            gc.freeze()  # what start-up made stays; a model that is loaded later may go again
+            gc.freeze()  # objects of the start-up stay; a model that is loaded later may go again
 
     async def on_unserve(self, engines: list[int], timeout_s: float) -> None:
         """Serve the model of these engines no longer; answers when no request here holds it.
@@ -203,12 +203,12 @@ class Worker:
         default: str | None,
         loadable: list[str],
     ) -> None:
-        """Take over what models and adapters are called, and which models are loaded on demand."""
+        """Take over the names of models and adapters, and of the models that are loaded on demand."""
         self._state.aliases, self._state.adapters = aliases, adapters
         self._state.default_model, self._state.loadable = default, loadable
 
     def on_uses(self) -> dict[str, ModelUse]:
-        """How the models are used here."""
+        """The use of each model in this process."""
         return {name: model.use for name, model in self._state.models.items()}
 
     def on_forget(self, name: str) -> None:
@@ -218,7 +218,7 @@ class Worker:
                 model.router.forget(client)
 
     def on_scrape(self) -> dict[str, Any]:
-        """What was counted here."""
+        """The counts of this process."""
         return self._metrics.snapshot()
 
     def on_served(self, name: str, owner: str | None) -> list[ServedRequest]:
@@ -226,7 +226,7 @@ class Worker:
         return self._state.stories.find(name, owner)
 
     def on_alike(self, owner: str, prefixes: list[int], salt: bytes) -> list[int]:
-        """How many prompts of an owner begin with these prefixes and have another salt."""
+        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
         return self._state.stories.count_alike(owner, tuple(prefixes), salt)
 
     def on_stop(self) -> None:

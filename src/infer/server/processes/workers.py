@@ -1,4 +1,4 @@
-"""The API processes beside process 0, from its side: started, told about engines and models, asked, ended.
+"""The API processes other than process 0, seen from it: started, told about engines and models, asked, ended.
 
 A server of one process has none of them to tell or to ask.
 
@@ -46,7 +46,7 @@ STOP_TIMEOUT = 8.0  # seconds: longer than answers that are finished may take to
 
 
 def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
-    """How many API processes to run: as asked for, else one for every four cores of a machine with a GPU.
+    """The number of API processes: as configured, else one for every four cores of a machine with a GPU.
 
     An engine on a CPU computes with the same cores, and no faster than one process can send.
     """
@@ -79,11 +79,11 @@ class Workers:
 
     @cached_property
     def lost(self) -> asyncio.Future[str]:
-        """Why this server cannot go on: a process of it has ended, or (says its fleet) every engine."""
+        """Why this server cannot go on: one of its processes has ended, or (says its fleet) every engine."""
         return asyncio.get_running_loop().create_future()
 
     async def start(self, answer: Answerer, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
-        """Start the processes, which will serve models with these knobs; `answer` answers what they ask."""
+        """Start the processes, which will serve models with these knobs; `answer` answers their questions."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
             fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
@@ -150,7 +150,7 @@ class Workers:
                 process.channel.tell(message, body)
 
     async def scrape(self) -> list[dict[str, Any]]:
-        """What each process has counted; one that does not answer within SCRAPE_TIMEOUT is left out."""
+        """The counts of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
         return await self.ask_all("scrape")
 
     async def ask_all(self, message: str, **body: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Errors as each API's own clients understand them: statuses, bodies and codes.
 
 `REFUSALS` has the statuses of requests that are refused. They differ by route: `/v1/completions` and
-`/v1/completions/stream` tell values that cannot be used (422) from bodies that cannot be read (400), and all
-other routes answer as the APIs do that they stand for, whose clients branch on 400 and 404. Beside these:
+`/v1/completions/stream` tell values that cannot be used (422) from bodies that cannot be read (400). All
+other routes answer like the APIs that they stand for, whose clients branch on 400 and 404. Besides these:
 
     QueueFull, EngineStopped       503     try again, after Retry-After seconds; `x-infer-refused: 1` says
                                            that nothing was begun (an engine may end because of a request)
@@ -15,8 +15,8 @@ under /api/ Ollama's `{"error": "message"}`.
 
 A message about a request is written here, or quotes the client's own words. A message of an engine or a
 template may quote another library's exception, with addresses and paths of this machine in it, so these are
-scrubbed: all paths but the names of our routes. Of an unexpected exception the client learns nothing but that
-it happened.
+scrubbed: all paths but the names of our routes. The client is told that an unexpected exception happened, and
+nothing else about it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ logger = logging.getLogger(__name__)
 
 RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
-REFUSED_HEADER = "x-infer-refused"  # on a 503 of a server that has begun nothing: another one may be asked
-CLIENT_GONE = 499  # what proxies log for it; it is never read
+REFUSED_HEADER = "x-infer-refused"  # set on a 503 if nothing was begun: another server may be asked
+CLIENT_GONE = 499  # the status that proxies log for it; it is never read
 MAX_MESSAGE_LEN = 1000
 SPECIFIED_PREFIX = "/v1/completions"  # the routes with finer statuses
 
 
 class Refusal(NamedTuple):
-    """How an exception that a client can mend is told."""
+    """The status and code of an exception that a client can mend."""
 
     error: type[RequestError]
     specified: int  # status on /v1/completions and /v1/completions/stream
@@ -75,7 +75,7 @@ class Refusal(NamedTuple):
     code: str | None = None  # word that programs branch on; None: the status
 
 
-REFUSALS = (  # the first whose class fits
+REFUSALS = (  # the first row whose class fits
     Refusal(MalformedRequest, 400, 400),
     Refusal(NameTaken, 409, 409),
     Refusal(UnknownModel, 422, 404, "model_not_found"),
@@ -85,7 +85,7 @@ REFUSALS = (  # the first whose class fits
     Refusal(RequestError, 422, 400),
 )
 
-ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
+ERROR_TYPES = {  # vLLM's names; openai's client maps by status
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
@@ -110,15 +110,15 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",  # theirs has the status 529, which no proxy knows
     504: "timeout_error",
 }
-# by the field to blame: with these details the tool runner of Anthropic's package sends whole conversations
+# details by the field to blame: with these Anthropic's tool runner sends whole conversations
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
-Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
+Path = tuple[str | int, ...]  # place of a value in a body: ("messages", 0, "content", 2)
 MAX_FORMS = 100  # errors that are looked at: each value of a long list may have one
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
-_PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
-ROUTES = frozenset(  # what a hint may send a client to
+_PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is not a path
+ROUTES = frozenset(  # routes that a hint may send a client to
     {
         "/api/chat",
         "/api/copy",
@@ -160,7 +160,7 @@ ROUTES = frozenset(  # what a hint may send a client to
     }
 )
 
-FOREIGN_ROUTES = {  # of another API: what does the same here
+FOREIGN_ROUTES = {  # routes of another API: the route that does the same here
     "/v1/complete": "/v1/messages",
 }
 
@@ -210,7 +210,7 @@ class ApiError(RequestFailure):
     async def send_unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose body has not been read; if it has a body, its connection ends here.
 
-        Keeping the connection would mean to read, and throw away, all that a refused sender likes to send.
+        Keeping the connection would mean reading, and throwing away, whatever a refused sender sends.
         """
         has_body = any(
             name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
@@ -266,7 +266,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
     """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid.
 
     A value that may have one of several forms has an error for each of them: the one that is furthest inside
-    it says most, and those that are equally far are said together.
+    it says most, and those that are equally far inside are told together.
     """
     path = _steps(errors[0])
     of_field = [each for each in errors[:MAX_FORMS] if _steps(each)[: len(path)] == path]
@@ -278,7 +278,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
         return MalformedRequest.missing(where)
     forms = [str(each["msg"]) for each in of_field if _steps(each) == _steps(first)]
     said = " or ".join((forms[0], *(form.removeprefix("Input should be ") for form in forms[1:])))
-    said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # as JSON calls it
+    said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # JSON's name for it
     message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
@@ -286,7 +286,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
 
 
 def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """The message for a body of which no field could be read: how it was sent, or what it is."""
+    """The message for a body in which no field could be read: how it was sent, or what it is."""
     example = "send a JSON object, such as {...}"
     media_type = headers.get("content-type")
     if kind == "json_invalid":
@@ -349,6 +349,6 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
 
 
 def _takes(http: Request, method: str) -> bool:
-    """Whether some route takes this method at a request's path; the framework asks the first alone."""
+    """Return True if any route takes this method at a request's path; the framework asks only the first."""
     scope = {**http.scope, "method": method}
     return any(route.matches(scope)[0] is Match.FULL for route in http.app.routes)

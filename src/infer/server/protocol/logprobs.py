@@ -9,7 +9,7 @@ r"""Logprobs in the two shapes of OpenAI's API, and those of prompts in vLLM's.
 A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
 the likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
 cannot hold, becomes -9999. The offset of a token is the place in the answer's text of the character that its
-first byte belongs to: the three tokens of a euro sign have the same one. Bytes that turn out to be no
+first byte belongs to: the three tokens of a euro sign have the same one. Bytes that turn out not to be a
 character show as U+FFFD as soon as a token comes that cannot continue them, and that token stands after it.
 """
 
@@ -26,7 +26,7 @@ LOWEST = -9999.0
 
 
 def to_json_number(logprob: float) -> float:
-    """The logprob, or -9999 for what is below it."""
+    """The logprob, but at least -9999."""
     return max(logprob, LOWEST)
 
 
@@ -34,7 +34,7 @@ class CompletionLogprobs:
     """Turns the tokens of one choice into parallel lists, piece by piece; it remembers where the text is."""
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = ()) -> None:
-        """`prompt_ids` is what the text continues; leave it out where the text begins with the prompt."""
+        """`prompt_ids` are the tokens that the text continues; omit them if it begins with the prompt."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
         self._offset = 0
@@ -55,7 +55,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, row: RowLogprobs) -> dict[str, float]:
-        """The alternatives by name, the token itself among them; of two with the same bytes the likelier."""
+        """The alternatives by name, with the token itself; the likelier one of two with the same bytes."""
         top: dict[str, float] = {}
         for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
             top.setdefault(_name(self._tokenizer, token_id), to_json_number(logprob))
@@ -63,7 +63,7 @@ class CompletionLogprobs:
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The lists of two stretches, one after the other."""
+    """The lists of two stretches, joined."""
     return {name: first[name] + second[name] for name in first}
 
 
@@ -80,12 +80,12 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs]) -> dict[str
 
 
 def spell(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; a model may have more rows than its tokenizer has tokens, and such a token has none."""
+    """A token's text; "" for the rows of a model that its tokenizer has no tokens for."""
     return tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else ""
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes where they are none: several such tokens would be spelled alike."""
+    """A token's text, or its bytes if they are not text: several of these tokens would be spelled alike."""
     text = spell(tokenizer, token_id)
     if "\ufffd" not in text or tokenizer.token_bytes(token_id) == text.encode():
         return text
@@ -104,7 +104,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[RowLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """The logprobs of a prompt in vLLM's form: of each token but the first, of itself and the likeliest."""
+    """The logprobs of a prompt in vLLM's form: for each token but the first, its own and the likeliest."""
     pairs = zip(ids, rows, strict=True)
     return [None if row is None else _ranked(tokenizer, token_id, row) for token_id, row in pairs]
 

@@ -6,8 +6,8 @@
 A part ends where an event of another kind, or another call, begins. A stream opens a part, adds to it and
 closes it; a whole answer is the same parts, closed.
 
-Logprobs are of tokens, and events have none: a token that may begin a marker is held back, and a marker has
-no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
+Logprobs belong to tokens, and events have none: a token that may begin a marker is held back, and a marker
+has no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Part:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    rows: list[RowLogprobs] = field(default_factory=list)  # of a text's tokens, where logprobs were asked for
+    rows: list[RowLogprobs] = field(default_factory=list)  # logprobs of a text's tokens, if asked for
 
     @property
     def text(self) -> str:
@@ -107,7 +107,7 @@ class PartWriter(FrameWriter):
         self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
         self._has_begun = False
-        self._rows: list[RowLogprobs] = []  # of tokens whose text is to come
+        self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is still to come
 
     @abstractmethod
     def begin(self) -> list[bytes]:
@@ -127,11 +127,11 @@ class PartWriter(FrameWriter):
 
     @abstractmethod
     def finish(self) -> list[bytes]:
-        """The frames behind the last part."""
+        """The frames after the last part."""
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The answer, of its parts and the reason why it ended."""
+        """The answer, made of its parts and the reason why it ended."""
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -143,7 +143,7 @@ class PartWriter(FrameWriter):
         return self.body()
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """What a piece adds to the answer."""
+        """The frames that a piece adds to the answer."""
         frames: list[bytes] = [] if self._has_begun else self.begin()
         self._has_begun = True
         num_parts = len(self.parts)
@@ -182,7 +182,7 @@ class PartWriter(FrameWriter):
 
 
 def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Sequence[RowLogprobs]:
-    """The last rows, as far as their tokens make up a text; those before them are of markup."""
+    """The last rows, as far as their tokens make up a text; those before them belong to markup."""
     num_missing, first = len(text.encode()), len(rows)
     while first and num_missing > 0:
         first -= 1
@@ -192,5 +192,5 @@ def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Se
 
 
 def reasoning_tokens(usage: Mapping[str, Any]) -> int:
-    """How many of an answer's tokens are reasoning."""
+    """The number of an answer's tokens that are reasoning."""
     return int(usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0))

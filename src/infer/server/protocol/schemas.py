@@ -5,15 +5,15 @@ silence:
 
     honoured    a field of the classes below
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
-    ignored     about the client and not about the answer, or without effect on this server or beside another
-                field; named in the x-infer-ignored response header
+    ignored     about the client and not about the answer, or without effect on this server or next to
+                another field; named in the x-infer-ignored response header
     unknown     refused with the closest known name, or with the route it belongs to; one that resembles
                 nothing is refused on /v1/completions* and ignored elsewhere, named as above and in the log
 
 The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
 sent back as a part of the conversation just as a client's library wrote it down.
 
-Types are strict (`"1"` is no number, `true` is no integer) and a null is a field that was not given. Only
+Types are strict (`"1"` is not a number, nor `true` an integer); null means a field that was not given. Only
 shapes are checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
@@ -46,9 +46,9 @@ from infer.server.state import current_record
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
-MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
+MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field that holds a schema or a grammar
 MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
-MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; to compare more with all names takes long
+MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; comparing more with all names takes long
 MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
 _LOGGED: set[str] = set()
 _PLACE = re.compile(r"\[\d+\]")
@@ -114,13 +114,13 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 }
 
 
-# What templates are shown of a message; the rest of what servers write into theirs tells a model nothing.
+# The keys of a message that templates see; the other keys that servers write tell a model nothing.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
     "function_call": Neutral((), "use tool_calls"),
 }
-PART_IGNORED = frozenset({"annotations", "cache_control"})  # of a text in a list
+PART_IGNORED = frozenset({"annotations", "cache_control"})  # keys of a text in a list
 MESSAGE_IGNORED = frozenset(
     {
         "annotations",
@@ -130,7 +130,7 @@ MESSAGE_IGNORED = frozenset(
         "parsed",  # an object that the openai package made of the content
         "provider_specific_fields",
         "reasoning_details",
-        "refusal",  # next to a content
+        "refusal",  # given along with a content
         "thinking_blocks",
         "timestamp",
     }
@@ -185,7 +185,7 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts are
+def _whole(value: Any, depth: int = 2) -> Any:  # depth: prompts are lists in lists
     """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
     if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
         return [_whole(each, depth - 1) for each in value]
@@ -195,16 +195,16 @@ def _whole(value: Any, depth: int = 2) -> Any:  # of lists in lists, as prompts 
 class Conversation(Body):
     """A body that may hold messages."""
 
-    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+    is_answered: ClassVar[bool] = True  # a model answers it: every tool result follows its call
 
     @model_validator(mode="after")
     def _account_for_message_keys(self) -> Self:
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
-        ignored: dict[str, None] = {}  # in the order they were met
+        ignored: dict[str, None] = {}  # keys in the order they were met
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
             if message.get("content") is None and isinstance(message.get("refusal"), str):
-                message["content"] = message.pop("refusal")  # what was said in place of a content
+                message["content"] = message.pop("refusal")  # the words in place of a content
             if message.get("role") == "tool" and self.is_answered:
                 check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
             elif calls := message.get("tool_calls"):
@@ -222,7 +222,7 @@ class Conversation(Body):
 
 
 def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
-    """Refuse the result of a tool call that no message before it makes; a call without an id may be any."""
+    """Refuse the result of a tool call that no message before it makes; a call without an id fits any."""
     if isinstance(call_id, str) and call_id not in call_ids and None not in call_ids:
         raise MalformedRequest.about(
             where,
@@ -232,7 +232,7 @@ def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
 
 
 def _ids_of(calls: Any) -> set[Any]:
-    """The ids of tool calls; None: one has none. What is no list of calls is refused elsewhere."""
+    """The ids of tool calls; None stands for a call without one. Anything but a list is refused elsewhere."""
     given = (
         [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
     )
@@ -269,7 +269,7 @@ def account_for(
 
 
 def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
-    """Whether the current request may hold an unknown field, which is noted; a slip of a known one may not.
+    """Return True if the current request may hold an unknown field, and note it; misspelt known ones may not.
 
     The name goes into a header and a log line, so it is cut and cleaned.
     """
@@ -346,7 +346,7 @@ class MeasuredBody(AskingBody):
     """A body whose answer can tell its own times."""
 
     metrics: bool | None = None
-    include_metrics: bool | None = None  # vLLM's name of the same
+    include_metrics: bool | None = None  # vLLM's name for the same
 
     @property
     def wants_metrics(self) -> bool:
@@ -355,7 +355,7 @@ class MeasuredBody(AskingBody):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside its tokens."""
+    """Options for what a stream carries in addition to its tokens."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "frames are not padded")}
@@ -384,7 +384,7 @@ class TunedBody(MeasuredBody):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    num_speculative_tokens: Int | None = None  # drafts of a step, at most; 0: none
+    num_speculative_tokens: Int | None = None  # most drafts of a step; 0: none
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -394,7 +394,7 @@ class SamplingBody(TunedBody):
     """The fields that completions and chat share."""
 
     max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None  # the newer name of the same
+    max_completion_tokens: Int | None = None  # the newer name for the same
     truncate_prompt_tokens: Int | None = None  # its last tokens are kept; -1: as many as fit
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
@@ -475,7 +475,7 @@ class ChatRequest(SamplingBody, Conversation):
 
     @model_validator(mode="after")
     def _read_hints(self) -> Self:
-        """Leave out what asks for nothing, and unknown keys of tools."""
+        """Leave out hints that ask for nothing, and unknown keys of tools."""
         if self.top_logprobs == 0 and not self.logprobs:
             self.top_logprobs = None
             self.note_ignored(["top_logprobs"])
@@ -485,9 +485,9 @@ class ChatRequest(SamplingBody, Conversation):
 
 
 def _known_keys(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool without the unknown keys that may be passed over; what is wrong with it is found later."""
+    """A tool without the unknown keys that may be passed over; its other faults are found later."""
     if any(key not in ("type", "function") for key in tool):
-        known = ("type", "function", *TOOL_KEYS)  # what belongs inside of function is refused, with that hint
+        known = ("type", "function", *TOOL_KEYS)  # keys of the inner object are refused, with that hint
         tool = {key: tool[key] for key in tool if key in known or not pass_over(key, where, known)}
     function = tool.get("function")
     if isinstance(function, dict) and any(key not in TOOL_KEYS for key in function):
@@ -548,7 +548,7 @@ class EmbeddingRequest(Body):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
-    truncation_side: Literal["left", "right"] | None = None  # what is cut off: the beginning, or the end
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off: beginning, or end
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -567,7 +567,7 @@ Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
 class ScoringBody(Body):
-    """What rerank and score share."""
+    """The fields that rerank and score share."""
 
     neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
     ignored = ABOUT_THE_CLIENT

@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
-PAUSES = (*[False] * 15, True)  # whether the event loop runs behind a frame sent, or an output read
+PAUSES = (*[False] * 15, True)  # True: the event loop runs after a frame was sent, or an output read
 BEGIN_S = 2.0  # seconds after which the headers of a stream go out, if its request was not refused
 PING_S = 15.0  # seconds between two signs of life before the first token
 TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
-LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
+LAST_READ_S = 30.0  # seconds beyond a job's own time limit for a client to read the rest
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -62,7 +62,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Piece(NamedTuple):
     """One token of one output."""
 
-    prompt: int  # which prompt of the job
+    prompt: int  # index of the prompt within the job
     output: StepOutput
     delta: TextDelta
 
@@ -73,7 +73,7 @@ class Generation:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.num_output = 0
-        self.num_reasoning = 0  # of the output's tokens
+        self.num_reasoning = 0  # output tokens that are reasoning
         self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
@@ -92,9 +92,9 @@ class Generation:
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
-        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # by prompt and answer, where it had any
+        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and answer, where it had any
         self._failure: EngineError | None = None
-        self._times: AnswerTimes | None = None  # if the client asked for them
+        self._times: AnswerTimes | None = None  # set if the client asked for them
 
     def keep_times(self) -> None:
         """Note when tokens come, for `metrics`."""
@@ -103,12 +103,12 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether an output of a prompt is still to come."""
+        """True if an output of a prompt is still to come."""
         return self._num_open > 0
 
     @property
     def is_taken(self) -> bool:
-        """Whether the engines have taken every request: none of them was refused."""
+        """True if the engines have taken every request and refused none."""
         pairs = zip(self._clients, self.job.requests, strict=True)
         return all(client.has_taken(request.request_id) for client, request in pairs)
 
@@ -189,7 +189,7 @@ class Generation:
         return usage
 
     def metrics(self) -> dict[str, Any]:
-        """The times of the answer, if they were asked for, and what became of the drafts of a single one.
+        """The times of the answer, if asked for, and the counts of drafts if there is a single answer.
 
         In vLLM's words and place.
         """
@@ -291,7 +291,7 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
 
 
 class FrameWriter(ABC):
-    """The form of an answer: how the whole of it looks to the client, and its pieces and end in a stream."""
+    """The form of an answer: the way the client sees the whole of it, or its pieces and end in a stream."""
 
     ping = b": ping\n\n"  # a sign of life before the first piece, which readers skip; may be empty
     media_type = "text/event-stream"  # type of a stream of its frames
@@ -308,7 +308,7 @@ class FrameWriter(ABC):
         return
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed, of routes that have such."""
+        """The body of an answer that is not streamed, for routes that have one."""
         raise NotImplementedError
 
     @abstractmethod
@@ -317,7 +317,7 @@ class FrameWriter(ABC):
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames behind the last piece."""
+        """The frames after the last piece."""
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
@@ -329,16 +329,16 @@ class FrameWriter(ABC):
         return self.failure(error)
 
     def is_slow(self, piece: Piece) -> bool:
-        """Whether the frames of a piece take so long that a thread should write them."""
+        """Return True if the frames of a piece take so long that a thread should write them."""
         return False
 
 
 class ChunkWriter(FrameWriter):
     """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
 
-    kind: str  # of a chunk
-    prompt_in_choice = True  # whether the prompt's ids are a field of the choice, or of the chunk
-    opening: bytes  # before and behind the text of a piece, inside its choice
+    kind: str  # the `object` field of a chunk
+    prompt_in_choice = True  # True: the prompt's ids are a field of the choice; False: of the chunk
+    opening: bytes  # bytes before and after the text of a piece, inside its choice
     closing: bytes
 
     def __init__(self, generation: Generation, body: SamplingBody, *, num_choices: int) -> None:
@@ -458,7 +458,7 @@ class EventStream(Response):
         while not self._first.done() and not self._generation.is_taken:
             await asyncio.wait((self._first,), timeout=TAKEN_POLL_S)
         if self._first.done():
-            self._first.result()  # raises what took the place of frames
+            self._first.result()  # raises the error that took the place of frames
 
     async def _close(self) -> None:
         """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""

@@ -8,9 +8,9 @@ r"""The fields by which clients ask for an answer of a certain form; whichever t
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
     SGLang      json_schema, regex, ebnf
 
-Two that differ are refused, and so is an option that changes nothing of the one that is there; the same
-constraint under two names, for servers of either kind, is one. What a constraint may hold is checked by
-`Structured`.
+Two that differ are refused, and so is an option that has no effect on the one that is there; the same
+constraint under two names, for servers of either kind, counts as one. `Structured` checks what a constraint
+may hold.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
 
 
 def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
-    """Refuse a format without a schema; `form` is how the route writes one."""
+    """Refuse a format without a schema; `form` is the way the route writes one."""
     if given.get("schema") is None:
         raise MalformedRequest.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
 

@@ -12,17 +12,17 @@ from typing import Any
 
 from infer.scheduling.request import StepOutput
 
-MAX_GAPS = 65_536  # that a percentile is found in; the mean has no limit
+MAX_GAPS = 65_536  # most gaps that a percentile is taken of; the mean has no limit
 
 
 class AnswerTimes:
-    """When the tokens of an answer came."""
+    """The times at which the tokens of an answer came."""
 
     def __init__(self, arrived_at: float) -> None:
         self._arrived_at = arrived_at
         self._first_at = self._last_at = 0.0
         self._queue_s = 0.0
-        self._last: dict[tuple[int, int], float] = {}  # by prompt and sequence
+        self._last: dict[tuple[int, int], float] = {}  # time of the last token by prompt and sequence
         self._gaps = array("d")
         self._gaps_s = 0.0
         self._num_later = 0  # tokens that were not their sequence's first

@@ -35,7 +35,7 @@ from infer.server.protocol.structured import CONSTRAINTS, read_structured
 from infer.server.state import ServedModel, ServerState, engine_id, mark, salt_of
 from infer.tokenizer.chat_template import Opening
 
-DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
+DEFAULT_COMPLETION_TOKENS = 16  # the default everywhere; a chat answer may fill the context
 
 SAME_NAME = [  # fields that mean the same in a body and in SamplingParams
     name
@@ -51,17 +51,17 @@ class Job:
     job_id: str
     created: int  # seconds since 1970
     model: ServedModel
-    model_name: str  # as the client called it
+    model_name: str  # the name that the client used
     requests: tuple[Request, ...]
     prompts: tuple[str | None, ...]  # the texts, where the client gave texts
     time_limit_s: float | None
     is_chat: bool = False
     is_continued: bool = False  # the answer goes on inside of the last message
-    form: AnswerFormat | None = None  # how answers are read, where they may hold reasoning or tool calls
+    form: AnswerFormat | None = None  # the way to read answers that may hold reasoning or tool calls
 
     @property
     def is_fresh(self) -> bool:
-        """Whether answers are texts of their own, and continue none."""
+        """True if answers are texts of their own, and continue none."""
         return self.is_chat and not self.is_continued
 
     @property
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def has_tools(self) -> bool:
-        """Whether an answer may hold tool calls."""
+        """True if an answer may hold tool calls."""
         return self.form is not None and bool(self.form.tools)
 
 
@@ -112,7 +112,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     """The job of a chat body; raises a `RequestError` that names the wrong field.
 
-    Clients limit the reasoning of any model: of one that does not reason every limit is kept, so it is
+    Clients limit the reasoning of any model. A model that does not reason keeps every limit, so the field is
     ignored and noted.
     """
     mark("parse")
@@ -280,9 +280,9 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 def most_tokens(
     body: SamplingBody | EmbeddingRequest | ScoringBody, encoder: PromptEncoder, num_output: int | None
 ) -> int | None:
-    """How many tokens of a prompt are kept, its last ones; None: all.
+    """The number of tokens at the end of a prompt that are kept; None: all.
 
-    -1 keeps as many as fit in front of `num_output` tokens.
+    -1 keeps as many as fit before `num_output` tokens.
     """
     if (most := body.truncate_prompt_tokens) is None:
         return None
@@ -297,7 +297,7 @@ def most_tokens(
 
 
 def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
-    """How the prompt of a conversation ends."""
+    """The way in which the prompt of a conversation ends."""
     if not body.continue_final_message:
         return "none" if body.add_generation_prompt is False else "answer"
     if body.add_generation_prompt:
@@ -309,7 +309,7 @@ def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
 
 
 def only_text(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> str:
-    """The text before a gap; a suffix beside several prompts, token ids or an echo is refused."""
+    """The text before a gap; a suffix with several prompts, token ids or an echo is refused."""
     if len(prompts) != 1 or not isinstance(prompts[0], str) or body.echo:
         raise RequestError.about("suffix", "goes with one prompt, which is a text, and without echo")
     return prompts[0]
@@ -323,7 +323,7 @@ async def encode_prompts(
     add_special: bool = True,
     most: int | None = None,
 ) -> list[list[int]]:
-    """The ids of every prompt, tokenized in a thread; of each the last `most`."""
+    """The last `most` ids of every prompt, tokenized in a thread."""
     if any(isinstance(prompt, str) for prompt in prompts):
         return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special, most=most)
     return encoder.encode_all(prompts, param, most=most)

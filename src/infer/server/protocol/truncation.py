@@ -1,11 +1,11 @@
-"""Which items of a conversation may be left out of a prompt that does not fit, and in which order.
+"""The items of a conversation that may be left out of a prompt that does not fit, and their order.
 
     developer   user, assistant   user, call, output   user   call, output   call, output
     kept        └─── first ───┘   └──── second ────┘   kept   └─ third ──┘   kept: it is answered
 
-Whole turns go first, the oldest before the others, then steps behind the last thing that the user said. A
-call and its result go together, and so does the reasoning before them. What the operator said is kept, what
-the user said last, and the last step.
+Whole turns go first, the oldest before the others, then steps after the user's last message. A call and its
+result go together, and so does the reasoning before them. Everything the operator said is kept, and so are
+the user's last message and the last step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     is_output = [item.get("type") == "function_call_output" for item in items]
     roles = [item.get("role") if item.get("type", "message") == "message" else None for item in items]
     is_user = [role == "user" for role in roles]
-    end = num_items - is_user[::-1].index(True) if any(is_user) else 0  # behind what the user said last
+    end = num_items - is_user[::-1].index(True) if any(is_user) else 0  # index after the user's last message
     begin = end
     while begin and is_user[begin - 1]:
         begin -= 1
     whole = _whole_cuts(items)
     turns = [
         i for i in range(begin + 1) if i in (0, begin) or (is_user[i] and not is_user[i - 1])
-    ]  # where a turn of the user begins
+    ]  # indexes at which a turn of the user begins
     steps = [i for i in range(end, num_items) if i == end or (is_output[i - 1] and not is_output[i])]
     units = [
         [i for i in range(first, last) if roles[i] not in ("system", "developer")]
@@ -39,7 +39,7 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def _whole_cuts(items: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Whether a cut before each item, or behind the last, leaves every call together with its result."""
+    """For each cut, before an item or after the last: True if every call stays together with its result."""
     results = {item.get("call_id"): i for i, item in enumerate(items) if "output" in item}
     furthest, whole = -1, []
     for i, item in enumerate(items):

@@ -30,7 +30,7 @@ class Turns:
     """The messages of a conversation, put together in the order in which its parts are given."""
 
     def __init__(self, *, is_answered: bool = True) -> None:
-        self._is_answered = is_answered  # by a model: every tool result follows its call
+        self._is_answered = is_answered  # a model answers it: every tool result follows its call
         self._turns: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
         self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
@@ -72,9 +72,9 @@ class Turns:
         refused: Mapping[str, str] | str = "",
         default: str | None = None,
     ) -> Block:
-        """A block, an item or a tool as the class of its type; an error says where in the body it stands.
+        """A block, an item or a tool as the class of its type; an error names its place in the body.
 
-        `refused` is the reason why other types are not taken, or has the reasons of some.
+        `refused` is the reason why other types are not taken, or a table of reasons by type.
         """
         where = spell_path(path)
         if not isinstance(given, dict):
@@ -90,14 +90,14 @@ class Turns:
         return self.read_as(kinds[kind], {name: given[name] for name in given if name != "type"}, path)
 
     def read_as(self, kind: type[Block], given: dict[str, Any], path: Path) -> Block:
-        """An object as this class; an error says where in the body it stands."""
+        """An object as this class; an error names its place in the body."""
         try:
             made = kind.model_validate(given, context={"where": f"{spell_path(path)}."})
         except ValidationError as error:
             found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
             raise validation_error(found, {}) from None
         for name in made.ignored_fields:
-            if given[name] not in (None, [], {}):  # which say nothing
+            if given[name] not in (None, [], {}):  # values that say nothing
                 self.ignored[f"{path[0]}.{name}"] = None
         return made
 

@@ -84,7 +84,7 @@ class ResetBody(Body):
 
 
 class DrainBody(Body):
-    """Whether to stop taking requests, or to take them again."""
+    """The choice to stop taking requests, or to take them again."""
 
     drain: bool = True
 

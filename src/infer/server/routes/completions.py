@@ -53,7 +53,7 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
 
 
 class CompletionView:
-    """How a job's outputs look to the client: echoed prompts, logprobs, choice numbers."""
+    """A job's outputs as the client sees them: echoed prompts, logprobs, choice numbers."""
 
     def __init__(self, job: Job, body: CompletionRequest) -> None:
         self.job = job
@@ -72,7 +72,7 @@ class CompletionView:
 
     @property
     def num_choices(self) -> int:
-        """How many answers the client gets."""
+        """The number of answers that the client gets."""
         return len(self.job.requests) * self.job.params.n
 
     def choice(self, prompt: int, index: int) -> int:
@@ -80,7 +80,7 @@ class CompletionView:
         return prompt * self.job.params.n + index
 
     def prompt_text(self, prompt: int) -> str:
-        """What echo puts in front: the text as given, or that of the ids, up to its last whole character."""
+        """The text that echo puts in front: as given, or decoded from ids up to its last whole character."""
         text = self.job.prompts[prompt]
         if text is not None:
             return text
@@ -127,7 +127,7 @@ class CompletionView:
 
 
 class CompletionWriter(ChunkWriter):
-    """OpenAI's form: in a stream, a data frame per token, behind an echoed prompt on request, then [DONE]."""
+    """OpenAI's form: in a stream, a data frame per token, after an echoed prompt on request, then [DONE]."""
 
     kind, opening, closing = "text_completion", b'"text":', b""
 
@@ -152,12 +152,12 @@ class CompletionWriter(ChunkWriter):
         return job_fields(self.generation.job, self.kind) | rest
 
     def is_slow(self, piece: Piece) -> bool:
-        """The first piece of a choice whose prompt is echoed: the prompt may be long."""
+        """True for the first piece of a choice whose prompt is echoed: the prompt may be long."""
         waiting = self._not_echoed
         return bool(waiting) and self._view.choice(piece.prompt, piece.delta.index) in waiting
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frame of one token, behind the echoed prompt if it is the first of its choice."""
+        """The frame of one token, after the echoed prompt if it is the first of its choice."""
         view, delta = self._view, piece.delta
         choice = view.choice(piece.prompt, delta.index)
         frames = []

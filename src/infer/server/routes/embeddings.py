@@ -1,6 +1,6 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
-frontend/prompts.py decides what is made of a text and what is refused, for the library as for this route.
+frontend/prompts.py decides what is made of a text and what is refused, for the library and this route.
 Here are the HTTP side and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit
 floats.
 """
@@ -34,7 +34,7 @@ router = make_router()
 T = TypeVar("T")
 
 FORMATS = ("float", "base64")
-MAX_INPUTS = 2048  # of one body, as in OpenAI's API
+MAX_INPUTS = 2048  # inputs of one body, as in OpenAI's API
 MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 
 
@@ -60,7 +60,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
 async def make_vectors(
     http: HttpRequest, body: EmbeddingRequest, write: Callable[[int, list[float]], bytes]
 ) -> tuple[list[bytes], int, str]:
-    """The vectors of a body's inputs as `write` puts each, the number of tokens, and the model's name."""
+    """The vectors of a body's inputs, written by `write`, the number of tokens, and the model's name."""
     state = server_state(http)
     model = await state.use_model(body.model)
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
@@ -91,7 +91,7 @@ async def run_job(
     finish: Callable[[int, list[float]], T],
     param: str,
 ) -> list[T]:
-    """What `finish` makes of the hidden state of each input of a job; `param` is the body's name for them."""
+    """The results of `finish` for the hidden states of a job's inputs, which the body calls `param`."""
     mark("tokenize")
     state = server_state(http)
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
@@ -111,10 +111,10 @@ async def run_job(
 async def _embed(
     model: ServedModel, requests: Sequence[Request], finish: Callable[[int, list[float]], T], param: str
 ) -> list[T]:
-    """What is made of all hidden states, a few inputs in the engine at a time: others wait there too.
+    """The results for all hidden states, a few inputs in the engine at a time: others wait there too.
 
-    A thread writes each vector as soon as it is there. Millions of numbers take half a gigabyte as Python's
-    floats, and to write them at once would keep the interpreter's lock from every stream.
+    A thread writes each vector as soon as it is there. As Python floats, millions of numbers take half a
+    gigabyte, and writing them all at once would keep the interpreter's lock from every stream.
     """
     window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
 

@@ -1,7 +1,7 @@
 """`GET /explain/{id}`: the life of a request, and what would have made it faster.
 
 The id is the answer's `x-request-id`, or its `id`. A request is explained to the API key that it came with,
-and to the operator; for everybody else there is no such request, whether there is one or not. JSON, or plain
+and to the operator; everybody else is told that there is none, whether there is one or not. JSON, or plain
 text where the client asks for it (`accept: text/plain`).
 """
 
@@ -15,7 +15,7 @@ from infer.server.protocol.errors import ApiError
 from infer.server.routes.json_route import ErrorBody, json_response, make_router
 from infer.server.state import current_record
 
-MAX_ID = 300  # characters: an id of an engine has a few more than that of a client
+MAX_ID = 300  # characters: an engine's id has a few more than a client's
 UNKNOWN = (
     "no request with this id is known: it was made with another key, never reached an engine, or is "
     "forgotten after many others (explain_requests)"

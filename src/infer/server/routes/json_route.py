@@ -10,9 +10,9 @@ JSON.
 
 Parsing holds Python's lock, in a thread too, and 8 MiB of small objects take a second. So a large body is
 looked at before it is parsed, which makes no objects. First its values are counted, piece by piece, with the
-event loop's other work in between: the time to parse and check a body is that of its strings, objects, lists
-and escapes, and hardly that of long texts. Then its fields are measured. What is in none of the measured
-fields counts together: unknown fields, and a field that is given twice, of which the last is read.
+event loop's other work in between: the time to parse and check a body depends on its strings, objects, lists
+and escapes, and hardly on long texts. Then its fields are measured. All bytes outside the measured fields
+count together: unknown fields, and the earlier copies of a field that is given twice (the last one is read).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
 
-MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
+MAX_FIELD_BYTES = {  # JSON bytes of fields that hold schemas
     **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
     **dict.fromkeys(
         ("format", "grammar", "json_schema", "output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES
@@ -73,11 +73,11 @@ LARGE_FIELDS = (
     "text_2",
     "tokens",
 )  # may fill the body
-MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
+MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # bytes of all other fields together
 MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
-MAX_COMMAS = 1_000_000  # between values: token ids have nothing else
+MAX_COMMAS = 1_000_000  # commas between values: token ids have nothing else
 MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
-PIECE = 65_536  # bytes that are looked at at a time
+PIECE = 65_536  # bytes that are looked at in one go
 _QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
 _FIELDS = msgspec.json.Decoder(
     msgspec.defstruct(
@@ -87,7 +87,7 @@ _FIELDS = msgspec.json.Decoder(
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and which field is to blame."""
+    """The message of an error, and the field to blame."""
 
     message: str
     type: str
@@ -105,7 +105,7 @@ class JsonRequest(Request):
     """A request whose JSON is JSON: no NaN, no Infinity, no half characters."""
 
     async def json(self) -> Any:
-        """The parsed body, whose user the record is told; raises a `json.JSONDecodeError`."""
+        """The parsed body; its user goes into the record. Raises a `json.JSONDecodeError`."""
         body = orjson.loads(await self.body())
         if (record := current_record()) is not None:
             record.note_user(body)
@@ -113,7 +113,7 @@ class JsonRequest(Request):
 
 
 class BodyCounts:
-    """What a JSON text is made of, counted as its bytes come; how they are cut does not matter."""
+    """Counts of what a JSON text is made of, taken as its bytes come, however they are cut."""
 
     def __init__(self) -> None:
         self.num_values = self.num_commas = self.num_escapes = 0
@@ -129,13 +129,13 @@ class BodyCounts:
         self.num_escapes += (len(whole) - len(bare)) // 2 + bare.count(b"\\")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
-        num_strings = (len(parts) - self._in_string) // 2  # that begin here
+        num_strings = (len(parts) - self._in_string) // 2  # strings that begin here
         self.num_values += num_strings + outside.count(b"{") + outside.count(b"[")
         self.num_commas += outside.count(b",")
         self._in_string ^= len(parts) % 2 == 0
 
     def check(self) -> None:
-        """Refuse what has more than can be parsed at once."""
+        """Refuse a text that has more than can be parsed at once."""
         for count, limit, what in (
             (self.num_values, MAX_VALUES, "strings, objects and lists"),
             (self.num_commas, MAX_COMMAS, "values in lists and objects"),
@@ -146,7 +146,7 @@ class BodyCounts:
 
 
 def check_fields(body: bytes) -> None:
-    """Refuse a body that is no JSON object, or holds what is too large to be parsed at once."""
+    """Refuse a body that is not a JSON object, or has a part that is too large to be parsed at once."""
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -245,7 +245,7 @@ async def answer(
         answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
     num_tokens, params = writer.generation.usage()["total_tokens"], writer.generation.job.params
     asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
-    num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # and the alternatives of each
+    num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # each token and its alternatives
     content = await in_thread_if_large(num_spelled, writer.whole, answers)
     await writer.settle()
     return json_response(content, body)
@@ -261,13 +261,13 @@ async def _open_writer(
 async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:
     await asyncio.wait((opening,), timeout=limit_s)
     if opening.done():
-        opening.result()  # raises what is wrong with the body, or with the model
+        opening.result()  # raises the fault of the body, or of the model
 
 
 async def open_agent(
     http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest], *, num_items: int = 0
 ) -> Job:
-    """The job of a body of another API, which is the chat that `to_chat` makes of it and of stored items."""
+    """The job of a body of another API: `to_chat` makes a chat of it and of stored items."""
     size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
     chat = await in_thread_if_large(size + 10 * num_items, to_chat, body)
     job = await open_chat(chat, server_state(http))
@@ -292,10 +292,10 @@ def ignored_headers(body: Body) -> dict[str, str]:
 
 
 async def in_thread_if_large(size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Return the result of some work of a known size, which a thread does if it is large.
+    """Return the result of some work of a known size; a thread does it if it is large.
 
-    An event loop that is busy for a tenth of a second stops every stream of the server for that long. For
-    small work the way to a thread and back costs more than the work.
+    An event loop that is busy for a tenth of a second stops every stream of the server for that long. Small
+    work takes less time than the way to a thread and back.
     """
     if size < LARGE:
         return work(*args, **options)

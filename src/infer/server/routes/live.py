@@ -5,7 +5,7 @@
 An event is a `LiveSnapshot` (engine/live.py) with the steps that this page has not seen, and the names of all
 models with their numbers of engines. A page asks for nothing and gets at most ten events a second. Pages that
 look at the same engine share each question to it. When the last one has left no question is asked, and a few
-seconds later the engine stops to write steps down.
+seconds later the engine stops writing steps down.
 
 It needs the admin key; a server on loopback without keys shows it to everyone on this machine (auth.py).
 """
@@ -33,10 +33,10 @@ from infer.server.protocol.errors import RETRY_LATER_S, ApiError, to_api_error
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.state import ServedModel, ServerState
 
-INTERVAL_S = 0.1  # between two questions to one engine
-MAX_INTERVAL_S = 1.0  # likewise, where snapshots take long: the engine forgets pages that ask more rarely
-SILENCE_S = 5.0  # after which a stream says that it is alive
-MAX_PAGES = 16  # of one API process, at a time
+INTERVAL_S = 0.1  # time between two questions to one engine
+MAX_INTERVAL_S = 1.0  # the same, where snapshots take long: the engine forgets pages that ask more rarely
+SILENCE_S = 5.0  # silence after which a stream says that it is alive
+MAX_PAGES = 16  # pages that one API process feeds at a time
 TOTALS = ("steps", "output_tokens", "prompt_tokens", "queried_tokens", "hit_tokens", "preemptions")
 ALIVE = b": the engine is busy with a step\n\n"
 
@@ -76,11 +76,11 @@ class LiveFeeds:
     """One feed for each engine that pages look at."""
 
     def __init__(self) -> None:
-        self._feeds: dict[EngineClient, tuple[LiveFeed, int]] = {}  # with the number of its pages
+        self._feeds: dict[EngineClient, tuple[LiveFeed, int]] = {}  # each with its number of pages
 
     @property
     def num_pages(self) -> int:
-        """How many pages look."""
+        """The number of pages that look."""
         return sum(number for _, number in self._feeds.values())
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ class LiveStream(Response):
         return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
     def _totals(self) -> dict[str, int]:
-        """What the engine has counted, for rates; its last report said so."""
+        """The engine's counts by its last report, for rates."""
         stats = self._model.clients[self._replica].stats()
         return {name: getattr(stats, f"num_{name}") for name in TOTALS}
 

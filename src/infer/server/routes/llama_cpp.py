@@ -5,7 +5,7 @@
     data: {"content": " sky", "tokens": [9], "stop": false, ...}                            one per token
     data: {"content": "", "stop": true, "stop_type": "eos", "timings": {...}, ...}          the end
 
-Without `n_predict` a text goes on to its end or that of the context. `/completions` is the same route: some
+Without `n_predict` a text goes on to its end or the context's. `/completions` is the same route: some
 clients add the s. A grammar is in GBNF, which the grammar compiler translates.
 """
 
@@ -117,7 +117,7 @@ class LlamaCompletion(AskingBody):
 
 
 async def open_llama(body: LlamaCompletion, http: Request) -> Job:
-    """The job of a body: that of the completion which it is."""
+    """The job of a body, read as the completion that it stands for."""
     return fill_context(await open_completion(llama_to_completion(body), server_state(http)))
 
 
@@ -151,7 +151,7 @@ def llama_to_completion(body: LlamaCompletion) -> CompletionRequest:
 
 
 def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:
-    """Biases by token id: of an object as it is, or of pairs, whose second may be false for never."""
+    """Biases by token id: those of an object, or of pairs, whose second may be false for never."""
     if isinstance(given, dict):
         return given
     bias: dict[str, float] = {}
@@ -295,9 +295,9 @@ async def complete(body: LlamaCompletion, http: Request) -> Response:
 
 @router.get("/props", response_model=None)
 async def get_props(http: Request, model: str | None = None) -> Response:
-    """The defaults of a model and the number of sequences it runs at a time; not where its files are.
+    """The defaults of a model and the number of sequences it runs at a time, but not the place of its files.
 
-    Nothing is loaded to be looked at: a model on demand that is not loaded has no defaults and no places.
+    Nothing is loaded to be looked at: an unloaded on-demand model has no defaults and no places.
     """
     state = server_state(http)
     served = state.look_at(model)
@@ -333,7 +333,7 @@ async def get_props(http: Request, model: str | None = None) -> Response:
 
 @router.get("/slots", response_model=None)
 async def get_slots(http: Request, model: str | None = None, fail_on_no_slot: int = 0) -> Response:
-    """The places for sequences of a model's engines, and which are taken; one that is not loaded has none."""
+    """The places for sequences in a model's engines, and which are taken; an unloaded model has none."""
     served = server_state(http).look_at(model)
     if served is None:
         return Response(b"[]", media_type="application/json")

@@ -12,7 +12,7 @@ From there on a message is a chat: the same checks, the same template, the same 
     message_delta, message_stop                                          why it ended, and the usage
     error                                                                in place of the rest, if it fails
 
-A request whose max_tokens do not fit behind its prompt is not refused, as it would be in a chat: agents ask
+A request whose max_tokens do not fit after its prompt is not refused, as it would be in a chat: agents ask
 for more than small models have. Its answer may fill the context, and then ends with the reason
 model_context_window_exceeded.
 """
@@ -56,7 +56,7 @@ class ThinkingBlock(Body):
     """Reasoning of an earlier answer."""
 
     thinking: str
-    signature: str | None = None  # of no meaning here: answers carry the word "unsigned"
+    signature: str | None = None  # no meaning here: answers carry the word "unsigned"
 
 
 class HiddenThinkingBlock(Body):
@@ -80,7 +80,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a tool call came to."""
+    """The result of a tool call."""
 
     ignored = frozenset({"cache_control"})
     neutral = {"toolset_name": Neutral((), _NO_SERVER_TOOLS)}
@@ -106,21 +106,21 @@ class CustomTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether tools are called, and which."""
+    """The choice whether tools are called, and which."""
 
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
-    """How much the model reasons before it answers."""
+    """The amount of reasoning before the answer."""
 
     ignored = frozenset({"display"})  # reasoning is always shown
 
     budget_tokens: Int | None = None
 
 
-BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they stand in
+BLOCKS: dict[str, dict[str, type[Body]]] = {  # block types by the role of their message
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
@@ -132,12 +132,12 @@ BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they 
 }
 REFUSED_BLOCKS = dict.fromkeys(("image", "document", "search_result", "container_upload"), _TEXT_ONLY)
 TOOL_CHOICES = dict.fromkeys(("auto", "any", "tool", "none"), ToolChoice)
-EFFORTS = {"max": "xhigh"}  # by other names in a chat
+EFFORTS = {"max": "xhigh"}  # efforts that have other names in a chat
 THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
 class Message(Body):
-    """What one author said: a text, or blocks."""
+    """The words of one author: a text, or blocks."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -157,7 +157,7 @@ class CountTokensRequest(Body):
     ignored = frozenset(
         {
             "cache_control",
-            "context_management",  # what may be left out of a prompt: nothing is
+            "context_management",  # parts that may be left out of a prompt: none are
             "diagnostics",
             "inference_geo",
             "metadata",
@@ -273,7 +273,7 @@ def _add_content(
 
 
 def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:
-    """What a tool said; a model has no other sign of failure than the text."""
+    """The text of a tool's result; a model has no other sign of failure."""
     said = Turns()
     if result.content is not None:
         _add_content(said, "tool", result.content, (*path, "content"), BLOCKS["system"])
@@ -308,7 +308,7 @@ def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
-    """Refuse a field that one type needs and the others do not take, where it is missing or too much."""
+    """Refuse a field that one type needs and no other takes, where it is missing or does not belong."""
     if (value is None) == (kind == wanted):
         error, given, advice = RequestError, f"is {show_value(value)}", "leave it out"
         if value is None:
@@ -339,7 +339,7 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
 
 
 class MessageError(BaseModel):
-    """What went wrong."""
+    """The kind and the message of an error."""
 
     type: str
     message: str
@@ -401,7 +401,7 @@ class MessageWriter(PartWriter):
     ping = named_event("ping", b'{"type":"ping"}')
 
     def begin(self) -> list[bytes]:
-        """The message without content, and the ping that Anthropic sends behind it."""
+        """The message without content, and the ping that Anthropic sends after it."""
         message = self._message([], {"stop_reason": None, "stop_sequence": None})
         return [_event("message_start", message=message), _event("ping")]
 
@@ -415,7 +415,7 @@ class MessageWriter(PartWriter):
         return _delta(part, {"type": kind, key: text})
 
     def close(self, part: Part) -> list[bytes]:
-        """The end of a block; reasoning is signed before."""
+        """The end of a block; reasoning is signed first."""
         stop = _event("content_block_stop", index=part.index)
         if part.kind != "reasoning":
             return [stop]
@@ -428,7 +428,7 @@ class MessageWriter(PartWriter):
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
-        """The whole message; calls that were cut, whose arguments are no object, are left out."""
+        """The whole message; calls that were cut, whose arguments are not an object, are left out."""
         whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
         content = [block(part) for part in whole or [Part("text", 0)]]
         return self._message(content, self._reason()) | self.generation.metrics()
@@ -458,7 +458,7 @@ class MessageWriter(PartWriter):
         return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """The tokens so far; Anthropic counts those of the prompt that came from the cache by themselves."""
+        """The tokens so far; Anthropic counts the prompt tokens that came from the cache separately."""
         counts = self.generation.usage()
         num_cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {

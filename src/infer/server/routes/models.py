@@ -45,8 +45,8 @@ async def get_model(name: str, http: Request) -> Response:
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
     """The facts about a model that clients may know; the place of its files is not among them.
 
-    An alias of several models shows the one with the largest weight, and the shortest context of all. Of a
-    model on demand that is not loaded there is little to tell.
+    An alias of several models shows the one with the largest weight, and the shortest context of all. There
+    is little to tell about an on-demand model that is not loaded.
     """
     models = state.models_of(name)
     weights = state.aliases.get(name, {})

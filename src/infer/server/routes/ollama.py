@@ -74,7 +74,7 @@ DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means for ever
-NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
+NEVER = "9999-12-31T23:59:59Z"  # the time of a model that is never unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
 _NO_IMAGES = Neutral((), "this server makes no images")
@@ -114,14 +114,14 @@ class OllamaOptions(Body):
 
 
 SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
-CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # of an embedding
+CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # embeddings only
 NO_LIMIT = (-2, -1, 0)  # values of num_predict
 RANDOM_SEED = -1
 THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts of a chat
 
 
 class OllamaMessage(Body):
-    """What one author said."""
+    """The words of one author."""
 
     neutral = {"images": _TEXT_ONLY}
 
@@ -214,7 +214,7 @@ class OllamaEmbed(Body):
     model: Name
     input: str | list[str]
     dimensions: Int | None = None
-    truncate: bool | None = None  # whether the end of a text that does not fit is cut off; false: refused
+    truncate: bool | None = None  # True: the end of a text that does not fit is cut off; False: it is refused
 
 
 class OllamaEmbeddings(Body):
@@ -252,7 +252,7 @@ def tagged(name: str) -> str:
 
 
 def find_name(state: ServerState, name: str) -> str:
-    """The served name that a client means; it may have a tag more or less."""
+    """The served name that a client means; one of the two may lack the tag."""
     known = [*state.names, *state.other_names]
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
@@ -450,7 +450,7 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
 
 
 def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
-    """Refuse what the model cannot do, in Ollama's words: clients look for them and ask again without."""
+    """Refuse what the model cannot do, in Ollama's words: clients look for them and retry without it."""
     for field, is_wanted, how in (
         ("tools", has_tools, encoder.dialect),
         ("think", body.think, encoder.think),
@@ -470,7 +470,7 @@ class OllamaErrorBody(BaseModel):
 
 
 router = make_router(OllamaErrorBody)
-root = APIRouter(include_in_schema=False)  # for a server without the page, which has this address otherwise
+root = APIRouter(include_in_schema=False)  # only for servers without the page, which has this address
 
 
 @root.head("/")
@@ -502,14 +502,14 @@ class OllamaWriter(PartWriter):
         self._model = body.model
         self._started_at = perf_counter()
         self._has_logprobs = bool(body.logprobs)
-        self._logprobs: list[dict[str, Any]] = []  # of tokens that were not sent yet
+        self._logprobs: list[dict[str, Any]] = []  # logprobs of tokens that were not sent yet
 
     def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
         """The fields with a piece of the answer; `rest` are its reasoning and calls."""
         return {"message": {"role": "assistant", "content": content, **rest}}
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """What a piece adds to the answer."""
+        """The frames that a piece adds to the answer."""
         self._take(piece.delta.token_ids, piece.delta.logprobs)
         return super().frames(piece)
 
@@ -585,7 +585,7 @@ class OllamaWriter(PartWriter):
             self._logprobs += chat_logprobs(tokenizer, rows)["content"]
 
     def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """The calls among some parts; a call's number is that among all of the answer."""
+        """The calls among some parts, with their numbers within the whole answer."""
         numbers = {part.index: i for i, part in enumerate(each for each in self.parts if each.kind == "call")}
         return [
             {
@@ -626,7 +626,7 @@ class GenerateWriter(OllamaWriter):
 
 
 async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
-    """The answer to a body without a prompt, by which clients load a model, or unload one on demand."""
+    """The answer to a body without a prompt: clients send one to load a model, or to unload one on demand."""
     state = server_state(http)
     name = find_name(state, body.model)
     is_unload = body.keep_alive is not None and read_keep_alive(body.keep_alive) == 0
@@ -642,7 +642,7 @@ async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Resp
 
 
 def read_wishes(http: Request, body: OllamaBody) -> None:
-    """Make the default of this API explicit, a stream, and note what has no effect."""
+    """Make this API's default explicit (a stream), and note fields without effect."""
     body.stream = body.stream is not False
     if body.keep_alive is not None and server_state(http).demand is None:
         body.note_ignored(["keep_alive"])
@@ -704,7 +704,7 @@ async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tupl
 
 
 def details(model: ServedModel | None) -> dict[str, Any]:
-    """What Ollama tells about a model, as far as it is known here; None: one that is not loaded."""
+    """Ollama's details of a model, as far as they are known here; None: the model is not loaded."""
     family, form = "", ""
     if model is not None:
         stats, family = model.clients[0].stats(), model.encoder.family
@@ -720,7 +720,7 @@ def details(model: ServedModel | None) -> dict[str, Any]:
 
 
 def listed(state: ServerState, name: str) -> dict[str, Any]:
-    """A model in a list; the digest is that of its name, by which clients tell models apart."""
+    """A model in a list; its digest is made of its name, and clients tell models apart by it."""
     model = next(iter(state.models_of(name)), None)
     return {
         "name": tagged(name),
@@ -733,13 +733,13 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def made_at(model: ServedModel | None) -> str:
-    """When a model was loaded; 1970: it is not."""
+    """The time at which a model was loaded; 1970 if it is not."""
     created = 0 if model is None else model.created
     return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
 
 
 def expires_at(state: ServerState, model: ServedModel) -> str:
-    """When a model will be unloaded if nobody asks for it."""
+    """The time at which a model will be unloaded if nobody asks for it."""
     keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
     if math.isinf(keep_s):
         return NEVER
@@ -769,10 +769,9 @@ async def list_running(http: Request) -> Response:
 
 @router.post("/api/show", response_model=None)
 async def show(body: OllamaNamed, http: Request) -> Response:
-    """What clients may know of a model, its context length and abilities above all.
+    """The facts that clients may know about a model, above all its context length and abilities.
 
-    Nothing is loaded to be looked at: of a model on demand that is not loaded little more than its name is
-    known.
+    Nothing is loaded to be looked at: little more than the name of an unloaded on-demand model is known.
     """
     state = server_state(http)
     name = find_name(state, body.wanted)
@@ -828,7 +827,7 @@ async def pull(body: OllamaNamed, http: Request) -> Response:
 @router.post("/api/push", response_model=None)
 @router.post("/api/blobs/{digest}", response_model=None)
 async def refuse_change(http: Request) -> Response:
-    """Refuse to change what is served, which is up to the operator."""
+    """Refuse to change which models are served: that is up to the operator."""
     raise RequestError(
         f"{http.url.path[:100]} is not supported: models are the operator's, who chooses them when "
         "the server starts or through /admin/models"

@@ -1,7 +1,7 @@
 """The playground and the API's docs: static files, read once, under a policy that forbids everything else.
 
 Scripts, styles and connections may come from this server only, nothing may be inlined, and no other
-page may put this one into a frame. Even text that a model made up to be markup would find no way to run.
+page may put this one into a frame. Even text that a model wrote as markup would find no way to run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_router() -> APIRouter:
 
     @router.get("/ui/")
     async def get_page_by_its_directory() -> Response:
-        return RedirectResponse("../ui")  # relative: true behind any proxy, whatever Host it sends
+        return RedirectResponse("../ui")  # relative: right behind any proxy, whatever Host it sends
 
     @router.get("/ui/{name}")
     async def get_file(name: str) -> Response:

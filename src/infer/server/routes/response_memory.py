@@ -3,8 +3,8 @@
     previous_response_id    the items of the response's conversation, and its output, come before the input
     item_reference          an item of a stored response's output takes its place in the input
 
-An id of an item says which response made it (`msg_KEY_0` is of `resp_KEY`), so there is no list of items.
-Instructions are no items: they hold for one response.
+An item's id says which response made it (`msg_KEY_0` is from `resp_KEY`), so there is no list of items.
+Instructions are not items: they hold for one response.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Item = dict[str, Any]
 
 MAX_LISTED = 100
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
-_TEXT_KINDS = {"assistant": "output_text"}  # of a message by its role; others are input_text
+_TEXT_KINDS = {"assistant": "output_text"}  # text types of messages by role; others are input_text
 
 router = make_router()
 
 
 def owner_of(http: Request) -> str:
-    """Whose responses a request may see: those of its API key; of a server without keys, all."""
+    """The hash of a request's API key, which owns the responses it may see; "" without keys: all."""
     if not server_state(http).config.api_key:
         return ""
     return hashlib.sha256(key_of(http.scope)).hexdigest()
@@ -105,7 +105,7 @@ async def resolve(http: Request, items: list[Item]) -> list[Item]:
 
 
 def is_reference(item: Any) -> bool:
-    """Whether an item stands for a stored one."""
+    """Return True if an item stands for a stored one."""
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
@@ -123,7 +123,7 @@ async def get_response(response_id: str, http: Request, stream: bool = False) ->
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, http: Request) -> Response:
-    """Forget a stored response; those that continue it have its items of their own."""
+    """Forget a stored response; those that continue it have their own copy of its items."""
     if not await server_state(http).responses.delete(owner_of(http), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})

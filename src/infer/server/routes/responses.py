@@ -15,7 +15,7 @@ The answer is items; every event of a stream has a number of its own, from 0.
 
     response.created, response.in_progress
     response.output_item.added                    an item: reasoning, a message, or a function call
-      response.content_part.added                 its text, if it is no call
+      response.content_part.added                 its text, unless it is a call
       response.{output_text, reasoning_text, function_call_arguments}.delta ... .done
       response.content_part.done
     response.output_item.done
@@ -79,13 +79,13 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """What an earlier answer said in place of a text."""
+    """A refusal in an earlier answer, in place of a text."""
 
     refusal: str
 
 
 class MessageItem(Body):
-    """What a user, an operator or the assistant said."""
+    """The words of a user, an operator or the assistant."""
 
     ignored = frozenset({"id", "phase", "status"})
 
@@ -105,7 +105,7 @@ class FunctionCallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a tool call came to."""
+    """The result of a tool call."""
 
     ignored = frozenset({"id", "status"})
     neutral = {"caller": _DIRECT}
@@ -163,7 +163,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How much the model reasons before it answers."""
+    """The amount of reasoning before the answer."""
 
     where = "reasoning."
     ignored = frozenset({"summary", "generate_summary"})  # reasoning is shown as it is
@@ -203,7 +203,7 @@ INCLUDED_ANYWAY = frozenset(  # parts of answers that `include` may name: shown 
 
 
 class ResponseStreamOptions(Body):
-    """What a stream carries beside its events."""
+    """Options for what a stream carries in addition to its events."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
@@ -236,7 +236,7 @@ class ResponsesRequest(TunedBody):
         "response_format": "text.format",
     }
 
-    is_answered: ClassVar[bool] = True  # by a model: every tool result follows its call
+    is_answered: ClassVar[bool] = True  # a model answers it: every tool result follows its call
 
     input: str | list[Item]
     previous_response_id: Name | None = None
@@ -292,7 +292,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     for i, item in enumerate(body._history):
         if i not in body._left_out:
             _add_item(turns, item, ("previous_response_id", i))
-    turns.ignored.clear()  # what was stored is not news
+    turns.ignored.clear()  # stored items are not news
     for i, item in enumerate(body.items):
         if num_history + i not in body._left_out:
             _add_item(turns, item, ("input", i))
@@ -399,7 +399,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 async def open_response(http: Request, body: ResponsesRequest) -> Job:
-    """The job of the chat that a body stands for, with what it continues and refers to."""
+    """The job of the chat that a body stands for, with the items that it continues and refers to."""
     if body.previous_response_id is not None:
         body._history = await recall(http, body.previous_response_id)
     if any(map(is_reference, body.items)) and server_state(http).config.response_store:
@@ -412,7 +412,7 @@ async def open_response(http: Request, body: ResponsesRequest) -> Job:
 async def _open_shortened(
     body: ResponsesRequest, items: list[Item], open_chat: Callable[[], Awaitable[Job]]
 ) -> Job:
-    """The job without the fewest of the oldest items with which the prompt fits.
+    """The job without the oldest items, as few of them as are needed to make the prompt fit.
 
     They are found by halving: the number of renderings is the logarithm of the number of items.
     """
@@ -487,7 +487,7 @@ class ResponseWriter(PartWriter):
         self._keep = keep
         self._response: dict[str, Any] = {}  # once it is whole
         self._has_logprobs = generation.job.params.logprobs is not None
-        self._num_rows_sent = 0  # of the part that is open
+        self._num_rows_sent = 0  # sent logprobs of the part that is open
         if self._has_logprobs:
             self.note = lambda piece: list(self.take(piece))
         job, self._num_sent, self._namespaces = generation.job, 0, body._namespaces
@@ -519,7 +519,7 @@ class ResponseWriter(PartWriter):
         }
 
     def begin(self) -> list[bytes]:
-        """The response without an item, twice: it was created, and it is worked at."""
+        """The response without an item, twice: it was created, and it is in progress."""
         begun = self._at("in_progress", [])
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
@@ -593,7 +593,7 @@ class ResponseWriter(PartWriter):
         return named_event(kind, data)
 
     def _place(self, part: Part) -> dict[str, Any]:
-        """Which item an event is about, and which text of it."""
+        """The item, and the text within it, that an event is about."""
         place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind == "call" else place | {"content_index": 0}
 
@@ -625,7 +625,7 @@ class ResponseWriter(PartWriter):
         return {"type": "output_text", "text": part.text, "annotations": [], **self._logprobs(part)}
 
     def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
-        """The logprobs of a text's tokens, from the `first` on; other parts have no such field."""
+        """The logprobs of a text's tokens, from `first` on; other parts do not have the field."""
         if part.kind != "text":
             return {}
         rows = part.rows[first:]

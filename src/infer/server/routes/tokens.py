@@ -59,7 +59,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
 
 @router.get("/tokenizer_info", response_model=None)
 async def tokenizer_info(http: Request) -> Response:
-    """What evaluation programs ask before they tokenize on their own."""
+    """The facts that evaluation programs ask for before they tokenize on their own."""
     encoder = (await server_state(http).use_model(None)).encoder
     tokenizer = encoder.tokenizer
     return json_response(
