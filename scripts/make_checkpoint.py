@@ -376,6 +376,7 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         "smollm3": {
             "architectures": ["SmolLM3ForCausalLM"],
             "model_type": "smollm3",
+            "pad_token_id": 0,
             "no_rope_layer_interval": 2,
             "tie_word_embeddings": True,
         },
@@ -389,6 +390,7 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         "phi3": {
             "architectures": ["Phi3ForCausalLM"],
             "model_type": "phi3",
+            "pad_token_id": 0,
             "original_max_position_embeddings": max(sizes.context_len // 2, 2),
             "partial_rotary_factor": 0.75,
             "rope_scaling": {
@@ -401,6 +403,7 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         "glm4": {
             "architectures": ["Glm4ForCausalLM"],
             "model_type": "glm4",
+            "pad_token_id": 0,
             "attention_bias": True,
             "head_dim": head_dim,
             "partial_rotary_factor": 0.5,

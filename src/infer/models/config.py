@@ -177,7 +177,10 @@ class ModelConfig:
         """The place in a file of each channel of a query or key head; None: it is the same.
 
         Here channel i turns with channel i + H/2, and pairs that do not turn come last (loader/row_order.py).
+        Hybrid models have gates among the rows of their queries and order the products (models/qwen3_5.py).
         """
+        if self.delta is not None:
+            return None
         size = self.rotary_dim or self.head_dim
         step, half = (2, 1) if self.pairs_neighbours else (1, size // 2)
         firsts = [step * pair for pair in range(size // 2)]
