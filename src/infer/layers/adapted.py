@@ -97,11 +97,11 @@ class Adapted(Projection):
         self._base.prepare(compiled, neighbours)
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """What a product of the projection takes."""
+        """The scratch memory of a product of the projection."""
         return self._base.scratch_bytes(num_tokens)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, and what adapters add."""
+        """Return x Wᵀ + b plus the terms of the adapters."""
         rows, y = self._bank.rows, self._base.multiply(x)
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 

@@ -123,7 +123,7 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
     for before, norm, after in zip(children, children[1:], children[2:], strict=False):
         first, last = _matrices(before), _matrices(after)
         if isinstance(norm, RMSNorm) and first and last:
-            if not isinstance(before, MixtureOfExperts):  # whose sums have kernels of their own (moe/few.py)
+            if not isinstance(before, MixtureOfExperts):  # expert sums have their own kernels (moe/few.py)
                 writers.add(first[-1])
             readers.add(last[0])
     return writers, readers

@@ -33,7 +33,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
-        self.dtype = self.weight.dtype  # of the rows that come out
+        self.dtype = self.weight.dtype  # type of the rows that come out
         self.factor = None if scale is None else round_to(scale, self.dtype)
         self.table: Projection | None = None
         self.share: Share | None = None  # what finds rows that other ranks have; None: all are here

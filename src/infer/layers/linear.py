@@ -49,7 +49,7 @@ def without_weights() -> Iterator[None]:
 class Projected(nn.Module):
     """A layer with a projection of one matrix, or of one per expert; its tensors are its parameters."""
 
-    weight: nn.Parameter  # of a dense one
+    weight: nn.Parameter  # the matrix, if it is dense
     bias: nn.Parameter | None
 
     def __init__(
@@ -126,7 +126,7 @@ class Linear(Projected):
 
     def gated(self, x: torch.Tensor | NormedInput, activation: str) -> torch.Tensor:
         """Return act(gate) * up of a matrix with these two parts."""
-        if self._forward_hooks:  # which want to see the product itself
+        if self._forward_hooks:  # hooks want to see the product itself
             return gated_activation(as_tensor(self(x)), activation=activation)
         return self.projection.project(x, activation)
 

@@ -111,7 +111,7 @@ def dynamic_theta(theta: float, size: int, *, factor: float, original_context_le
 
 
 def query_factors(growth: float, original_context_len: int, context_len: int) -> torch.Tensor | None:
-    """What queries are multiplied by at each position, [P]; None: by 1 at all of them."""
+    """The factors of the queries at each position, [P]; None: 1 everywhere."""
     if not growth or context_len <= original_context_len:
         return None
     if torch.get_default_device().type == "meta":

@@ -24,9 +24,9 @@ class WholeSequence(StepContext):
 
     def __init__(self, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._attend = attend
-        self.positions = torch.arange(0, device=device)  # of this chunk's tokens
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each
-        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: state and tail
+        self.positions = torch.arange(0, device=device)  # positions of this chunk's tokens
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> keys, values: [K, G, H] each
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> state and tail
 
     def advance(self, num_tokens: int) -> None:
         """Say how long the next chunk is."""

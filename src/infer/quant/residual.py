@@ -105,7 +105,7 @@ class ResidualStream:
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingUpdate | None = None
-        self.unread: NormedInput | None = None  # of the stream as it is now
+        self.unread: NormedInput | None = None  # a norm of the current sum that nobody has read yet
         self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
         self.on_sum: Callable[[torch.Tensor], None] | None = None  # told the sum when it is next computed
 
@@ -162,7 +162,7 @@ class NormedInput(Deferred):
 
     @property
     def is_read(self) -> bool:
-        """Whether a reader has been here: the stream holds the sum, or has gone on since."""
+        """True if it has been read: the stream holds the sum, or has gone on since."""
         return self._total_TD is not None
 
     def read(self, total_TD: torch.Tensor, normed_TD: torch.Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How many drafts each sequence of a step gets: as many as make text come fastest, often none.
+"""Adaptive drafts: each sequence of a step gets as many as make text come fastest, often none.
 
 A draft costs a token of the step, and is kept only if it and all drafts before it are right. If a sequence's
 drafts are right at a rate r, the one at depth i survives with probability r^i:
@@ -111,7 +111,7 @@ class StepCosts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What is known of a sequence's drafts: the rate at which they are right, and counts to report."""
+    """Statistics of a sequence's drafts: the rate at which they are right, and counts to report."""
 
     num_drafts: int = 0
     by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
@@ -176,7 +176,7 @@ class DraftLengths:
     ) -> list[int]:
         """The number of drafts of each wish, a sequence and the drafts that it could use, in a step.
 
-        `seen`: the positions that a token attends to, in the mean.
+        `seen`: the positions that a token attends to, on average.
         """
         chosen, idle = self._chosen(step, wishes, num_others, room, seen)
         if idle:
@@ -264,5 +264,5 @@ class DraftLengths:
         return known
 
     def forget(self, seq_id: int) -> Acceptance:
-        """What was known of a sequence that has ended."""
+        """Remove and return the statistics of a sequence that has ended."""
         return self._known.pop(seq_id, None) or Acceptance()

@@ -15,17 +15,17 @@ At small batches decoding is a chain of waits, one memory access after the other
 
     item of work ─► block table ─► keys and queries ─► values ─► part ─► ticket ─► parts ─► out
 
-What stands left of the keys was written at the start of the step, so the prologue reads the first item and
-its blocks while the kernel before still runs (PDL, see dispatch.py), and the loop those of the item after it
-while this one is computed. The keys and values of all positions but the newest are older still: of few rows,
-the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
+Everything left of the keys was written at the start of the step, so the prologue reads the first item and its
+blocks while the previous kernel still runs (PDL, see dispatch.py), and the loop reads the next item and its
+blocks while this one is computed. The keys and values of all positions but the newest are older still: with
+few rows, the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
 The first launch after `DecodeWork.plan` is an ordinary one, and tables must not change between the two.
 
 `attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
 takes the fused projection and does what heads.py does, too. Each program norms and rotates the query heads of
 its item, and the one with the row's last split the new key. That key and its value go to the cache and into
 the softmax but are never read back, so all that is read from the cache is older than the step, and the first
-tile of keys and values is loaded before the wait. What is left behind it:
+tile of keys and values is loaded before the wait. What is left after it:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
@@ -36,13 +36,13 @@ Both are one Triton kernel, whose pieces stand in the order in which an item mee
     read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
 
 An item carries three things along: the largest score so far, the sum of 2^(score - largest), and the values
-weighted alike. What comes later, a tile of positions or a part from scratch memory, is added by rescaling. In
+weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In
 a projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
 Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). The choice is
 made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastest on an H200 (`auto`):
 
-    S * G                        every token decodes             chunks of prompts beside the rows
+    S * G                        every token decodes             rows and chunks of prompts
     up to 64 (heads of 128)      projected, CUDA C++             Triton
     up to 256 (heads of 64)      projected, CUDA C++             Triton
     up to 256                    projected, Triton               Triton
@@ -157,9 +157,9 @@ def _load_transform(
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M: tl.constexpr, H: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """What turns the heads of a row's newest token: angles, and the gains of queries and keys with partners.
+    """The angles of a row's newest token, and the gains of queries and keys with those of their partners.
 
-    In the shape of M heads, though all are alike: each thread loads what it needs, and nothing is exchanged.
+    All have the shape of M heads, though heads are alike: each thread loads what it needs, without exchange.
     """
     R: tl.constexpr = H // 2
     in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
@@ -193,7 +193,7 @@ def _transform(
 def _start_projected(
     token_ptr,  # the row's projection
     keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block, g,
-    is_last,  # of the row's splits
+    is_last,  # True for the row's last split
     length, cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain, m, h, eps, offset, scale_log2e,
     CAP: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
@@ -285,7 +285,7 @@ def _attend_tile(
 @jit
 def _attend_tiles(
     q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
-    block,  # of the first tile
+    block,  # block of the first tile
     first, end, g, h, maximum, denominator, total, scale_log2e, CAP: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -318,9 +318,9 @@ def _load_sums(sums_ptr, at, exists, h, H: tl.constexpr):
 
 @jit
 def _merge_splits(
-    sums_ptr,  # of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
+    sums_ptr,  # sums of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
     maxima_ptr, denominators_ptr, out_ptr,
-    sinks_ptr,  # of this kv head's query heads
+    sinks_ptr,  # sinks of this kv head's query heads
     num_splits, HAS_SINKS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -563,7 +563,7 @@ def attend_projected(
 
 def _launch_decode(
     q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
-    q_strides: tuple[int, int],  # between rows and between heads
+    q_strides: tuple[int, int],  # strides between rows and between heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
     config: DecodeConfig | None = None,
 ) -> None:  # fmt: skip

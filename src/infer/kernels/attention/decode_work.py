@@ -38,7 +38,7 @@ ITEM_INTS = 8  # row of the batch, row of the tables, first position, last + 1, 
 @jit_for_any("num_rows", "split_len", "window")
 def _plan_kernel(
     rows_ptr, lens_ptr, items_ptr, num_items_ptr, num_rows, split_len, window,
-    ITEMS_WANTED: tl.constexpr,  # for each kv head; 0: as many as there are
+    ITEMS_WANTED: tl.constexpr,  # items per kv head; 0: as many as there are
     MAX_SPLITS: tl.constexpr, NUM_DOUBLINGS: tl.constexpr, ITEM_INTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, BLOCK_S)
@@ -106,7 +106,7 @@ class DecodeWork:
         self.num_sms = num_sms(self.tickets.device)
 
     def is_projected_faster(self, num_rows: int) -> bool:
-        """Whether `attend_projected` is faster than `norm_rope_write` and `attend_decode` for these rows."""
+        """Return True if `attend_projected` beats `norm_rope_write` and `attend_decode` for these rows."""
         return num_rows * self.num_kv_heads <= self.profile.projected_heads
 
     def split_len(self, num_rows: int) -> int:

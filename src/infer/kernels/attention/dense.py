@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     """Prompts of equal length that lie end to end; one alone may be shorter than its shape."""
 
     first: int  # token of the step
-    num_tokens: int  # of each prompt
+    num_tokens: int  # length of each prompt
     shape: Shape
 
 

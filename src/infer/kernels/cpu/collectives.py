@@ -31,7 +31,7 @@ def region_bytes(size: int) -> int:
 
 
 def address_of(memory: mmap.mmap, offset: int = 0) -> int:
-    """Where mapped memory lies in this process."""
+    """The address of mapped memory in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 

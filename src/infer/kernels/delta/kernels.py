@@ -27,7 +27,7 @@ from infer.kernels.delta.reference import NORM_EPS, DeltaRule, StateCache
 from infer.kernels.runtime.dispatch import is_amd, jit, next_power_of_two, tl
 from infer.kernels.runtime.launch import launch_triton
 
-TILE_TOKENS, TILE_CHANNELS = 16, 128  # of a program of `mix`
+TILE_TOKENS, TILE_CHANNELS = 16, 128  # tile of a program of `mix`
 COLUMNS = 32  # values of a program of `recur`
 MIN_DOT = 16  # the smallest side of a product of matrices
 

@@ -58,7 +58,7 @@ def _spans(
     decoding: tuple[torch.Tensor, torch.Tensor],
     chunks: PrefillChunks | None,
 ) -> Iterator[StateSpan]:
-    """What the reference computes, one after the other."""
+    """Yield the spans that the reference computes, one after the other."""
 
     def span(tokens: slice | torch.Tensor, rows_S: torch.Tensor, starts_S: torch.Tensor) -> StateSpan:
         reads_S = tables_RB[rows_S, (starts_S - 1).clamp(min=0) // block_size].long()

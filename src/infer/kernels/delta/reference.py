@@ -36,12 +36,12 @@ NORM_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 class DeltaRule(NamedTuple):
-    """The weights of one layer beside its projections, and its sizes."""
+    """The weights of one layer, apart from its projections, and its sizes."""
 
     conv_CW: torch.Tensor
     decay_V: torch.Tensor  # logarithm of how fast each head forgets; float32
     dt_bias_V: torch.Tensor  # float32
-    num_key_heads: int  # each serves as many value heads as follow each other
+    num_key_heads: int  # each serves an equal run of consecutive value heads
     key_dim: int
     value_dim: int
 

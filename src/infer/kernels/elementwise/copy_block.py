@@ -28,7 +28,7 @@ import torch
 from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
+PIECE_BYTES = 8192  # bytes that one program copies: four loads of 16 bytes for each of its 128 threads
 
 
 def copy_block_reference(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:

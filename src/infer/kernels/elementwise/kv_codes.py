@@ -73,7 +73,7 @@ def read_slots(
     if scales is None:
         return kept_PGH[slots]
     block_size = scales.shape[2]
-    numbers = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype).to(dtype)  # which holds every code
+    numbers = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype).to(dtype)  # `dtype` holds every code
     by_head = scales[slots // block_size, :, slots % block_size].unbind(-1)
     for head, scale in zip(numbers.unbind(-2), by_head, strict=True):  # a CPU multiplies copies in float32
         head.mul_(scale[..., None])
@@ -93,7 +93,7 @@ def read_both(
 def scale_of(x, FP8: tl.constexpr):
     """The scales of some heads [rows, H], and their inverses."""
     top: tl.constexpr = 448.0 if FP8 else 127.0
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, NaN is the largest
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is the largest of these integers
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     largest = tl.where(largest < 1e-30, 0.0, largest)  # SMALLEST
     return largest * (1 / top), top / tl.where(largest == 0.0, 1.0, largest)
@@ -114,7 +114,7 @@ def encode(x, inverse, FP8: tl.constexpr):
     if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
         scaled = tl.where(
             scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled)
-        )  # of a fixed scale
+        )  # a fixed scale may be too small
         power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
         codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)

@@ -28,7 +28,7 @@ from infer.kernels.runtime.launch import launch_triton
 RANK_BLOCK = 16  # ranks of one product of tiles: the least that tensor cores take
 MANY_ROWS = 512  # rows from which on tiles are large: prompts
 COLUMNS = 128  # columns of y that a program of the second kernel computes
-SPLITS = 8  # of K: few rows alone would leave most of a GPU idle
+SPLITS = 8  # splits of K: few rows alone would leave most of a GPU idle
 
 
 class RowSlots:

@@ -75,7 +75,7 @@ from infer.kernels.runtime.profiles import device_profile
 
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
 
-_MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
+_MAX_TILES = 1024  # tiles of a layer whose K is split: with more there is no need to
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
@@ -86,7 +86,7 @@ Plan = GemvConfig | TilePlan
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
 
-    Of the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
+    In the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
     """
     return F.linear(x_MK, w_NK, bias_N)
 
@@ -141,7 +141,7 @@ def reads_parts(
     x_MK: torch.Tensor, w: torch.Tensor, num_parts: int, *, gated: bool,
     compiled: CompiledLinears | None = None,
 ) -> bool:  # fmt: skip
-    """Whether `linear_of_sum` can read a sum in so many parts, for as many tokens as `x_MK` has."""
+    """Return True if `linear_of_sum` can read a sum in `num_parts` parts, for the tokens of `x_MK`."""
     plan = _plan(x_MK, w, gated=gated, compiled=compiled)
     if not isinstance(plan, SkinnyConfig):
         return isinstance(plan, TilePlan)  # those in CUDA C++ read any number of parts
@@ -152,7 +152,7 @@ def can_add(
     x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool,
     compiled: CompiledLinears | None = None,
 ) -> bool:  # fmt: skip
-    """Whether `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+    """Return True if `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
     parts = writes_parts(x_MK, w_NK, compiled=compiled)
     return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
 
@@ -227,7 +227,7 @@ def _norm(
 def _plan_with_norm(
     x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None
 ) -> GemvConfig | None:
-    """Which kernel folds the norm in; None for a launch of its own."""
+    """The kernel that folds the norm in; None: the norm gets its own launch."""
     if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # parts of more tokens, or more
         return None
     is_for_few = x_MK.shape[0] <= device_profile(x_MK.device).linear.fold_norm_tokens
@@ -238,7 +238,7 @@ def _plan_with_norm(
 def _plan(
     x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None
 ) -> Plan | None:
-    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for cuBLAS."""
+    """The kernel and cut that multiply as many tokens as `x_MX` has with `w`; None: cuBLAS does."""
     M = x_MX.shape[0]
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None

@@ -8,7 +8,7 @@ Both compute the same thing. Prologue and epilogue are chosen at compile time:
     NORM         (gemv)    the input is (x + residual), normalised; the sum is written out once
     RESIDUAL     (gemv)    there is a residual to add (only with NORM)
     ADDS         (skinny)  the output is added to the residual stream, and prepared for the norm that follows
-    PARTS        (skinny)  the input was prepared so, in this many tiles or fewer; 0: it was not
+    PARTS        (skinny)  the input was prepared this way, in this many tiles or fewer; 0: it was not
 
 **gemv_kernel**, for a handful of tokens, is a plain dot product. A program takes a few rows of W and
 walks along K; every thread keeps 16-byte pieces of those rows in flight and one partial sum per row,
@@ -23,7 +23,7 @@ adds the tiles up, in the order of the splits and not of arrival, so that the sa
 
     counter[tile]   0 -> 1 -> ... -> num_splits - 1: I am the last; add, store y, set it back to 0
 
-For one tile, what a row of y is made of does not depend on the number of tokens beside it: M chooses how many
+With one tile shape, the bits of a row of y do not depend on the number of other tokens: M chooses how many
 columns are computed, never in which pieces K is cut or in which order they are added.
 
 Folding the norm works because it scales whole rows: with r = x + residual and g = norm_weight + offset,
@@ -213,7 +213,7 @@ def _store_tile(
     residual,  # [rows, tokens]
     gain,  # [rows, 1]
     bias_ptr,
-    y_ptr,  # with ADDS, r * gain
+    y_ptr,  # output; with ADDS, r * gain
     sum_ptr,
     squares_ptr,
     rows,
@@ -249,7 +249,7 @@ def _store_tile(
 @_jit_any_m
 def skinny_kernel(
     x_ptr,
-    residual_ptr,  # with ADDS, as the next two
+    residual_ptr,  # read with ADDS only, as the next two
     norm_weight_ptr,
     sum_ptr,
     squares_ptr,  # [part, token], float64: written with ADDS, read with PARTS

@@ -46,7 +46,7 @@ _BLOCK_D = 1024
 
 
 class Tiles(NamedTuple):
-    """How the grouped product is cut: block_n outputs by block_t rows, block_k inputs at a time."""
+    """The tiles of the grouped product: block_n outputs by block_t rows, block_k inputs at a time."""
 
     block_t: int
     block_n: int
@@ -89,7 +89,7 @@ def experts_mlp_reference(
     down_EDF: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """What the kernels must equal: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
+    """The specification: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
 
     def one_expert(expert: int, rows_MD: torch.Tensor) -> torch.Tensor:
         gated_MF = gated_activation_reference(F.linear(rows_MD, gate_up_EFD[expert]), activation)
@@ -160,7 +160,7 @@ def experts_mlp(
 
 
 def sum_choices(outputs_RD: torch.Tensor, num_tokens: int, num_choices: int) -> torch.Tensor:
-    """Add up the rows of each token, which lie beside each other."""
+    """Add up the rows of each token, which lie next to each other."""
     size = outputs_RD.shape[1]
     y_TD = outputs_RD.new_empty((num_tokens, size))
     sum_kernel[(num_tokens, -(-size // _BLOCK_D))](

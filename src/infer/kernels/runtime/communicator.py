@@ -1,4 +1,4 @@
-"""What the ranks of one model do together: the one protocol between layers and whatever joins processes.
+"""Joint operations of the ranks of one model: the one protocol between layers and whatever joins processes.
 
     all_reduce    every rank has a share of a sum             ──►  every rank has the sum
     all_gather    every rank has some columns of a matrix     ──►  every rank has all of them

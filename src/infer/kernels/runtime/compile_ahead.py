@@ -104,7 +104,7 @@ class _NotAll(Exception):
 
 @lru_cache(maxsize=1)
 def _sources() -> list[bytes]:
-    """What every kernel, and every choice of one, is written in."""
+    """The sources of every kernel, and of every choice of a kernel."""
     package = Path(__file__).parents[2]
     files = [
         path

@@ -66,7 +66,7 @@ def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
 
 
 def nvrtc_paths() -> Iterator[str]:
-    """Paths where NVRTC may be: the system's own, then beside PyTorch, then the toolkit's folders."""
+    """Paths where NVRTC may be: the system's own, then next to PyTorch, then the toolkit's folders."""
     major = (torch.version.cuda or "").split(".")[0]
     yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
     folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
@@ -93,7 +93,7 @@ def nvrtc_version() -> str:
 
 
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
-    """The cubin of a file, made by NVRTC in memory; headers are found beside the file."""
+    """The cubin of a file, made by NVRTC in memory; headers are found next to the file."""
     nvrtc = load_nvrtc()
     # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
     flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]

@@ -34,7 +34,7 @@ Launch = tuple[Callable[..., None], tuple[Any, ...]]
 _ALIGNMENT = 16  # bytes
 _MAX_KNOWN = 4096  # variants: prompts have all lengths, and every length is a grid of its own
 
-_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # for map(): on the path of every launch
+_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # functions for map(), on every launch
 
 _known: dict[tuple[Any, ...], Launch] = {}
 

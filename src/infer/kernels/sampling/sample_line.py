@@ -13,7 +13,7 @@ SMALLEST_TEMPERATURE = 2.0**-126  # below this normal number, float32 would divi
 
 
 class SampleLine(NamedTuple):
-    """How one row is sampled: the fields of its line, in order."""
+    """The sampling settings of one row: the fields of its line, in order."""
 
     row: int
     has_uses: int = 0  # 1: penalties or bans are asked for, and the row's uses are counted
@@ -22,7 +22,7 @@ class SampleLine(NamedTuple):
     ban_end: int = 0  # ids are banned from the positions before this one
     num_biased: int = 0
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # in float64, for the edge must not move by a rounding; 1: off
+    top_p: float = 1.0  # float64, because rounding must not move the edge; 1: off
     min_p: float = 0.0
     repetition: float = 1.0
     presence: float = 0.0

@@ -85,7 +85,7 @@ GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
 NUM_BUCKETS = 2048
-_ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
+_ROWS_PER_TILE = 16  # rows for which a program of the kernels after the survey takes one more tile
 
 
 class SampleScratch:
@@ -101,7 +101,7 @@ class SampleScratch:
             return torch.zeros((max_rows, *shape), dtype=dtype, device=device)
 
         self.ids_S = empty(dtype=torch.int64)
-        self.tensors = (  # in the order of the kernels' arguments
+        self.tensors = (  # tensors in the order of the kernels' arguments
             empty(),  # num_done: programs of the running kernel that are done; 0 between kernels
             empty(self.num_groups, dtype=torch.float32),  # peaks of the groups; infinite: not a number in it
             empty(self.num_groups, dtype=torch.float32),  # bounds: no score of the group is larger
@@ -167,11 +167,11 @@ _TINY = constant(SMALLEST_TEMPERATURE)
 _MASS_OF_LARGEST = constant(2.0**44)
 _TO_UNIFORM = constant(2.0**-31 * (1 - 2.0**-24))
 _MARGIN = constant(1e-3)  # a hundred times the rounding error of a bound
-_SLACK = constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
+_SLACK = constant(1 << 17)  # slack of a threshold: at most 1.6 % deeper than necessary
 _BUCKETS = constant(NUM_BUCKETS)
 _MAX_CANDIDATES = constant(MAX_CANDIDATES)
 _GROUP = constant(GROUP)
-_GROUPS = constant(TILE // GROUP)  # of a tile
+_GROUPS = constant(TILE // GROUP)  # groups of a tile
 _NO_TOKEN = constant(NO_TOKEN)
 _FIELDS, _MAX_BIASED = constant(NUM_FIELDS), constant(MAX_BIASED)
 _TOP_K, _SEED, _TEMPERATURE = field("top_k"), field("seed"), field("temperature")
@@ -221,7 +221,7 @@ else:
 
 @jit
 def _is_last(num_done_ptr, num_programs):
-    """Whether the other programs of the row are done: what they wrote may now be read.
+    """Return True if the other programs of the row are done: what they wrote may now be read.
 
     The counter is left at 0 for the next launch.
     """
@@ -815,7 +815,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
         with compiling_ahead(device):
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
             logprob_table(logits_1V, positions_1, 0)
-            logprob_table(logits_1V.float(), positions_1, 0)  # of beams, and of what is about to fork
+            logprob_table(logits_1V.float(), positions_1, 0)  # beams, and sequences about to fork
 
     thread = threading.Thread(target=compile_all, name="compile-sample-rows", daemon=True)
     thread.start()
