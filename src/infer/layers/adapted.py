@@ -5,7 +5,7 @@
 
 Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
 runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
-kernels and recorded programs included: such a step costs nothing.
+kernels and recorded programs included: that step costs nothing.
 
 After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
 

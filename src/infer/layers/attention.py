@@ -1,4 +1,4 @@
-"""The one door between a model and the KV cache.
+"""The one interface between a model and the KV cache.
 
 A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, no
 padding, no phases. It computes queries, keys and values for these T tokens and calls `step.attend`.
@@ -12,8 +12,9 @@ take the projection as it is (`attend_projected`) does all of it at once.
 
 A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
 
-A step also says which of its tokens need logits (`logit_indices`). Behind the attention of the last layer the
-others are gone: `LastLayerStep` returns their rows alone, and takes the others out of the residual stream.
+A step also says which of its tokens need logits (`logit_indices`). After the attention of the last layer the
+others are gone: `LastLayerStep` returns only the rows that need logits, and takes the others out of the
+residual stream.
 
 A step may ask for the residual stream as some layers are given it (`layer_inputs`): what an EAGLE head reads.
 
@@ -64,7 +65,7 @@ class LayerInputs:
     def states(self, num_tokens: int | None = None) -> torch.Tensor:
         """The inputs of all layers side by side in the order in which they were asked for: [T, C D].
 
-        `num_tokens`: of the first ones; None: of all.
+        `num_tokens`: the number of first tokens to return; None: all.
         """
         return torch.cat([self._found[layer][:num_tokens] for layer in self.layers], dim=-1)
 

@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         self.dtype = self.weight.dtype  # type of the rows that come out
         self.factor = None if scale is None else round_to(scale, self.dtype)
         self.table: Projection | None = None
-        self.share: Share | None = None  # what finds rows that other ranks have; None: all are here
+        self.share: Share | None = None  # finds rows that other ranks have; None: all are here
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""

@@ -1,4 +1,4 @@
-"""Small integers as a file has them: what a published format tells about them, and hands to a scheme.
+"""Small integers as a file has them: the facts that a published format hands to a scheme.
 
 A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
 w = code * scale + minimum (GGUF).

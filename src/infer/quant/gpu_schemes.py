@@ -79,7 +79,7 @@ class GPUWeights(Projection):
         if fitted is None:
             fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
         self.matrices[expert].fill(first, *fitted)
-        if not isinstance(rows, CodedRows):  # those of a file need no keeping
+        if not isinstance(rows, CodedRows):  # codes of a file need not be cached
             self._made.append((begin, moment(device)))
 
     def num_rows_at_once(self) -> int:

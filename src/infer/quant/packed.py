@@ -33,7 +33,7 @@ from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Source, WeightSpec
 from infer.quant.rounding import fit_rows, round_rows
 
-# what kernels/cpu multiplies with, by bits
+# the forms that kernels/cpu multiplies with, by bits
 _FORMS = {8: CodedForm("int8", 32), 4: CodedForm("int4", 32, has_minima=True)}
 
 
@@ -49,7 +49,7 @@ def quantized_rows(rows: CodedRows, bits: int) -> QuantizedRows | None:
     """A file's codes as they are; None: no 32 neighbours share a scale, or they do not fit.
 
     Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
-    and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
+    and a scale, one part in 2000 at most. If one is too large or too small, the result is None.
     """
     part = fit_rows(rows, _FORMS[bits])
     if part is None:
@@ -194,7 +194,7 @@ class Int8(Packed):
 class Mxfp4(Packed):
     """Floats of 4 bits as their file has them, 5 bits per weight with scales.
 
-    csrc/linear.h says how they become unsigned integers of the products. A scale is a half here: one
+    csrc/linear.h says how they become the unsigned integers of the products. A scale is a half here: one
     below 2^-24 becomes 0, and one above 2^12 does not belong to a weight.
     """
 

@@ -13,8 +13,8 @@
 A *scheme* is one way to keep weights: a row of quant/registry.py and a subclass of `Projection` in a file of
 its own (docs/adding-a-scheme.md).
 
-A fused matrix is filled part by part, in any order: the parts are rows of W, which is [out, in]. What the
-format of a file is, and in which tensors it keeps a matrix, no scheme knows (loader/formats/quantized.py).
+A fused matrix is filled part by part, in any order: the parts are rows of W, which is [out, in]. No scheme
+knows the format of a file, or in which tensors it keeps a matrix (loader/formats/quantized.py).
 
 Shapes:  N rows of W (out), K columns (in), E experts, M tokens.
 """
@@ -130,7 +130,7 @@ class Projection:
         self.bias: torch.Tensor | None = None  # the layer's own, in the dtype of the activations
         self.tensors = dict(self.allocate() if tensors is None else tensors)
         self._experts: dict[int, Projection] = {}
-        self._made: list[tuple[Any, Any]] = []  # moments before and after codes were made that no file had
+        self._made: list[tuple[Any, Any]] = []  # moments before and after making codes that no file had
 
     # -- what it stores ---------------------------------------------------------------------------------
 

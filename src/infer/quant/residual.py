@@ -10,8 +10,8 @@ file knows no projections: projection.py, which does, is above it.
                                                    the norm; or the product, alone or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
-Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Who wants to
-see the sum itself sets `on_sum` and is given it by whichever kernel computes it: fusion, and the bits, stay.
+Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Code that
+wants to see the sum itself sets `on_sum` and gets it from whichever kernel computes it: fusion and bits stay.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """
@@ -133,7 +133,7 @@ class ResidualStream:
         return self.residual_TD
 
     def tell_sum(self) -> None:
-        """Tell the sum, which is complete now, to the one who asked for it: once, and no update is added."""
+        """Pass the sum, which is complete now, to `on_sum`, once; no update is added."""
         if self.on_sum is not None:
             tell, self.on_sum = self.on_sum, None
             tell(self.residual_TD)

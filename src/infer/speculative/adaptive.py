@@ -14,7 +14,7 @@ drafts are right at a rate r, the one at depth i survives with probability r^i:
 that survive best are the first of each sequence, and no other n drafts give more: one order serves every n.
 A draft model also pays for depth (`draft_s` for each position of the longest window), so there the search is
 made once for every longest window. Tokens that a step computes for other sequences count as gained too, so
-drafts must be worth slowing them down; where arithmetic bounds a step none is, and speculation is off.
+drafts must be worth slowing them down; where arithmetic bounds a step no draft is, and speculation is off.
 
     windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
     drafts     4433222                               1 refused                       1 right, then 4, 4, ..
@@ -22,7 +22,7 @@ drafts must be worth slowing them down; where arithmetic bounds a step none is, 
 
 A rate is a mean over about the last MEMORY drafts that were judged, and starts at PRIOR_RATE. Without drafts
 nothing would be learned, so every PROBE_STEPS steps all sequences that got none are tried with one each,
-provided that drafts at HOPED_RATE would pay in that step. What was known weighs little from then on, so a
+provided that drafts at HOPED_RATE would pay in that step. Older results weigh little from then on, so a
 right probe soon leads to longer windows. Nothing here reads a clock: equal calls give equal lengths.
 """
 
@@ -39,7 +39,7 @@ from operator import itemgetter
 MEMORY = 16  # judged drafts over which a rate is a mean
 PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
 PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
-PROBE_STEPS = 64  # steps from one that tries sequences without drafts again to the next
+PROBE_STEPS = 64  # steps between two probes of sequences without drafts
 HOPED_RATE = 0.95  # rate that a probe hopes to find
 
 
@@ -116,7 +116,7 @@ class Acceptance:
     num_drafts: int = 0
     by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
     saved_s: float = 0.0  # seconds that the drafts saved, as `StepCosts.per_draft` has it
-    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, of which the prior is the first
+    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which begin with the prior
     _judged: float = PRIOR_WEIGHT
 
     def update(self, num_drafts: int, num_accepted: int) -> None:
@@ -132,7 +132,7 @@ class Acceptance:
             self._judged += 1 - self._judged / MEMORY
 
     def fade(self) -> None:
-        """Let what is known weigh no more than a prior, so that the next windows decide."""
+        """Let past windows weigh no more than a prior, so that the next ones decide."""
         excess = max(self._judged / PRIOR_WEIGHT, 1.0)
         self._right, self._judged = self._right / excess, self._judged / excess
 

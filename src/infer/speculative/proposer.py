@@ -27,14 +27,14 @@ class Wish(NamedTuple):
     tokens: array[int]  # prompt and output so far, to be read only
     num_prompt: int
     salt: str  # texts of different salts must not meet, as in the prefix cache
-    num_drafts: int  # the most that it can use
+    num_drafts: int  # the most drafts that it can use
 
 
 class Proposer(Protocol):
     """Proposes drafts for sequences, whose text it may keep between calls under their `seq_id`."""
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
-        """The drafts of each wish, at most its `num_drafts`; an empty one where nothing comes to mind."""
+        """The drafts of each wish, at most its `num_drafts`; an empty list where it has no guess."""
         ...
 
     def has_match(self, wish: Wish) -> bool:

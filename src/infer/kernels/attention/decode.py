@@ -36,8 +36,8 @@ Both are one Triton kernel, whose pieces stand in the order in which an item mee
     read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
 
 An item carries three things along: the largest score so far, the sum of 2^(score - largest), and the values
-weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In
-a projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
+weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In a
+projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
 Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). The choice is
 made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastest on an H200 (`auto`):
@@ -48,8 +48,8 @@ made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastes
     up to 256                    projected, Triton               Triton
     more                         CUDA C++                        CUDA C++
 
-Keys and values of 8 bits (kv_codes.py) are always CUDA C++'s with `auto`: it reads bytes 2.6 times as fast.
-`cuda` has CUDA C++ in every place, `triton` Triton, which also serves other GPUs, types and head sizes;
+With `auto`, keys and values of 8 bits (kv_codes.py) always go to CUDA C++, which reads bytes 2.6 times as
+fast. `cuda` means CUDA C++ everywhere, `triton` Triton, which also serves other GPUs, types and head sizes;
 `torch_ref` is the specification.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
@@ -127,7 +127,7 @@ def _prefetch_item(
 ):  # fmt: skip
     """Ask for the first keys and values of an item to come to L2, where a later write finds them.
 
-    Past its end the last position is asked for again, for an item without any the first slot of the store.
+    Past its end the last position is prefetched again; an item without positions prefetches the first slot.
     """
     position = tl.maximum(tl.minimum(first + tl.arange(0, PREFETCH_N), end - 1), 0)
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -219,7 +219,7 @@ def _start_projected(
     to = (slot * G + g) * H + same + h[None, :]
     is_stored = m < tl.where(has_newest, 1, 0)
     in_stored = is_stored[:, None] & (h < H)[None, :]
-    if HAS_SCALES:  # they attend as they will be read later
+    if HAS_SCALES:  # the step attends to codes, as later steps will
         k_codes, k_scale = encode_rows(k, keys_ptr.dtype.element_ty == tl.float8e4nv)
         v_codes, v_scale = encode_rows(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
         scale_to = (new_block.to(tl.int64) * G + g) * BLOCK_SIZE + newest % BLOCK_SIZE + m * 0
@@ -252,7 +252,7 @@ def _load_tile(
     in_tile = (position < end)[:, None] & (h < H)[None, :]
     k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
     v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
-    k_scale, v_scale = slot, slot  # not looked at
+    k_scale, v_scale = slot, slot  # not read
     if HAS_SCALES:
         k_scale = load_scales(key_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
         v_scale = load_scales(value_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
@@ -363,7 +363,7 @@ def _finish_item(
     denominator, total, m, h, HAS_SINKS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of a row of one split; of several, leave a part, and merge them if it is the last."""
+    """Write the output of a row of one split; with several, leave a part, and merge all if it is the last."""
     N: tl.constexpr = G * M
     in_heads = (m < M)[:, None] & (h < H)[None, :]
     head = s * N + g * M
@@ -394,7 +394,7 @@ def _finish_item(
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
     num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr,
-    q_weight_ptr,  # this and the next three, `eps` and `offset`: for PROJECTED alone
+    q_weight_ptr,  # this, the next three, `eps` and `offset` are read if PROJECTED
     k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e, eps, offset,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
@@ -593,7 +593,7 @@ def _launch_decode(
     if options["PDL"] and is_projected and config.num_warps == 4 and block_h * q.element_size() == 128:
         options["maxnreg"] = tuned.projected_registers
     if transform is None:
-        transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
+        transform = HeadTransform(None, q, q, N, G, 0.0)  # placeholders, not read
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
     launch_triton(
         _decode_kernel,

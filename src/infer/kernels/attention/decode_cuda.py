@@ -6,7 +6,7 @@
 
 The contracts, the references and the choice between Triton and CUDA C++ are in decode.py; what a warp does is
 explained in decode_attention.cu. Both kernels are for heads that the matrix instruction fits: 64 or 128
-elements of 16 bits, in the cache also of 8, and at most 8 query heads to each kv head.
+elements of 16 bits (in the cache also of 8), and at most 8 query heads to each kv head.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, X = (N + 2 G) H,
          P slots, R rows of the block tables, B blocks per row.

@@ -8,7 +8,7 @@ positions into *splits* (split-K), and a (row, split) is one item of work for ea
     row 0, 700 positions   |== 256 ==|== 256 ==|= 188 =|        items of split length first, remainders last,
     row 1,  90 positions   |90|                                 so that the programs finish together
 
-Lengths are known to the device alone: the graph that launches attention was captured long before them. So the
+Only the device knows the lengths: the graph that launches attention was captured long before them. So the
 grid is as large as the machine, whatever the lengths; `DecodeWork.plan` writes the list of items, once per
 step and for all layers, and each program strides over that list until its end, which it reads from memory.
 
@@ -124,7 +124,7 @@ class DecodeWork:
         return min(max(wanted, 16), 128, possible)
 
     def work_list(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the last plan for this window [W, 8], and how many there are [1]."""
+        """The items of the last plan for this window [W, 8], and their number [1]."""
         if window not in self._lists:
             items_W8 = torch.zeros(
                 (self._max_items, ITEM_INTS), dtype=torch.int32, device=self.tickets.device

@@ -24,8 +24,8 @@ padded to the capacity a graph was captured for with empty tiles, whose programs
 
 One program takes one tile of queries and walks over all keys that the tile sees. Many tiles fill the machine;
 few do not: 128 tokens after 8,000 that were found in the cache are 16 programs for the 132 SMs of an H200,
-and each walks alone. Then the keys of a tile are cut into *splits* (split-K; with `invariant`,
-never), as many as there is room for, and a (tile, split) is one item of work for each kv head:
+and each walks alone. Then the keys of a tile are cut into *splits* (split-K; with `invariant`, never), as
+many as there is room for, and a (tile, split) is one item of work for each kv head:
 
     room for 5 items     tile 0, 900 keys    |=== 300 ===|=== 300 ===|=== 300 ===|     item 0, 1, 2
                          tile 1, 560 keys    |=== 280 ===|=== 280 ===|                 item 3, 4
@@ -34,7 +34,7 @@ never), as many as there is room for, and a (tile, split) is one item of work fo
 Only the device knows how long the tiles are and how many of them are empty: the graph that launches this was
 captured before. So every program plans the whole list for itself, from the few tiles there are, and finds
 its own item in it. The longest split decides when all are done, hence the plan: the shortest length with
-which all items find room. It lies between two bounds: keys / length  items would do if nothing were
+which all items find room. It lies between two bounds: keys / length items would do if nothing were
 rounded up, and rounding adds less than one item per tile:
 
     all keys / room   <=   length   <=   all keys / (room - tiles)
@@ -120,7 +120,7 @@ class PrefillChunks:
 
     @classmethod
     def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
-        """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
+        """A chunk of one token for each row that decodes; only the device knows their lengths."""
         places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
         lens_S = lens_S.int()
         tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
@@ -246,7 +246,7 @@ def _attend_keys(
                 seen = seen & (position[None, :] > token_position[:, None] - window)
             scores = tl.where(seen & (position < hi)[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2e)
-        # a token behind a window may have seen nothing so far, and exp2(-inf - -inf) is not a number
+        # a token whose window begins later has seen nothing so far, and exp2(-inf - -inf) is NaN
         subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores * scale_log2e - subtracted[:, None])
         rescale = tl.exp2(maximum - subtracted)
@@ -448,8 +448,8 @@ def attend_prefill(
 ) -> torch.Tensor:  # fmt: skip
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
-    `num_splits` is how many splits there is room for, per tile of the list: 1 for none, None for as many as
-    fill the machine with splits that are worth it.
+    `num_splits` is the room for splits, per tile of the list: 1 for none, None for as many as fill the
+    machine with splits that are worth it.
 
     With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
     knows no block tables, so keys and values are copied together first, which costs as much as reading them.

@@ -318,7 +318,7 @@ def likely(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: they are too many.
 
-    Ids are in order; behind those of a row come ids with a logit of -inf.
+    Ids are in order; those of a row are followed by ids with a logit of -inf.
     """
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:

@@ -182,7 +182,7 @@ def recur_runs(
     qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor, mixed_TC: torch.Tensor,
     out_TVH: torch.Tensor, *, are_tokens: bool,
 ) -> None:  # fmt: skip
-    """Let the states of some runs go through their tokens, and write what these see; no two of one row.
+    """Let the states of some runs, each of another row, go through their tokens, and write what these see.
 
     `are_tokens`: each run is one token at most. `mixed_TC` is memory for the mixed inputs.
     """

@@ -2,8 +2,8 @@
 
     tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
 
-Rows that decode are known to the device alone, chunks to the host as well (kernels/attention/prefill.py). The
-specification is in reference.py.
+Only the device knows the rows that decode; the host knows the chunks as well (kernels/attention/prefill.py).
+The specification is in reference.py.
 
 Shapes:  T tokens, S rows that decode, R rows of tables, B blocks of each, C channels of q, k and v, V heads.
 """

@@ -16,7 +16,7 @@ are the solution of one triangular system, and S is read and written once.
 
 A block of the cache holds the state after the tokens of that block, as many as there are so far
 (cache/layout.py). So a run of tokens within one block reads the state from the block of the token before it,
-which is the same block or the one in front, and writes to its own. A block that is full is never written
+which is the same block or the one before it, and writes to its own. A block that is full is never written
 again: its state is that of a prefix, for whoever begins with the same tokens.
 
 Shapes:  S rows, T tokens of each, C channels of q, k and v, W taps, V value heads, K key size, H value size,
@@ -70,7 +70,7 @@ class StateCache(NamedTuple):
 class StateSpan(NamedTuple):
     """Tokens that go from one state to the next, the same number of each of some rows."""
 
-    tokens: slice | torch.Tensor  # places of the first row's tokens; of one token each, of all rows'
+    tokens: slice | torch.Tensor  # places of the first row's tokens; with one token per row, of all rows'
     reads_S: torch.Tensor  # block with the state before the first token, -1: there is none
     writes_S: torch.Tensor  # block that gets the state after the last
 

@@ -13,8 +13,8 @@ The specification is one line of PyTorch. But the planes of a cache of many GiB 
 can say, and PyTorch then cuts the copy until they suffice, down to a launch for each plane: 56 launches for a
 model of 28 layers, where the bytes, two or three MiB, take a few microseconds. The kernel is one launch with
 64-bit offsets. The elements of a block are known when it is compiled, so the compiler sees that every piece
-begins at a multiple of 16 bytes and loads that many at a time; which blocks are meant is an
-argument, for a version more would be a compilation in the middle of a request.
+begins at a multiple of 16 bytes and loads that many at a time; the block numbers are
+arguments, since one more version would mean a compilation in the middle of a request.
 
 Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
 """

@@ -306,7 +306,7 @@ def norm_rope_write(
     transform.check(qkv_TX, H)
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    # without a cache these are not looked at, like the weights of no norm
+    # placeholders: without a cache, or without a norm, they are not read
     keys, values, slots_T, keeps, scales, fixed = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):

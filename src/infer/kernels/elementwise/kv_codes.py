@@ -10,7 +10,7 @@ score with the key's scale, and a position's weight with the value's scale befor
 element is ever multiplied by a scale. Every code is exact in float16 and bfloat16.
 
 A checkpoint that was calibrated has one scale for a layer, or for each of its heads. It takes the place of
-computed ones (`fixed`), and what is beyond 448 of it is cut off. Readers do not notice.
+computed ones (`fixed`), and elements beyond 448 times it are cut off. Readers do not notice.
 
 Codes lie where keys and values of the model's own type would, [P, G, H]. The scales of one head and block lie
 side by side, [blocks, G, block_size], for a kernel reads those of one head at a time.
@@ -101,7 +101,7 @@ def scale_of(x, FP8: tl.constexpr):
 
 @jit
 def fixed_scale(x, fixed_ptr, heads, G):
-    """The scales that a checkpoint has fixed for some heads, NaN where an element is not finite; inverses."""
+    """The scales that a checkpoint fixed for some heads, NaN where an element is not finite; and inverses."""
     fixed = tl.load(fixed_ptr + heads, mask=heads < G, other=1.0)
     largest, _ = scale_of(x, True)
     return fixed + largest * 0.0, 1.0 / fixed
@@ -132,7 +132,7 @@ def encode_rows(x, FP8: tl.constexpr):
 
 @jit
 def weigh_codes(weights, v, v_scale, total, dtype: tl.constexpr):
-    """The sums `total` and, added to them, values [positions, H] with these weights [rows, positions]."""
+    """The sums `total` plus the values [positions, H], weighted by `weights` [rows, positions]."""
     if dtype == tl.float16:  # a small weight times a small scale is below its range
         largest = tl.max(v_scale, axis=0)
         relative = v_scale / tl.where(largest == 0.0, 1.0, largest)

@@ -74,7 +74,7 @@ class CodedForm(NamedTuple):
         return self.code_bytes + self.spans * BAND * 4 * (1 + self.has_minima)
 
     def check(self) -> None:
-        """Refuse what has no layout."""
+        """Raise ValueError if this form has no layout."""
         codes, group, has_minima, scale_rows = self
         if codes not in FORMS or scale_rows not in (1, 128):
             raise ValueError(f"codes must be one of {FORMS} and scale_rows 1 or 128, got {self}")
@@ -125,7 +125,7 @@ class CodedWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, as of the matrix that it stands for."""
+        """Rows and columns of the matrix that it stands for."""
         return self.num_rows, self.size
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class CodedWeights:
         return {"cells": self.cells, "scales": self.scales, "minima": self.minima}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
-        """The matrix in other memory; that of all experts, if it has one more axis in front."""
+        """The matrix in other memory; the matrices of all experts, if tensors have one more axis in front."""
         return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
 
     def fill(

@@ -98,7 +98,7 @@ def coded_linear(
 
 
 def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """W as plain rows, [N, K]; in the type of its codes, these alone."""
+    """W as plain rows, [N, K]; if `dtype` is the type of its codes, the codes alone."""
     raw = dtype is _CODE_TYPES.get(w.form.codes)
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     launch_triton(
@@ -220,7 +220,7 @@ def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
 
 
 def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The product of tokens rounded to 8 bits; more than 16 of them, which the library wants."""
+    """The product of tokens rounded to 8 bits; the library wants more than 16 of them."""
     N, weight = w.num_rows, expand(w, torch.int8)
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
     count = -(-len(x_MK) // INT8_TOKENS)

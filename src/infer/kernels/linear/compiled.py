@@ -1,10 +1,10 @@
 """The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
 
-These kernels load weights before the kernel before them has finished (PDL). One of Triton's between two of
-them hides nothing and is slower than either kind alone. So each of the first three is loaded for all the
-matrices that projections ask for (`want`), or for none: where one of them is not for it, or there is no
-compiler, all of them stay Triton's. With coded weights Triton is several times slower: each matrix that has a
-cut has its kernel, whatever the others have.
+These kernels load weights while the previous kernel still runs (PDL). A Triton kernel between two of them
+hides nothing, and the mix is slower than either kind alone. So each of the first three is loaded for all the
+matrices that projections ask for (`want`), or for none: if one matrix does not fit it, or there is no
+compiler, all of them stay with Triton. With coded weights Triton is several times slower: each matrix that
+has a cut gets its kernel, whatever the others have.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
@@ -15,8 +15,8 @@ cut has its kernel, whatever the others have.
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
-    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps are
-                                        gone through whose other kernels are to be compiled (compile_ahead.py)
+    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps
+                                        are gone through to compile their other kernels (compile_ahead.py)
     linears.load()                      before the first step that runs
 """
 
@@ -46,7 +46,7 @@ class CompiledKernel(Protocol):
     num_ready: int  # counts what can be launched, or is expected to be
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        """All variants to compile; until `load`, the kernels are expected to be ready."""
         ...
 
     def load(self, device: torch.device) -> None:

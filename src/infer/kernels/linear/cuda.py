@@ -46,14 +46,14 @@ class Matrix(NamedTuple):
     K: int
     activation: str = ""  # activation of a gated matrix; N then counts the gate's rows
     bias: bool = False
-    reads: bool = False  # a `ResidualSum`, in its prologue
-    writes: bool = False  # a `ResidualSum`, in its epilogue
+    reads: bool = False  # it reads a `ResidualSum` in its prologue
+    writes: bool = False  # it writes a `ResidualSum` in its epilogue
     form: CodedForm | None = None  # form of coded weights
 
 
 @dataclass(slots=True)
 class CudaLinear(Generic[Config]):
-    """One kernel for a range of tokens, and which matrices of one model it has been compiled for."""
+    """One kernel for a range of tokens, and the matrices of one model that it has been compiled for."""
 
     source: Path
     arch: str
@@ -146,7 +146,7 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
 
 
 def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defines:
-    """The constants of what a product has around it, as linear.cuh reads them."""
+    """The constants of a product's bias, gate, prologue and epilogue, as linear.cuh reads them."""
     return (
         ("BIAS", int(bias)),
         ("ACTIVATION", ACTIVATIONS[activation]),
@@ -189,7 +189,7 @@ class OuterArguments(NamedTuple):
 def outer_arguments(
     x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
-    """Check that the kernels can read these tensors; an address stands in for what a product has not."""
+    """Check that the kernels can read these tensors; any address stands in for a missing tensor."""
     stored = w.cells if isinstance(w, CodedWeights) else w
     assert w.shape[1] == x_MK.shape[1] and stored.is_contiguous(), f"{w.shape} and {x_MK.shape}"
     assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)

@@ -7,8 +7,8 @@ is the price of speed and nearly always harmless; `deterministic` refuses to pay
 
     GPU     the one kernel for few tokens, with the way K is cut into pieces fixed by the matrix alone; for
             more than 128 a kernel of large tiles that adds the same pieces in the same order
-    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. That a row's place among
-            them does not matter is promised by no library: `places_are_alike` tries it out
+    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. No library promises
+            that a row's place among them does not matter: `places_are_alike` tries it out
 
 The two kernels of the GPU agree because a matrix instruction adds 16 products at a time to a sum, in the
 order of the columns and whatever the tile around it: a piece of K is one such sum, and the pieces are added

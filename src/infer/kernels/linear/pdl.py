@@ -142,7 +142,7 @@ def _by_preference(M: int, N: int, K: int, form: CodedForm | None, num_sms: int)
 
 
 def registers_of(config: PdlConfig, M: int, K: int, *, gated: bool) -> int:
-    """About how many a thread needs: its share of W, of x and of the sums, and some for addresses."""
+    """The estimated registers of a thread: its share of W, of x and of the sums, and some for addresses."""
     tiles, num_token_tiles = config.rows_tiles * (2 if gated else 1), token_tiles(M)
     turns = config.num_turns(K)
     held_x = min(turns, 4 if num_token_tiles == 1 else 2 if num_token_tiles < 8 else 1)
@@ -206,7 +206,7 @@ def launch(
     y_MN: torch.Tensor,
     epilogue: Epilogue,
 ) -> None:
-    """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
+    """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     if compiles_only():  # compilers are at work on it already
@@ -230,7 +230,7 @@ def launch(
 
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
-    """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
+    """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
     return load_variant(defines_of(*variant), device, with_pdl)
 
 
@@ -252,7 +252,7 @@ def types_of(defines: Defines) -> tuple[Any, ...]:
 
 
 def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:
-    """The cut of a matrix of a model; None: it is another kernel's."""
+    """The cut of a matrix of a model; None: another kernel takes it."""
     N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
     # one side of every matrix of a layer is the residual stream's width

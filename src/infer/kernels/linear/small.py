@@ -4,7 +4,7 @@
     norm_linear      r = x + residual;  y = linear(rms_norm(r));  both are returned
     split_linear     y in parts, for the norm that reads it                      linear/split.py
     linear_add       r = linear(x) + residual, prepared for the norm that reads it: a `ResidualSum`
-    linear_of_sum    the linear of what was so prepared, once it is normalised
+    linear_of_sum    the linear of a sum that was prepared this way, once it is normalised
 
 A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
@@ -19,12 +19,12 @@ product is built for large M and reaches a third of it on small models.
     M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
     above       cuBLAS (F.linear), then `gated_activation`
 
-The first two are for matrices that were compiled for them (compiled.py). Which of the others a number of
-tokens gets is looked up for each shape of W (triton_configs.py). With two tokens already, every program's own
-norm costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a
-matrix that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it
-stores, and the matrix that reads the stream next applies what is left, one number per token. Both must run
-on the tensor cores for that; a layer then takes two launches less:
+The first two are for matrices that were compiled for them (compiled.py). The choice among the others is
+looked up by number of tokens and shape of W (triton_configs.py). From two tokens on, a norm in every program
+costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a matrix
+that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it stores,
+and the matrix that reads the stream next applies what is left, one number per token. Both must run on the
+tensor cores for that; a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
@@ -33,8 +33,8 @@ float32 until y, and the norm's scale is applied to the finished sum. r alone is
 of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
 large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
-For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may. The first
-kernel has one bucket: with 1 to 8 tokens a row has the same bits.
+With one tile shape a row's bits do not depend on M; they may differ between buckets of M and between kernels,
+cuBLAS included. The first kernel has one bucket: with 1 to 8 tokens a row has the same bits.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
 Calls on one device are expected to follow each other on one stream: programs that split K among them
@@ -79,7 +79,7 @@ _MAX_TILES = 1024  # tiles of a layer whose K is split: with more there is no ne
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
-TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # through the tensor cores
+TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # plans that use the tensor cores
 Plan = GemvConfig | TilePlan
 
 
@@ -228,7 +228,7 @@ def _plan_with_norm(
     x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None
 ) -> GemvConfig | None:
     """The kernel that folds the norm in; None: the norm gets its own launch."""
-    if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # parts of more tokens, or more
+    if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # x in parts, or too many tokens
         return None
     is_for_few = x_MK.shape[0] <= device_profile(x_MK.device).linear.fold_norm_tokens
     plan = _plan(x_MK, w, gated=gated, compiled=compiled) if is_for_few else None

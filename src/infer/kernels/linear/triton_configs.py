@@ -43,7 +43,7 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """The tile of one program of `skinny_kernel`, and among how many programs K is split."""
+    """The tile of one program of `skinny_kernel`, and the number of programs that split K."""
 
     block_n: int
     block_k: int
@@ -119,7 +119,7 @@ def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_by
 def fit_stages(
     config: SkinnyConfig, block_m: int, gated: bool, item_bytes: int = 2, profile: LinearProfile = H200.linear
 ) -> SkinnyConfig:
-    """As many stages as fit the shared memory, at most those asked for."""
+    """The cut with as many stages as fit the shared memory, at most those asked for."""
     stage_bytes = (config.block_n * (2 if gated else 1) + block_m) * config.block_k * item_bytes
     return replace(config, num_stages=max(1, min(config.num_stages, profile.stage_bytes // stage_bytes)))
 

@@ -55,7 +55,7 @@ from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 from infer.kernels.runtime.ptx import prefetch_l2
 
-# The batch size changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
+# The batch size changes from step to step: a size of 1, or a multiple of 16, must not compile anew.
 _jit_any_m = jit_for_any("M", "num_splits", "num_parts")
 
 
@@ -298,7 +298,7 @@ def skinny_kernel(
             prefetch_l2(up_rows + lines)
         tl.extra.cuda.gdc_wait()
 
-    # What the end needs is asked for now, and on its way during the product.
+    # The inputs of the epilogue are requested now, and arrive during the product.
     residual = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     gain = tl.zeros([BLOCK_N, 1], tl.float32)
     if ADDS:

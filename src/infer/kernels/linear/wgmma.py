@@ -1,7 +1,7 @@
 """Linears of 2 to 128 tokens on Hopper, in CUDA C++ (wgmma.cu): TMA and wgmma.
 
-`small.py` allocates its outputs and chooses its prologue and epilogue, as for its own kernels. It is
-for bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of small models in registers.
+`small.py` allocates its outputs and chooses its prologue and epilogue, as for its own kernels. It is for
+bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of small models in registers.
 Above 64 tokens cuBLAS is as fast where attention reads the result; gates, whose activation it leaves to
 another kernel, and matrices that write into the residual stream are still multiplied here.
 
@@ -25,10 +25,10 @@ while there are no more than two blocks for each SM. With more than 32 tokens x 
 read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and unpacking the first
 ones is most of its time: there teams of warps share the stages of a block. Some dozens of cuts of each matrix
 were tried in chains of layers of three models, with 1 to 64 tokens. With more than 64 there is one block to
-an SM, and the cut with the shortest rounds of blocks is chosen; there are blocks for each 96 or 128
-tokens, neighbours that read the same W from L2. Nine cuts of each matrix of two models were tried with 128
-and 256 tokens: none beat the rule's choice by more than 1.5 %. There the weights of groups are scaled and
-rounded as in a dense matrix, instead of the sums of groups, which would take as many registers again.
+an SM, and the cut with the shortest rounds of blocks is chosen; each 96 or 128 tokens have their own blocks,
+neighbours that read the same W from L2. Nine cuts of each matrix of two models were tried with 128 and 256
+tokens: none beat the rule's choice by more than 1.5 %. There the weights of groups are scaled and rounded as
+in a dense matrix, instead of the sums of groups, which would take as many registers again.
 
 With more than 128 tokens arithmetic takes longer than reading W. Tokens of FP8 weights with a scale for each
 row are then rounded to FP8, too, each with a scale of its own (one short launch), and the matrix unit
@@ -93,7 +93,7 @@ _SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
+ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
 _MANY = (192, 256, 384, 512, 768, 1024)  # tokens that are cut alike
 _ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # block rows -> time per cell: two warpgroups fill gaps
 _MAX_STAGES = 8  # stages with many tokens: as many as fit, so that matrices of any length share a kernel
@@ -177,12 +177,12 @@ def stage_bytes(config: WgmmaConfig) -> int:
 
 
 def token_width(num_tokens: int) -> int:
-    """The tokens of a block that multiplies this many."""
+    """The width of a block that multiplies this many tokens."""
     return next(width for width in _WIDTHS if num_tokens <= width)
 
 
 def coded_width(num_tokens: int) -> int:
-    """As many tokens as have the same cut as this many, with coded weights."""
+    """The largest token count that has the same cut as `num_tokens`, with coded weights."""
     if num_tokens > MAX_TOKENS:
         return next(most for most in _MANY if num_tokens <= most)
     return 8 if num_tokens <= 8 else token_width(num_tokens)
@@ -198,7 +198,7 @@ def choose_config(
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
 
     def split_of(rows: int, most: int) -> int:
-        """Into as many as leave no more than `most` blocks."""
+        """The number of splits of K that leaves no more than `most` blocks."""
         fitting = [
             split
             for split, resident in profile.resident.items()
@@ -311,7 +311,7 @@ def _choose_wide(
 
 
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
-    """As many stages as there is room for."""
+    """The cut with as many stages as there is room for."""
     room = _SHARED_BYTES // config.blocks - _RESERVED_BYTES
     config = replace(config, stages=max(min(config.stages, room // stage_bytes(config)), 1))
     while config.stages > 1 and config.shared_bytes > room:
@@ -353,7 +353,7 @@ def launch(
     config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor,
     epilogue: Epilogue,
 ) -> None:  # fmt: skip
-    """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
+    """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
     assert config.width >= M or config.many, f"{M} tokens with {config}"
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
@@ -395,7 +395,7 @@ def _lets_attention_in(config: WgmmaConfig, num_blocks: int, num_rows: int, prof
 
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
-    """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
+    """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
     return _load(defines_of(*variant), device, with_pdl)
 
 

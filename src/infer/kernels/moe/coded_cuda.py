@@ -44,7 +44,7 @@ class GroupedLinear:
         self.num_ready = 0
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        """All variants to compile; until `load`, the kernels are expected to be ready."""
         self.num_ready = self._num_variants
         return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
 

@@ -68,7 +68,7 @@ class FewExperts:
         self.num_ready = 0
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, `is_for` answers as if it were."""
+        """All variants to compile; until `load`, `is_for` answers as if they were ready."""
         self.num_ready = self._num_variants
         return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
 

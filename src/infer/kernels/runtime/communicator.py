@@ -29,7 +29,7 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks give; `x` may be overwritten with it."""
+        """The sum of the tensors of all ranks; `x` may be overwritten with it."""
         ...
 
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ _MAX_SECONDS = 180.0  # longest wait, more than one compiler takes; then this pr
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
-    """The bytes kept on disk for this key; where there are none, those of `make`, which are then kept."""
+    """The bytes kept on disk for this key; if there are none, those of `make`, which are then kept."""
     try:
         path = cache_directory() / f"{_digest(key)}.cubin"
     except CBuildError:  # no home: nowhere to keep it
@@ -51,7 +51,7 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
     """Wait for a process or thread that is in here with this key, up to a bound; without a folder, go on.
 
-    Where what it made cannot be kept, those that waited may make it at the same time.
+    If its result cannot be kept, those that waited may make it at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, CBuildError):

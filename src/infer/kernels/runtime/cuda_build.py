@@ -4,7 +4,7 @@
 
 A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
 number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
-has a cubin of its own, which takes about a second, once: `runtime/cubin_cache.py` keeps it.
+has a cubin of its own, which takes about a second to compile, once: `runtime/cubin_cache.py` keeps it.
 
 Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
 in ten years, in place of a build of our own for every version of PyTorch.
@@ -205,7 +205,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class PreparedLaunch:
-    """One launch over and over, with other arguments: what stays the same is made once.
+    """A launch that is repeated with other arguments: everything that stays the same is made once.
 
     With `pdl` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
     """

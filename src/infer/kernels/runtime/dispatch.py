@@ -6,7 +6,7 @@
     anything else                             -> reference
 
 This is the one file of the package that asks which device this is; its answers have names (`device_kind`,
-`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py holds it. Kernel files import
+`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py enforces it. Kernel files import
 `jit`, `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
 CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
 rest of the program.
@@ -54,7 +54,7 @@ _INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
 PDL = True  # use programmatic dependent launch where the GPU has it: `launch_options`
 
 
-_this_thread = threading.local()  # whether its launches only compile
+_this_thread = threading.local()  # holds `compiles_only`: launches only compile
 
 
 def compiles_only() -> bool:
@@ -88,7 +88,7 @@ if triton is not None and not INTERPRETED:
 
 
 def _make_kernel_type() -> Any:
-    """The type of a kernel: Triton's, but for a launch that only compiles (compile_ahead.py).
+    """The type of a kernel: Triton's, except that a launch may only compile (compile_ahead.py).
 
     If several processes want the same variant, one compiles it; the others find it in Triton's cache.
     """
@@ -191,14 +191,14 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def num_sms(device: torch.device) -> int:
-    """SMs (streaming multiprocessors) of the GPU; few where there is none, which is under the interpreter."""
+    """SMs (streaming multiprocessors) of the GPU; few without a GPU, under the interpreter."""
     if not is_gpu(device):
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU in all; None where there is no GPU."""
+    """Total bytes of a GPU; None without a GPU."""
     if not is_gpu(device) or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -212,13 +212,13 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that a GPU has been given to do; elsewhere nothing is left."""
+    """Wait until a GPU has done all its work; on other devices there is nothing to wait for."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:
-    """Now, as a device sees it: when it has done all that it was given before. Nothing waits for that."""
+    """Now, as a device sees it: the moment when it has done all earlier work. This call does not wait."""
     if not is_gpu(device):
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)

@@ -26,7 +26,7 @@ _SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
 
 
 class Boxes(NamedTuple):
-    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and how many rows are copied at once."""
+    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and the number of rows that are copied at once."""
 
     address: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Boxes(NamedTuple):
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what TMA reads."""
+    """A kernel's argument that TMA reads; its `value` is set as that of a ctypes number."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 

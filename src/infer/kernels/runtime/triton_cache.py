@@ -28,7 +28,7 @@ SUFFIX = ".sha256"
 
 
 def install(triton: Any) -> None:
-    """Let Triton keep kernels so, unless the user has chosen another way."""
+    """Let Triton keep kernels this way, unless the user has chosen another one."""
     if triton.knobs.cache.manager_class is None:
         triton.knobs.cache.manager_class = _make_manager()
 

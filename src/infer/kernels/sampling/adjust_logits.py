@@ -115,7 +115,7 @@ def adjust_tile(
 
     `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows, on the host: the words of
     the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time: the
-    rows that ask for nothing must not wait for registers that this needs.
+    rows that ask for nothing must not pay for registers that this needs.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
     has_uses = tl.load(line_ptr + _HAS_USES) > 0

@@ -9,7 +9,7 @@ SM: longer than sampling takes, and the next step must wait for the part of the 
 are two. The *survey* reads the logits once, a tile in each program, and keeps what matters of each tile:
 
     peak, mass       max(x) and sum(exp(x - peak)): the normaliser of the row is put together from them
-    num_above        how many logits are larger than the chosen token's
+    num_above        the number of logits larger than the chosen token's
     values, ids      its largest logits
 
 The *merge* has a program for each row and looks at what the tiles have kept. It may run in a stream of its
@@ -72,7 +72,7 @@ def _survey_kernel(
     logits_ptr, places_ptr, chosen_ptr, own_ptr, peaks_ptr, masses_ptr, above_ptr, values_ptr, ids_ptr,
     stride, V, TILE: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Keep what decides of one tile of one row."""
+    """Keep what matters of one tile of one row."""
     k, tile, num_tiles = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     place = tl.load(places_ptr + k).to(tl.int64)
     row_ptr = logits_ptr + place * stride

@@ -31,7 +31,7 @@ does. So every token gets an upper bound of its score, by one rough logarithm, a
 them; then groups are scored exactly, best bound first, until no bound left exceeds the best score.
 
 The kernels are launched over tiles and rows; a program that has nothing to do for its row leaves at once.
-Thousands that leave at once take time, too: with many rows a program of the last three has several tiles.
+Thousands of those take time, too: with many rows a program of the last three kernels has several tiles.
 The last program of a row to finish, whichever it is, sees what the others wrote and goes on with the row
 alone: it samples the token, or says what the next kernel has to look for. Sums across programs are of
 integers, and candidates may lie in any order: nothing depends on which program came first.
@@ -115,7 +115,7 @@ class SampleScratch:
             empty(NUM_BUCKETS, dtype=torch.int64),  # buckets
             empty(),  # low and
             empty(),  # high: the edge of a wide row is one of these keys
-            empty(dtype=torch.int64),  # base: what the tokens before count or weigh
+            empty(dtype=torch.int64),  # base: count or mass of the tokens before
             empty(num_mask_words(vocab_size)),  # words of the mask
             torch.empty((max_rows, vocab_size), dtype=torch.float32, device=device),  # adjusted logits
             self.ids_S,
@@ -407,7 +407,7 @@ def _uniform(ids, key0, key1):
 
 @jit
 def _noise_bound(ids, key0, key1):
-    """No less than the noise, and hardly more where the noise is large.
+    """An upper bound of the noise, close to it where the noise is large.
 
     The noise is -log(w + w^2/2 + w^3/3 + ...) <= -log(w) - w/2, which takes one logarithm instead of two.
     """
@@ -432,7 +432,7 @@ def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
 def _draw_from_groups(
     x_ptr, own_ptr, is_own, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token with the best score of those up to the edge. `bounds`: what no score of a group exceeds.
+    """The token with the best score of those up to the edge. `bounds`: upper bounds of each group's scores.
 
     Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
     """
@@ -803,7 +803,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Begin to compile these kernels and those of logprobs: a launch waits for its own, the call for all."""
+    """Start compiling these kernels and those of logprobs; a launch waits for its own, the result for all."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None
@@ -825,7 +825,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
 def _register_limit(num_warps: int) -> dict[str, int]:
     """An option of the launch: with more registers a thread, fewer programs would run at the same time.
 
-    Each kernel has paths that want many, for rows that ask for more; all rows would wait for them.
+    Each kernel has paths that want many registers, for rows that ask for more; all rows would pay for them.
     """
     return {} if INTERPRETED or is_amd() else {"maxnreg": 16 * num_warps}
 

@@ -3,8 +3,8 @@
 A row has a *line* of twelve numbers, entered when its sequence arrives, and more where it asks for more:
 
     line     whether uses matter, top-k, seed, where bans end, number of biased ids, temperature, top-p, ...
-    uses     of every id of the vocabulary: how often the output has it, whether the prompt has it, whether it
-             is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
+    uses     for every id of the vocabulary: how often the output has it, whether the prompt has it, whether
+             it is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
              penalty counts a token that the host has not seen yet
     biases   the ids of a logit bias, and what is added to each
     mask     a bit for every id of the vocabulary, 1: allowed. Masks lie in lines of their own, because few
