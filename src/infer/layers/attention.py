@@ -12,9 +12,8 @@ take the projection as it is (`attend_projected`) does all of it at once.
 
 A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
 
-A step also says which of its tokens need logits (`logit_indices`). After the attention of the last layer the
-others are gone: `LastLayerStep` returns only the rows that need logits, and takes the others out of the
-residual stream.
+A step also says which of its tokens need logits (`logit_indices`). After the last attention the others are
+gone: `LastLayerStep` returns only the rows that need logits, and takes the others out of the residual stream.
 
 A step may ask for the residual stream as some layers are given it (`layer_inputs`): what an EAGLE head reads.
 

@@ -586,7 +586,7 @@ def _launch_decode(
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
     options = launch_options(q.device)
-    if work.is_fresh:  # the list is read before `gdc_wait`: the kernel before must not have written it
+    if work.is_fresh:  # the list is read before `gdc_wait`: the previous kernel must not have written it
         options.pop("launch_pdl", None)
         work.is_fresh = False
     is_projected = transform is not None

@@ -202,7 +202,7 @@ def _launch_decode(
         numbers += (transform.eps, transform.offset)
     pdl = launch_options(x.device)["PDL"]
     defines = heads.defines(kernel, pdl=pdl, has_norm=has_norm)
-    # the list is read before the kernel waits: the kernel before must not be the one that wrote it
+    # the list is read before the kernel waits: the previous kernel must not be the one that wrote it
     launch = prepare_launch(kernel, defines, index_of(x.device), pdl and not work.is_fresh)
     work.is_fresh = False
     max_splits = work.max_splits(S)

@@ -43,8 +43,8 @@ is the same: what the order changes lies 29 bits below what is left when it is r
 Rows past the end are clamped to the last row instead of masked: the values are thrown away, and a load
 without a mask is cheaper. Only the store is masked.
 
-With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the kernel before still
-runs; the activations are read after the wait.
+With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the previous kernel
+still runs; the activations are read after the wait.
 
 Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 """
@@ -329,7 +329,7 @@ def skinny_kernel(
 
     if SPLIT:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # what one program leaves behind
+        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # numbers that one program leaves
         in_partial = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens
         first_ptr = partial_ptr + tile.to(tl.int64) * num_splits * PARTIAL
         own_ptr = first_ptr + split * PARTIAL
