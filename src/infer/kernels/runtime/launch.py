@@ -15,7 +15,7 @@ fresh memory are. Any other launch goes through Triton.
 Integers that the kernel declares as unspecialised (`jit_for_any`) differ from launch to launch, are compiled
 once for all values, and are not part of the key.
 
-The parameters of a kernel launched here are in this order: tensors, unspecialised integers, numbers, constants.
+The parameters of these kernels stand in this order: tensors, unspecialised integers, numbers, constants.
 """
 
 from __future__ import annotations
