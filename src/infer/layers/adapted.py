@@ -5,7 +5,7 @@
 
 Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
 runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
-kernels and recorded programs included: such a step costs nothing.
+kernels and recorded programs included: that step costs nothing.
 
 After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
 
@@ -97,11 +97,11 @@ class Adapted(Projection):
         self._base.prepare(compiled, neighbours)
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """What a product of the projection takes."""
+        """The scratch memory of a product of the projection."""
         return self._base.scratch_bytes(num_tokens)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, and what adapters add."""
+        """Return x Wᵀ + b plus the terms of the adapters."""
         rows, y = self._bank.rows, self._base.multiply(x)
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 

@@ -1,4 +1,4 @@
-"""The one door between a model and the KV cache.
+"""The one interface between a model and the KV cache.
 
 A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, no
 padding, no phases. It computes queries, keys and values for these T tokens and calls `step.attend`.
@@ -12,8 +12,8 @@ take the projection as it is (`attend_projected`) does all of it at once.
 
 A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
 
-A step also says which of its tokens need logits (`logit_indices`). Behind the attention of the last layer the
-others are gone: `LastLayerStep` returns their rows alone, and takes the others out of the residual stream.
+A step also says which of its tokens need logits (`logit_indices`). After the last attention the others are
+gone: `LastLayerStep` returns only the rows that need logits, and takes the others out of the residual stream.
 
 A step may ask for the residual stream as some layers are given it (`layer_inputs`): what an EAGLE head reads.
 
@@ -36,13 +36,13 @@ from infer.quant.residual import ResidualStream
 
 
 class AttentionLayer(NamedTuple):
-    """What attention needs to know of the layer that it is in."""
+    """The facts about its layer that attention needs."""
 
-    number: int  # whose keys and values it reads
+    number: int  # the layer whose keys and values it reads
     scale: float  # scores are multiplied by it
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
     softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: it stays
-    sinks_N: torch.Tensor | None = None  # a score of each query head that belongs to no position (gpt-oss)
+    sinks_N: torch.Tensor | None = None  # one extra score per query head, which has no position (gpt-oss)
 
 
 class LayerInputs:
@@ -64,24 +64,24 @@ class LayerInputs:
     def states(self, num_tokens: int | None = None) -> torch.Tensor:
         """The inputs of all layers side by side in the order in which they were asked for: [T, C D].
 
-        `num_tokens`: of the first ones; None: of all.
+        `num_tokens`: the number of first tokens to return; None: all.
         """
         return torch.cat([self._found[layer][:num_tokens] for layer in self.layers], dim=-1)
 
 
 class StepContext(Protocol):
-    """What a model needs to know about the step it is part of."""
+    """The facts about a step that a model needs while it computes it."""
 
-    positions: torch.Tensor  # of each of the T tokens: where it stands in its own sequence, from 0; int64
-    logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
-    layer_inputs: LayerInputs | None = None  # what keeps the inputs of some layers; None: they are not read
+    positions: torch.Tensor  # place of each of the T tokens in its own sequence, from 0; int64
+    logit_indices: torch.Tensor | None = None  # tokens whose hidden states are needed; None: all
+    layer_inputs: LayerInputs | None = None  # keeps the inputs of some layers; None: they are not read
     on_select: Callable[[torch.Tensor], None] | None = (
         None  # told which tokens go on after the last attention
     )
     rows: torch.Tensor | None = None  # row of state of each token, where a network keeps something by rows
 
     def slots(self, layer: int) -> CacheSlots | None:
-        """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""
+        """The slots where the model itself puts keys and values before `attend`; None: `attend` does it."""
         return None
 
     def attend_projected(
@@ -112,8 +112,8 @@ class LastLayerStep(StepContext):
 
     def __init__(self, step: StepContext, stream: ResidualStream, indices_S: torch.Tensor) -> None:
         self._step, self._indices_S = step, indices_S
-        self.positions = step.positions  # those of tokens without logits included
-        self._stream: ResidualStream | None = stream  # until its rows are selected
+        self.positions = step.positions  # includes the tokens without logits
+        self._stream: ResidualStream | None = stream  # None once its rows are selected
 
     def slots(self, layer: int) -> CacheSlots | None:
         """The cache slots of all the step's tokens; None: `attend` itself caches keys and values."""

@@ -53,7 +53,7 @@ def bind(
 ) -> Callable[[], bool]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
-    It says whether products have the kernels that they were expected to have until then.
+    The result returns True if products have the kernels that they were expected to have until then.
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
     `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
     `adapters` are wrapped around the projections that were chosen.
@@ -123,14 +123,14 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
     for before, norm, after in zip(children, children[1:], children[2:], strict=False):
         first, last = _matrices(before), _matrices(after)
         if isinstance(norm, RMSNorm) and first and last:
-            if not isinstance(before, MixtureOfExperts):  # whose sums have kernels of their own (moe/few.py)
+            if not isinstance(before, MixtureOfExperts):  # expert sums have their own kernels (moe/few.py)
                 writers.add(first[-1])
             readers.add(last[0])
     return writers, readers
 
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
-    """The matrices of a sub-layer in their order; of a mixture of experts, those that all tokens share."""
+    """The matrices of a sub-layer in their order; for a mixture of experts, those that all tokens share."""
     return [module for module in sublayer.modules() if isinstance(module, Linear)]
 
 

@@ -33,10 +33,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
-        self.dtype = self.weight.dtype  # of the rows that come out
+        self.dtype = self.weight.dtype  # type of the rows that come out
         self.factor = None if scale is None else round_to(scale, self.dtype)
         self.table: Projection | None = None
-        self.share: Share | None = None  # what finds rows that other ranks have; None: all are here
+        self.share: Share | None = None  # finds rows that other ranks have; None: all are here
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""

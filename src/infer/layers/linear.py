@@ -49,7 +49,7 @@ def without_weights() -> Iterator[None]:
 class Projected(nn.Module):
     """A layer with a projection of one matrix, or of one per expert; its tensors are its parameters."""
 
-    weight: nn.Parameter  # of a dense one
+    weight: nn.Parameter  # the matrix, if it is dense
     bias: nn.Parameter | None
 
     def __init__(
@@ -75,7 +75,7 @@ class Projected(nn.Module):
         self.use(Dense(self.spec, None if tied_weight is None else {"weight": tied_weight}))
 
     def use(self, projection: Projection) -> None:
-        """Take a projection in the place of the one before, and its tensors for parameters."""
+        """Replace the projection; the tensors of the new one become the parameters."""
         for name in self._leaves:
             delattr(self, name)
         for name, tensor in projection.tensors.items():
@@ -118,7 +118,7 @@ class Linear(Projected):
         self.projection.bias = self.bias
 
     def forward(self, x: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
-        """Multiply the last dimension of `x`; what a kernel adds to the residual stream is left pending."""
+        """Multiply the last dimension of `x`; a product that a kernel adds to the stream stays pending."""
         projection = self.projection
         if projection.can_add:
             return PendingProduct(projection, as_tensor(x))
@@ -126,7 +126,7 @@ class Linear(Projected):
 
     def gated(self, x: torch.Tensor | NormedInput, activation: str) -> torch.Tensor:
         """Return act(gate) * up of a matrix with these two parts."""
-        if self._forward_hooks:  # which want to see the product itself
+        if self._forward_hooks:  # hooks want to see the product itself
             return gated_activation(as_tensor(self(x)), activation=activation)
         return self.projection.project(x, activation)
 
@@ -148,7 +148,7 @@ class ExpertLinear(Projected):
         bias: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, parts, num_experts=num_experts)
-        self.num_experts = num_experts  # how many matrices there are
+        self.num_experts = num_experts  # number of matrices
         shape = num_experts, out_features
         self.bias = nn.Parameter(torch.empty(shape), requires_grad=False) if bias else None
         self.projection.bias = self.bias

@@ -11,8 +11,8 @@ them. Their matrices are stacked, so that one kernel can reach every expert from
     gate_up   [E, 2F, D]      rows of the gate, then rows of up
     down      [E, D, F]
 
-A shared expert is one that every token goes through, whatever the router says (Qwen 2 MoE, Qwen 3.5); what
-comes out of it is multiplied by a gate, one number for each token:
+A shared expert is one that every token goes through, whatever the router says (Qwen 2 MoE, Qwen 3.5); its
+output is multiplied by a gate, one number for each token:
 
     y = sum of the chosen experts + sigmoid(shared_gate x) * shared(x)
 
@@ -38,14 +38,14 @@ from infer.quant.chosen import ChosenExperts
 from infer.quant.projection import Choices, PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
 
-ALWAYS_DENSE = (".router", ".shared_gate")  # how the names of modules end that no scheme packs
+ALWAYS_DENSE = (".router", ".shared_gate")  # name endings of modules that no scheme packs
 
 
 class MixtureOfExperts(nn.Module):
     """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
 
-    `normalized`: the weights of a token's experts add up to 1. `shared_size`: of the shared expert; 0: none.
-    `bias`: the router and every expert's matrices have one (gpt-oss).
+    `normalized`: the weights of a token's experts add up to 1. `shared_size`: size of the shared expert;
+    0: none. `bias`: the router and every expert's matrices have one (gpt-oss).
     """
 
     def __init__(

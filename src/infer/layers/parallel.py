@@ -47,7 +47,7 @@ class Wrapped(Projection):
         return self._local.activate(y, activation)
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """What a product of the part takes."""
+        """The scratch memory of a product of the part."""
         return self._local.scratch_bytes(num_tokens)
 
 
@@ -112,5 +112,5 @@ def join_ranks(model: nn.Module, communicator: Communicator, vocab_size: int) ->
 
 
 def kind_of(module: str) -> str:
-    """What a module is, whichever layer it belongs to: attention.qkv, mlp.down, head."""
+    """The kind of a module, whichever layer it belongs to: attention.qkv, mlp.down, head."""
     return ".".join(module.split(".")[-2:])

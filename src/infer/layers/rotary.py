@@ -29,8 +29,8 @@ by an attention factor, which sharpens the scores: cosines and sines are multipl
 Pairs that never turn (a layer without positions, the rest of a head that turns in part) have cosine 1 and
 sine 0, whatever the attention factor.
 
-Ministral 3 also makes queries longer the later they stand, by a table of positions (`query_factors`); keys
-stay. Within the trained context it is 1, and there is no table where nothing longer is served.
+Ministral 3 also makes later queries longer, by a table of positions (`query_factors`); keys stay as they are.
+Within the trained context it is 1, and there is no table where nothing longer is served.
 
 Shapes:  H head size, P positions, R = H/2 pairs, of which the first ones turn.
 """
@@ -111,7 +111,7 @@ def dynamic_theta(theta: float, size: int, *, factor: float, original_context_le
 
 
 def query_factors(growth: float, original_context_len: int, context_len: int) -> torch.Tensor | None:
-    """What queries are multiplied by at each position, [P]; None: by 1 at all of them."""
+    """The factors of the queries at each position, [P]; None: 1 everywhere."""
     if not growth or context_len <= original_context_len:
         return None
     if torch.get_default_device().type == "meta":
@@ -154,9 +154,9 @@ class Rotary(nn.Module):
 def _tables(
     frequencies_R: torch.Tensor, context_len: int, num_still: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of all angles; of a model that is built without memory, tables of that size."""
+    """Cosines and sines of all angles; for a model built without memory, empty tables of that size."""
     if torch.get_default_device().type == "meta":
-        # to compute on the meta device, were it `empty_like`, would import PyTorch's compiler: a second
+        # any computation on the meta device, even `empty_like`, imports PyTorch's compiler: a second
         shape = (context_len, frequencies_R.shape[0] + num_still)
         return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     positions_P = torch.arange(context_len, dtype=torch.float32)

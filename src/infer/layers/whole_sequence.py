@@ -5,8 +5,8 @@
         step.advance(len(chunk))
         hidden_TD = model(chunk, step)
 
-For models that run outside the engine's steps: embeddings, measurements, the comparison of two
-models. Nothing of it is shared and nothing is left of it.
+It is for models that run outside the engine's steps: embeddings, measurements, the comparison of two
+models. Nothing is shared and nothing is left afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class WholeSequence(StepContext):
 
     def __init__(self, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._attend = attend
-        self.positions = torch.arange(0, device=device)  # of this chunk's tokens
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each
-        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: state and tail
+        self.positions = torch.arange(0, device=device)  # positions of this chunk's tokens
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> keys, values: [K, G, H] each
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> state and tail
 
     def advance(self, num_tokens: int) -> None:
         """Say how long the next chunk is."""
@@ -36,7 +36,7 @@ class WholeSequence(StepContext):
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Attend over the chunks before and this one."""
+        """Attend over the earlier chunks and this one."""
         if layer.number in self._kept:
             keys_KGH, values_KGH = self._kept[layer.number]
             k_TGH, v_TGH = torch.cat([keys_KGH, k_TGH]), torch.cat([values_KGH, v_TGH])
@@ -47,7 +47,7 @@ class WholeSequence(StepContext):
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Go on from the state that the chunks before have left."""
+        """Go on from the state that the earlier chunks left."""
         if layer not in self._states:
             num_channels, num_taps = rule.conv_CW.shape
             state = b_TV.new_zeros((1, b_TV.shape[1], rule.key_dim, rule.value_dim), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Projections: what a linear layer stores, and every way to multiply with it.
+"""Projections: the weights of a linear layer, and every way to multiply with them.
 
 projection.py   the contract: allocate, fill, num_bytes, prepare, multiply, project, add_to
 registry.py     one row for each scheme

@@ -1,4 +1,4 @@
-"""Small integers as a file has them: what a published format tells about them, and hands to a scheme.
+"""Small integers as a file has them: the facts that a published format hands to a scheme.
 
 A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
 w = code * scale + minimum (GGUF).
@@ -30,14 +30,14 @@ class CodedRows(NamedTuple):
     """Rows of a quantized matrix as their file has them."""
 
     codes: torch.Tensor  # [R, K]; uint8 of `bits` bits, int8, or a float of 8 bits
-    bits: int  # of a code
+    bits: int  # bits per code
     scales: torch.Tensor  # float32, [R, G]
     zeros: torch.Tensor | int  # int16, [R, G], or the same for all
-    groups: torch.Tensor | int  # of each column, [K]; or the number of neighbours that share one
-    minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; GGUF has them, not zeros
+    groups: torch.Tensor | int  # group of each column, [K]; or the number of neighbours that share one
+    minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; in GGUF, instead of zeros
 
     def numbers(self) -> torch.Tensor:
-        """What the codes stand for, in float32."""
+        """The numbers that the codes stand for, in float32."""
         numbers = self.codes.float()
         if isinstance(self.zeros, torch.Tensor):
             numbers -= self.by_column(self.zeros).float()

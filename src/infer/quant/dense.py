@@ -105,7 +105,7 @@ class Dense(Projection):
         )
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Whether a kernel of this matrix can finish the norm of a sum for as many tokens as `x` has."""
+        """Return True if this matrix's kernel can finish the norm of a sum for as many tokens as `x` has."""
         gated = bool(activation) and self.bias is None
         return reads_parts(x, self.weight, num_parts, gated=gated, compiled=self.compiled)
 

@@ -1,7 +1,7 @@
 """fp8, int8 and int4 on a GPU: codes of the file where it has them, else rounded while they are loaded.
 
 A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
-So loading needs memory for a few rows beside the weights (`LOADING_BYTES`), never a second copy. Layout and
+So loading needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy. Layout and
 products are those of kernels/linear/coded.py.
 """
 
@@ -26,10 +26,10 @@ from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
-# at a time, by the bits of a code: with fewer, launches take the time, and int4 has a dozen float32 of each
+# code bits -> numbers at a time: with fewer, launches dominate; int4 needs a dozen float32 for each number
 _CHUNK_NUMBERS = {8: 1 << 24, 4: 1 << 23}
-_MOST_CHOICES = 16  # experts of a token: `scratch_bytes` is not told how many there are
-LOADING_BYTES = 256 << 20  # beside the weights, while they are loaded; 240 MiB were seen
+_MOST_CHOICES = 16  # experts of a token, at most: `scratch_bytes` is not told the number
+LOADING_BYTES = 256 << 20  # memory besides the weights while they are loaded; 240 MiB were seen
 
 
 class GPUWeights(Projection):
@@ -79,7 +79,7 @@ class GPUWeights(Projection):
         if fitted is None:
             fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
         self.matrices[expert].fill(first, *fitted)
-        if not isinstance(rows, CodedRows):  # those of a file need no keeping
+        if not isinstance(rows, CodedRows):  # codes of a file need not be cached
             self._made.append((begin, moment(device)))
 
     def num_rows_at_once(self) -> int:
@@ -144,7 +144,7 @@ class GPUWeights(Projection):
         return launch_of_sum(plan, total, self.weights, eps=eps, bias_N=self.bias, activation=activation)
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Whether the kernel of this matrix can finish the norm of a sum for as many tokens as `x` has."""
+        """Return True if this matrix's kernel can finish the norm of a sum for as many tokens as `x` has."""
         if activation and self.bias is not None:
             return False
         return plan_of(x, self.weights, gated=bool(activation), compiled=self.compiled) is not None

@@ -33,7 +33,7 @@ from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Source, WeightSpec
 from infer.quant.rounding import fit_rows, round_rows
 
-# what kernels/cpu multiplies with, by bits
+# the forms that kernels/cpu multiplies with, by bits
 _FORMS = {8: CodedForm("int8", 32), 4: CodedForm("int4", 32, has_minima=True)}
 
 
@@ -49,7 +49,7 @@ def quantized_rows(rows: CodedRows, bits: int) -> QuantizedRows | None:
     """A file's codes as they are; None: no 32 neighbours share a scale, or they do not fit.
 
     Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
-    and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
+    and a scale, one part in 2000 at most. If one is too large or too small, the result is None.
     """
     part = fit_rows(rows, _FORMS[bits])
     if part is None:
@@ -75,8 +75,8 @@ class PackedMatrix:
     ) -> None:
         assert bits in (4, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits
-        self.kind = bits  # or `MXFP4`: of the products and of rows that are looked up
-        self.digits = operations.EXACT_DIGITS  # that activations are rounded to
+        self.kind = bits  # kind of products and of row lookups: the bits, or `MXFP4`
+        self.digits = operations.EXACT_DIGITS  # digits that activations are rounded to
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
         # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
@@ -151,7 +151,7 @@ class Packed(Projection):
 
     def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
-        with one_thread():  # of PyTorch's; packing has its own
+        with one_thread():  # one PyTorch thread; packing has its own threads
             super().load(source, part=part, expert=expert, transposed=transposed)
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
@@ -168,7 +168,7 @@ class Packed(Projection):
         self._made.append((begin, moment(self.spec.device)))
 
     def use_digits(self, digits: int) -> None:
-        """Round activations to so many digits from now on, those of experts too."""
+        """Round activations to `digits` digits from now on, those of experts too."""
         for matrix in self.matrices:
             matrix.digits = digits
 
@@ -194,8 +194,8 @@ class Int8(Packed):
 class Mxfp4(Packed):
     """Floats of 4 bits as their file has them, 5 bits per weight with scales.
 
-    csrc/linear.h says how they become unsigned integers of the products. A scale is a half here: what lies
-    below 2^-24 is 0, and what lies above 2^12 is no weight.
+    csrc/linear.h says how they become the unsigned integers of the products. A scale is a half here: one
+    below 2^-24 becomes 0, and one above 2^12 does not belong to a weight.
     """
 
     scheme, bits = "mxfp4", 4
@@ -212,7 +212,7 @@ class Mxfp4(Packed):
         form = CodedForm("mxfp4", 32)
         part = fit_rows(rows, form) if isinstance(rows, CodedRows) else round_rows(rows, form)
         assert part is not None, "codes of another format"
-        steps = part.scales / 2  # of twice the floats
+        steps = part.scales / 2  # scales of integers that are twice the floats
         if bool((steps > 4096).any()):
             raise CheckpointError("an MXFP4 matrix has a scale above 2^13: the file is damaged")
         integers = QuantizedRows(part.codes.view(torch.int8).contiguous(), steps.half(), (-12 * steps).half())

@@ -13,8 +13,8 @@
 A *scheme* is one way to keep weights: a row of quant/registry.py and a subclass of `Projection` in a file of
 its own (docs/adding-a-scheme.md).
 
-A fused matrix is filled part by part, in any order: the parts are rows of W, which is [out, in]. What the
-format of a file is, and in which tensors it keeps a matrix, no scheme knows (loader/formats/quantized.py).
+A fused matrix is filled part by part, in any order: the parts are rows of W, which is [out, in]. No scheme
+knows the format of a file, or in which tensors it keeps a matrix (loader/formats/quantized.py).
 
 Shapes:  N rows of W (out), K columns (in), E experts, M tokens.
 """
@@ -45,7 +45,7 @@ ROWS_AT_ONCE = 1 << 20  # numbers: 4 MiB of float32, which stay in a CPU's cache
 
 
 class Source(Protocol):
-    """What a projection needs of a tensor on disk (loader/formats/checkpoint.py)."""
+    """A tensor on disk as a projection needs it (loader/formats/checkpoint.py)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of a matrix in order on a device, about so many at a time: as stored, codes as codes."""
+        """The rows of a matrix in order on a device, about `num_rows` at a time; codes stay codes."""
         ...
 
     def transpose(self) -> Source | None:
@@ -71,12 +71,12 @@ class WeightSpec:
 
     num_rows: int
     size: int
-    dtype: torch.dtype  # of the activations
+    dtype: torch.dtype  # type of the activations
     device: torch.device
     parts: Mapping[str, int] = field(default_factory=dict)  # name -> rows, in the order of the rows
     num_experts: int | None = None
     memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
-    form: CodedForm | None = None  # of codes on a GPU
+    form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
 
     @property
@@ -99,18 +99,18 @@ class WeightSpec:
 
 
 class Choices(NamedTuple):
-    """Which experts each token is sent to, and their weights."""
+    """The experts that each token is sent to, and their weights."""
 
     experts_TC: torch.Tensor
     weights_TC: torch.Tensor
 
 
 class Neighbours(NamedTuple):
-    """What stands before and after a projection, as the binder has found it."""
+    """The surroundings of a projection, before and after it, as the binder found them."""
 
     reads_sum: bool = False  # its input is the norm of a sum that another projection writes
     writes_sum: bool = False  # its output is added to the stream, and a norm and a projection read the sum
-    activation: str = ""  # of the gate in its epilogue
+    activation: str = ""  # activation of the gate in its epilogue
     is_head: bool = False
 
 
@@ -130,7 +130,7 @@ class Projection:
         self.bias: torch.Tensor | None = None  # the layer's own, in the dtype of the activations
         self.tensors = dict(self.allocate() if tensors is None else tensors)
         self._experts: dict[int, Projection] = {}
-        self._made: list[tuple[Any, Any]] = []  # moments before and after codes were made that no file had
+        self._made: list[tuple[Any, Any]] = []  # moments before and after making codes that no file had
 
     # -- what it stores ---------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Projection:
         raise NotImplementedError
 
     def num_rows_at_once(self) -> int:
-        """How many rows `fill` is given at a time, about."""
+        """The approximate number of rows that `fill` is given at a time."""
         return max(1, ROWS_AT_ONCE // self.spec.size)
 
     def _rows(self, source: Source, transposed: bool) -> Iterator[tuple[int, CodedRows | torch.Tensor]]:
@@ -163,7 +163,7 @@ class Projection:
         yield from ((first, whole.T[first : first + step]) for first in range(0, whole.shape[1], step))
 
     def making_seconds(self) -> float:
-        """What `fill` has spent on codes that no file had: many are worth keeping (loader/code_cache.py)."""
+        """Seconds spent in `fill` on codes that no file had: many justify a cache (loader/code_cache.py)."""
         seconds = sum(starmap(seconds_between, self._made), 0.0)
         self._made = [(0.0, seconds)]  # a GPU's events are let go
         return seconds
@@ -173,7 +173,7 @@ class Projection:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """What a product of so many tokens takes whatever their number: W unpacked, where one does that."""
+        """The fixed scratch memory of a product of this many tokens: W unpacked, where a scheme does that."""
         return 0
 
     # -- how it multiplies ------------------------------------------------------------------------------
@@ -220,11 +220,11 @@ class Projection:
         return self.project_rows(x.tensor(), activation)
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
-        """What is left of a norm that another projection began, `multiply`, and the gate."""
+        """The rest of a norm that another projection began, `multiply`, and the gate."""
         raise NotImplementedError(f"{self.scheme} said that it cannot read sums")
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Whether there is a `project_sum` for a sum in so many parts, of as many tokens as `x` has."""
+        """Return True if `project_sum` takes a sum in `num_parts` parts, of as many tokens as `x` has."""
         return False
 
     def add_to(
@@ -252,7 +252,7 @@ class Projection:
 
     @property
     def can_dequantize(self) -> bool:
-        """Whether there is a `dequantized`: the scheme's own, or the default with the scheme's `lookup`."""
+        """True if there is a `dequantized`: the scheme's own, or the default with the scheme's `lookup`."""
         own = type(self)
         return (own.dequantized, own.lookup) != (Projection.dequantized, Projection.lookup)
 
@@ -316,4 +316,4 @@ class Scheme:
     name: str  # the value of `quantization`, and what the start line says
     devices: tuple[str, ...]  # "cpu", "cuda"
     make: Callable[[WeightSpec], Projection]
-    cost: str = ""  # in accuracy, of rounding weights of 16 bits to it: for the start line
+    cost: str = ""  # the start line's words on the accuracy lost by rounding 16-bit weights to it

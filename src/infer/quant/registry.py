@@ -11,7 +11,7 @@ from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import Int4, Int8, Mxfp4
 from infer.quant.projection import Scheme
 
-FILE_SCHEMES: dict[str, Scheme] = {  # of codes that files have, and that nothing is rounded to
+FILE_SCHEMES: dict[str, Scheme] = {  # formats that only files bring: nothing is rounded to them
     "mxfp4": Scheme(name="mxfp4", devices=("cpu", "cuda"), make=Mxfp4)
 }
 SCHEMES: dict[str, Scheme] = {

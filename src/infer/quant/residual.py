@@ -10,8 +10,8 @@ file knows no projections: projection.py, which does, is above it.
                                                    the norm; or the product, alone or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
-Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Who wants to
-see the sum itself sets `on_sum` and is given it by whichever kernel computes it: fusion, and the bits, stay.
+Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Code that
+wants to see the sum itself sets `on_sum` and gets it from whichever kernel computes it: fusion and bits stay.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """
@@ -105,7 +105,7 @@ class ResidualStream:
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingUpdate | None = None
-        self.unread: NormedInput | None = None  # of the stream as it is now
+        self.unread: NormedInput | None = None  # a norm of the current sum that nobody has read yet
         self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
         self.on_sum: Callable[[torch.Tensor], None] | None = None  # told the sum when it is next computed
 
@@ -133,7 +133,7 @@ class ResidualStream:
         return self.residual_TD
 
     def tell_sum(self) -> None:
-        """Tell the sum, which is complete now, to the one who asked for it: once, and no update is added."""
+        """Pass the sum, which is complete now, to `on_sum`, once; no update is added."""
         if self.on_sum is not None:
             tell, self.on_sum = self.on_sum, None
             tell(self.residual_TD)
@@ -162,7 +162,7 @@ class NormedInput(Deferred):
 
     @property
     def is_read(self) -> bool:
-        """Whether a reader has been here: the stream holds the sum, or has gone on since."""
+        """True if it has been read: the stream holds the sum, or has gone on since."""
         return self._total_TD is not None
 
     def read(self, total_TD: torch.Tensor, normed_TD: torch.Tensor | None = None) -> None:

@@ -28,9 +28,9 @@ from infer.kernels.linear.coded import E2M1, CodedForm
 from infer.quant.coded import CodedRows
 
 E4M3_MAX = 448.0
-BLOCK_ROWS = 128  # of FP8 in blocks: the only rows that share a scale in memory
+BLOCK_ROWS = 128  # rows of a block of FP8: the only rows that share a scale in memory
 TINY = 1e-12  # a scale must not be 0, also where all weights are
-_RANGES = (1.0, 0.92, 0.84, 0.76)  # of a group's own, tried for int4
+_RANGES = (1.0, 0.92, 0.84, 0.76)  # shares of a group's own range, tried for int4
 _E2M1_OF = torch.zeros(25, dtype=torch.uint8)  # the code of each float of 4 bits, by twice its value plus 12
 _E2M1_OF[torch.tensor([int(2 * value) + 12 for value in (*E2M1[8:], *E2M1[:8])])] = torch.tensor(
     [*range(8, 16), *range(8)], dtype=torch.uint8
@@ -43,7 +43,7 @@ class CodedPart(NamedTuple):
     codes: torch.Tensor  # [R, K]: float8_e4m3fn, int8, or uint8 up to 15
     scales: torch.Tensor  # float32, [R, G]
     minima: torch.Tensor | None = None  # the same
-    zeros: torch.Tensor | int = 0  # of int4, [R, G]
+    zeros: torch.Tensor | int = 0  # zeros of int4, [R, G]
 
 
 def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
@@ -93,7 +93,7 @@ def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
 
 
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each group what errs less, the error being the last of each."""
+    """The tensors of the smaller error, group by group; the last tensor of each list is the error."""
     return [torch.where(new[-1] < old[-1], *pair) for pair in zip(new, old, strict=True)] if old else new
 
 

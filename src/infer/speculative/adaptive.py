@@ -1,4 +1,4 @@
-"""How many drafts each sequence of a step gets: as many as make text come fastest, often none.
+"""Adaptive drafts: each sequence of a step gets as many as make text come fastest, often none.
 
 A draft costs a token of the step, and is kept only if it and all drafts before it are right. If a sequence's
 drafts are right at a rate r, the one at depth i survives with probability r^i:
@@ -14,7 +14,7 @@ drafts are right at a rate r, the one at depth i survives with probability r^i:
 that survive best are the first of each sequence, and no other n drafts give more: one order serves every n.
 A draft model also pays for depth (`draft_s` for each position of the longest window), so there the search is
 made once for every longest window. Tokens that a step computes for other sequences count as gained too, so
-drafts must be worth slowing them down; where arithmetic bounds a step none is, and speculation is off.
+drafts must be worth slowing them down; where arithmetic bounds a step no draft is, and speculation is off.
 
     windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
     drafts     4433222                               1 refused                       1 right, then 4, 4, ..
@@ -22,7 +22,7 @@ drafts must be worth slowing them down; where arithmetic bounds a step none is, 
 
 A rate is a mean over about the last MEMORY drafts that were judged, and starts at PRIOR_RATE. Without drafts
 nothing would be learned, so every PROBE_STEPS steps all sequences that got none are tried with one each,
-provided that drafts at HOPED_RATE would pay in that step. What was known weighs little from then on, so a
+provided that drafts at HOPED_RATE would pay in that step. Older results weigh little from then on, so a
 right probe soon leads to longer windows. Nothing here reads a clock: equal calls give equal lengths.
 """
 
@@ -39,7 +39,7 @@ from operator import itemgetter
 MEMORY = 16  # judged drafts over which a rate is a mean
 PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
 PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
-PROBE_STEPS = 64  # steps from one that tries sequences without drafts again to the next
+PROBE_STEPS = 64  # steps between two probes of sequences without drafts
 HOPED_RATE = 0.95  # rate that a probe hopes to find
 
 
@@ -111,12 +111,12 @@ class StepCosts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What is known of a sequence's drafts: the rate at which they are right, and counts to report."""
+    """Statistics of a sequence's drafts: the rate at which they are right, and counts to report."""
 
     num_drafts: int = 0
     by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
     saved_s: float = 0.0  # seconds that the drafts saved, as `StepCosts.per_draft` has it
-    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, of which the prior is the first
+    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which begin with the prior
     _judged: float = PRIOR_WEIGHT
 
     def update(self, num_drafts: int, num_accepted: int) -> None:
@@ -132,7 +132,7 @@ class Acceptance:
             self._judged += 1 - self._judged / MEMORY
 
     def fade(self) -> None:
-        """Let what is known weigh no more than a prior, so that the next windows decide."""
+        """Let past windows weigh no more than a prior, so that the next ones decide."""
         excess = max(self._judged / PRIOR_WEIGHT, 1.0)
         self._right, self._judged = self._right / excess, self._judged / excess
 
@@ -176,7 +176,7 @@ class DraftLengths:
     ) -> list[int]:
         """The number of drafts of each wish, a sequence and the drafts that it could use, in a step.
 
-        `seen`: the positions that a token attends to, in the mean.
+        `seen`: the positions that a token attends to, on average.
         """
         chosen, idle = self._chosen(step, wishes, num_others, room, seen)
         if idle:
@@ -264,5 +264,5 @@ class DraftLengths:
         return known
 
     def forget(self, seq_id: int) -> Acceptance:
-        """What was known of a sequence that has ended."""
+        """Remove and return the statistics of a sequence that has ended."""
         return self._known.pop(seq_id, None) or Acceptance()

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class CarefulProposer:
-    """Asks another proposer; where that raises or answers with something else, there are no drafts."""
+    """Asks another proposer; if that raises, or answers with something other than drafts, there are none."""
 
     def __init__(self, proposer: Proposer, name: str) -> None:
         self._proposer, self._name = proposer, name

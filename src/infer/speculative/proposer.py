@@ -1,4 +1,4 @@
-"""What proposes drafts: guesses of a sequence's next tokens, cheap to make and judged by the model.
+"""Proposers of drafts: guesses of a sequence's next tokens, cheap to make and judged by the model.
 
     tokens so far     the  cat  sat  on  the
     drafts                                     cat  sat  down          made by a proposer
@@ -6,11 +6,11 @@
     kept                                       cat  sat  on            drafts up to the first that differs,
                                                                        and what was drawn in its place
 
-A step computes its last token and the drafts behind it together, which costs little more than the last token
-alone: a small batch waits for the weights and not for the arithmetic. What is drawn at each position is what
-would have been drawn without drafts (execution/host_sampling.py), so a proposer decides how fast a text comes
-and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run
-can be repeated.
+A step computes the last token and the drafts after it together, which costs little more than the last token
+alone: a small batch waits for the weights and not for the arithmetic. The token drawn at each position is the
+one that would have been drawn without drafts (execution/host_sampling.py), so a proposer decides how fast a
+text comes and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a
+recorded run can be repeated.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Wish(NamedTuple):
     tokens: array[int]  # prompt and output so far, to be read only
     num_prompt: int
     salt: str  # texts of different salts must not meet, as in the prefix cache
-    num_drafts: int  # the most that it can use
+    num_drafts: int  # the most drafts that it can use
 
 
 class Proposer(Protocol):
     """Proposes drafts for sequences, whose text it may keep between calls under their `seq_id`."""
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
-        """The drafts of each wish, at most its `num_drafts`; an empty one where nothing comes to mind."""
+        """The drafts of each wish, at most its `num_drafts`; an empty list where it has no guess."""
         ...
 
     def has_match(self, wish: Wish) -> bool:

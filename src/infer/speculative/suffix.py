@@ -39,11 +39,11 @@ from infer.speculative.proposer import Wish
 from infer.speculative.text_index import TextIndex
 
 RUN: Final = 2  # tokens of the shortest match
-LONGEST_ANSWER: Final = 8192  # tokens that are kept of one: to index more would hold up the engine
-DEPTH: Final = 24  # tokens of the longest one
+LONGEST_ANSWER: Final = 8192  # tokens kept of one answer: indexing more would hold up the engine
+DEPTH: Final = 24  # tokens of the longest match
 DRAFTS_PER_MATCHED: Final = 1.5
 LEAST_PROBABILITY: Final = 0.1
-ROUNDING: Final = 1e-9  # in sums of probabilities; equal sources must be seen as equal
+ROUNDING: Final = 1e-9  # rounding errors in sums of probabilities; equal sources must be seen as equal
 SEPARATOR: Final = 0xFFFFFFFF
 
 
@@ -77,9 +77,9 @@ class SuffixProposer:
         self._max_answers = max_answers
         self._max_tokens = max_tokens
         self._texts = OwnTexts(RUN)
-        self._past: dict[str, PastAnswers] = {}  # by salt
-        self._answers = deque[tuple[str, int]]()  # salt and length of each that is kept, oldest first
-        self._num_tokens = 0  # in all kept answers
+        self._past: dict[str, PastAnswers] = {}  # answers by salt
+        self._answers = deque[tuple[str, int]]()  # salt and length of each kept answer, oldest first
+        self._num_tokens = 0  # tokens in all kept answers
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
         """The drafts of each wish; empty where its end is new, or what follows is anyone's guess."""

@@ -1,4 +1,4 @@
-"""Where has the end of this text occurred before?
+"""The text index finds where the end of a text has occurred before.
 
 Every run of `size` tokens is a key of a dict, which knows the *place* after its newest occurrence; a second
 array leads from each place to the one before it with the same run (size 2 below):
@@ -35,7 +35,7 @@ class TextIndex:
         self.size = size
         self._run_type = np.dtype((np.void, size * ID_BYTES))
         self._newest: dict[bytes, int] = {}  # run to place, counted from the first token there ever was
-        self._older = array("q")  # by place: that of the run's occurrence before, or -1
+        self._older = array("q")  # place -> the place of the run's previous occurrence, or -1
         self._num_dropped = 0
         self._last_token = -1
 

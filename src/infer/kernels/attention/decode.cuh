@@ -1,11 +1,11 @@
-/* What a warp does with 16 positions, and how warps and splits are put together: the pieces of `decode_attention.cu`,
+/* The work of a warp on 16 positions, and how warps and splits are put together: the pieces of `decode_attention.cu`,
    whose first comment explains lanes (g, t), fragments and why they are loaded as they are, and of
    `decode_projected.cu`. */
 
 typedef unsigned short Element;
 typedef unsigned int Pair;  // two elements, the first one in the lower half
 
-// What 8 elements of the cache are: as they are, or codes of 8 bits (kernels/elementwise/kv_codes.py).
+// 8 elements of the cache: as they are, or codes of 8 bits (kernels/elementwise/kv_codes.py).
 #if CODES
 typedef unsigned char Kept;
 typedef uint2 Piece;
@@ -18,14 +18,14 @@ constexpr int N = G * M;
 constexpr int WARP = 32;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE = 16;              // positions of one instruction
-constexpr int STRIDE = WARPS * TILE;  // from a warp's tile to its next
+constexpr int STRIDE = WARPS * TILE;  // positions from a warp's tile to its next
 constexpr bool PAIRED = CODES && H == 128;  // pieces are neighbours in twos, so that a load has 16 bytes
 constexpr int K_PIECES = H / 32;      // pieces of a key that one lane loads
 constexpr int V_PIECES = H / 64;
 constexpr int ROWS = H / 16;             // tiles of rows that make up the output
 constexpr float SLACK = 8.0f;            // a weight is at most 2^SLACK
 constexpr float LOWEST = -1e30f;         // below any score, yet finite: LOWEST - LOWEST is 0, -inf - -inf is not
-constexpr float SMALLEST_SCALE = 1e-18f;  // of codes: with less, no value counts
+constexpr float SMALLEST_SCALE = 1e-18f;  // smallest scale of codes: with less, no value counts
 constexpr float UNSEEN = 2.0f * LOWEST;  // the weight 2^(UNSEEN - LOWEST) is 0
 
 static_assert(H == 64 || H == 128, "heads of 64 or 128");
@@ -68,7 +68,7 @@ __device__ Pair pack_half(float low, float high) {
 }
 
 #if CODES
-__device__ Pair decode_fp8(Pair codes) {  // the two in its lower half, as float16
+__device__ Pair decode_fp8(Pair codes) {  // the two codes in its lower half, as float16
     Pair pair;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)codes));
     return pair;
@@ -111,7 +111,8 @@ __device__ float power_of_two(float x) {
     return y;
 }
 
-// Read once: not worth a place in L1. Two loads of a key take half a line of 128 bytes each: L2 brings all of it.
+// For data that is read once and not worth a place in L1. Two loads of a key take half a line of 128 bytes each: L2
+// brings all of it.
 __device__ uint4 load_stream(const void* at) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -128,7 +129,7 @@ __device__ uint2 load_half_stream(const void* at) {
 
 __device__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-__device__ int take_ticket(int* counter) {  // the holder of a later one sees what was written before
+__device__ int take_ticket(int* counter) {  // the holder of a later ticket sees what was written before
     int ticket;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
     return ticket;
@@ -142,7 +143,7 @@ __device__ Pair word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y
 __device__ Pair both_low(Pair first, Pair second) { return __byte_perm(first, second, 0x5410); }
 __device__ Pair both_high(Pair first, Pair second) { return __byte_perm(first, second, 0x7632); }
 
-// ---- codes: what is multiplied is float16, in which every code is exact ---------------------------
+// ---- codes: they are multiplied as float16, in which every code is exact ---------------------------
 
 #if CODES
 __device__ uint4 widen(const uint2& codes) {
@@ -169,7 +170,7 @@ __device__ uint2 encode(const uint4& x, float inverse) {
                  encode_two(x.z, inverse) | encode_two(x.w, inverse) << 16};
 }
 
-__device__ float larger_of(float a, float b) { return a <= b || b != b ? b : a; }  // NaN, if one is
+__device__ float larger_of(float a, float b) { return a <= b || b != b ? b : a; }  // NaN if either is NaN
 
 // The largest element of a head that the 4 lanes of a g hold together; 0 where its scale would have no inverse.
 __device__ float largest_of(const uint4 (&x)[K_PIECES]) {
@@ -200,7 +201,7 @@ __device__ float to_half(uint4 (&query)[K_PIECES]) {
 #if CODES && IS_BFLOAT16
     float largest = largest_of(query), shrink = 1.0f;
     if (__any_sync(0xffffffffu, largest >= 65536.0f)) {  // the largest bfloat16 below is a float16, too
-        for (int distance = 4; distance < WARP; distance *= 2)  // of all heads but those with NaN
+        for (int distance = 4; distance < WARP; distance *= 2)  // over all heads but those with NaN
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
         const unsigned int exponent = __float_as_uint(largest) >> 23;
         factor = __uint_as_float((exponent - 15) << 23);
@@ -219,26 +220,26 @@ __device__ float to_half(uint4 (&query)[K_PIECES]) {
 // ---- keys, values and queries, as fragments ------------------------------------------------------
 
 struct Keys {
-    Piece piece[2][K_PIECES];  // of positions g and g+8
+    Piece piece[2][K_PIECES];  // pieces of positions g and g+8
 #if CODES
-    float scale[2], value_scale[2];  // of these positions
+    float scale[2], value_scale[2];  // scales of these positions
 #endif
 };
 
 struct Values {
-    Piece piece[4][V_PIECES];  // of positions 2t, 2t+1, 2t+8, 2t+9
+    Piece piece[4][V_PIECES];  // pieces of positions 2t, 2t+1, 2t+8, 2t+9
 };
 
 struct Cache {
     const Kept *keys, *values;                 // [P, G, H]
-    const float *key_scales, *value_scales;    // of codes: [blocks, G, BLOCK_SIZE]
+    const float *key_scales, *value_scales;    // scales of codes: [blocks, G, BLOCK_SIZE]
 };
 
-struct Tile {  // where its first position is, in keys or values and in their scales
+struct Tile {  // the place of its first position, in keys or values and in their scales
     long long at, scale;
 };
 
-__device__ Tile tile_of(int block, int position, int head) {  // `block` holds it
+__device__ Tile tile_of(int block, int position, int head) {  // `block` holds the position
     const int offset = position % BLOCK_SIZE;
     return Tile{(((long long)block * BLOCK_SIZE + offset) * G + head) * H,
                 ((long long)block * G + head) * BLOCK_SIZE + offset};
@@ -268,7 +269,7 @@ __device__ void load_keys(Keys& k, const Cache& cache, const Tile& tile, int g, 
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
         load_pieces(k.piece[p], cache.keys + tile.at + (g + p * 8) * G * H, [&](int c) { return key_element(c, t); });
-#if CODES  // past L1: a line may be asked for before the kernel before has written the newest scale in it
+#if CODES  // loads past L1: a line may be requested before the previous kernel has written the newest scale in it
         k.scale[p] = __ldcg(cache.key_scales + tile.scale + g + p * 8);
         k.value_scale[p] = __ldcg(cache.value_scales + tile.scale + g + p * 8);
 #endif
@@ -285,7 +286,7 @@ __device__ void load_values(Values& v, const Cache& cache, const Tile& tile, int
 __device__ float load_query(uint4 (&query)[K_PIECES], const Element* heads, long long head_stride, int g, int t) {
 #pragma unroll
     for (int c = 0; c < K_PIECES; ++c) {
-        query[c] = uint4{0, 0, 0, 0};  // of a column without a head
+        query[c] = uint4{0, 0, 0, 0};  // zeros for a column without a head
         if (g < M) query[c] = *reinterpret_cast<const uint4*>(heads + g * head_stride + key_element(c, t));
     }
     return to_half(query);
@@ -293,12 +294,12 @@ __device__ float load_query(uint4 (&query)[K_PIECES], const Element* heads, long
 
 // ---- the softmax of a warp -----------------------------------------------------------------------
 
-struct Softmax {  // of heads 2t and 2t+1
+struct Softmax {  // the state of heads 2t and 2t+1
     float total[ROWS][4], maximum[2], denominator[2];
 };
 
-// Of positions g and g+8. The weight of codes has their scale in it: its exponent is the score and the scale's
-// logarithm. So the maximum is that of their sum, and a weight fits float16 whatever the scale is.
+// The scores of positions g and g+8. The weight of codes includes their scale: its exponent is the score plus the
+// scale's logarithm. So the maximum is that of this sum, and a weight fits float16 whatever the scale is.
 struct Scores {
     float x[4];
 #if CODES
@@ -315,7 +316,7 @@ __device__ float exponent(const Scores& score, int e) {
 }
 
 __device__ void multiply_keys(Scores& score, const Keys& k, const uint4 (&query)[K_PIECES], float scale_log2e) {
-    float part[2][4] = {};  // two chains, for each instruction waits for the sum it adds to
+    float part[2][4] = {};  // two chains, because each instruction waits for the sum it adds to
 #pragma unroll
     for (int c = 0; c < K_PIECES; ++c) {
         const uint4 k0 = widen(k.piece[0][c]), k8 = widen(k.piece[1][c]);
@@ -330,7 +331,7 @@ __device__ void multiply_keys(Scores& score, const Keys& k, const uint4 (&query)
 #pragma unroll
     for (int e = 0; e < 4; ++e) score.x[e] *= k.scale[e / 2];
 #pragma unroll
-    for (int p = 0; p < 2; ++p)  // of a head of zeros any number does
+    for (int p = 0; p < 2; ++p)  // any number does for a head of zeros
         score.log_scale[p] = log_of_two(k.value_scale[p] < SMALLEST_SCALE ? SMALLEST_SCALE : k.value_scale[p]);
 #endif
 }
@@ -383,7 +384,7 @@ __device__ void add_values(Softmax& softmax, const Scores& score, const Values& 
 }
 
 // A tile at the edge of an item: unseen positions get no weight, and no value, for 0 times not-a-number is not 0.
-__device__ void hide_scores(Scores& score, int first, int end, int g) {  // both relative to the tile
+__device__ void hide_scores(Scores& score, int first, int end, int g) {  // `first` and `end` are relative to the tile
 #pragma unroll
     for (int e = 0; e < 4; ++e)
         if (g + e / 2 * 8 < first || g + e / 2 * 8 >= end) {
@@ -406,7 +407,7 @@ __device__ void hide_values(Values& v, int first, int end, int t) {
 
 // ---- putting together ----------------------------------------------------------------------------
 
-// Aligned by decree: the compiler puts shared arrays one after the other, and 4 floats are stored at once.
+// Aligned explicitly: the compiler packs shared arrays one after the other, and 4 floats are stored at once.
 __shared__ __align__(16) float warp_sums[WARPS][M][H];
 __shared__ float warp_maxima[WARPS][M], warp_denominators[WARPS][M];
 __shared__ int last_ticket;
@@ -468,12 +469,12 @@ struct Item {
 };
 
 __device__ Item read_item(const int4* items, int index, bool exists) {
-    if (!exists) return Item{0, 0, 0, 0, 0, 0, 0};  // without positions
+    if (!exists) return Item{0, 0, 0, 0, 0, 0, 0};  // an item without positions
     const int4 x = items[2 * index], y = items[2 * index + 1];
     return Item{x.x, x.y, x.z, x.w, y.x, y.y, y.z};
 }
 
-struct Scratch {          // where parts of rows wait for each other
+struct Scratch {          // memory where parts of rows wait for each other
     float* sums;          // [S, max_splits, N, H]: weighted values, not yet divided
     float* maxima;        // [S, max_splits, N]
     float* denominators;  // the same
@@ -482,8 +483,8 @@ struct Scratch {          // where parts of rows wait for each other
 };
 
 // All warps have left their parts of an item: put them together, and with the row's other splits if they are done.
-// `merge` adds the splits of 4 elements. What other SMs write or have written is in L2: stored and loaded
-// with `cg`, past our own L1. A ticket makes visible what every thread stored before the barrier, not its holder alone.
+// `merge` adds the splits of 4 elements. Data of other SMs is in L2: it is stored and loaded with `cg`, past
+// our own L1. A ticket makes visible what every thread stored before the barrier, not its holder alone.
 template <typename Merge>
 __device__ void finish_item(const Item& item, int head, Element* out, const Scratch& scratch, const Merge& merge) {
     __syncthreads();

@@ -15,17 +15,17 @@ At small batches decoding is a chain of waits, one memory access after the other
 
     item of work ─► block table ─► keys and queries ─► values ─► part ─► ticket ─► parts ─► out
 
-What stands left of the keys was written at the start of the step, so the prologue reads the first item and
-its blocks while the kernel before still runs (PDL, see dispatch.py), and the loop those of the item after it
-while this one is computed. The keys and values of all positions but the newest are older still: of few rows,
-the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
+Everything left of the keys was written at the start of the step, so the prologue reads the first item and its
+blocks while the previous kernel still runs (PDL, see dispatch.py), and the loop reads the next item and its
+blocks while this one is computed. The keys and values of all positions but the newest are older still: with
+few rows, the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
 The first launch after `DecodeWork.plan` is an ordinary one, and tables must not change between the two.
 
 `attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
 takes the fused projection and does what heads.py does, too. Each program norms and rotates the query heads of
 its item, and the one with the row's last split the new key. That key and its value go to the cache and into
 the softmax but are never read back, so all that is read from the cache is older than the step, and the first
-tile of keys and values is loaded before the wait. What is left behind it:
+tile of keys and values is loaded before the wait. What is left after it:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
@@ -36,20 +36,20 @@ Both are one Triton kernel, whose pieces stand in the order in which an item mee
     read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
 
 An item carries three things along: the largest score so far, the sum of 2^(score - largest), and the values
-weighted alike. What comes later, a tile of positions or a part from scratch memory, is added by rescaling. In
-a projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
+weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In a
+projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
 Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). The choice is
 made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastest on an H200 (`auto`):
 
-    S * G                        every token decodes             chunks of prompts beside the rows
+    S * G                        every token decodes             rows and chunks of prompts
     up to 64 (heads of 128)      projected, CUDA C++             Triton
     up to 256 (heads of 64)      projected, CUDA C++             Triton
     up to 256                    projected, Triton               Triton
     more                         CUDA C++                        CUDA C++
 
-Keys and values of 8 bits (kv_codes.py) are always CUDA C++'s with `auto`: it reads bytes 2.6 times as fast.
-`cuda` has CUDA C++ in every place, `triton` Triton, which also serves other GPUs, types and head sizes;
+With `auto`, keys and values of 8 bits (kv_codes.py) always go to CUDA C++, which reads bytes 2.6 times as
+fast. `cuda` means CUDA C++ everywhere, `triton` Triton, which also serves other GPUs, types and head sizes;
 `torch_ref` is the specification.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
@@ -127,7 +127,7 @@ def _prefetch_item(
 ):  # fmt: skip
     """Ask for the first keys and values of an item to come to L2, where a later write finds them.
 
-    Past its end the last position is asked for again, for an item without any the first slot of the store.
+    Past its end the last position is prefetched again; an item without positions prefetches the first slot.
     """
     position = tl.maximum(tl.minimum(first + tl.arange(0, PREFETCH_N), end - 1), 0)
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -157,9 +157,9 @@ def _load_transform(
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M: tl.constexpr, H: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """What turns the heads of a row's newest token: angles, and the gains of queries and keys with partners.
+    """The angles of a row's newest token, and the gains of queries and keys with those of their partners.
 
-    In the shape of M heads, though all are alike: each thread loads what it needs, and nothing is exchanged.
+    All have the shape of M heads, though heads are alike: each thread loads what it needs, without exchange.
     """
     R: tl.constexpr = H // 2
     in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
@@ -193,7 +193,7 @@ def _transform(
 def _start_projected(
     token_ptr,  # the row's projection
     keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, new_block, g,
-    is_last,  # of the row's splits
+    is_last,  # True for the row's last split
     length, cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain, m, h, eps, offset, scale_log2e,
     CAP: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
@@ -219,7 +219,7 @@ def _start_projected(
     to = (slot * G + g) * H + same + h[None, :]
     is_stored = m < tl.where(has_newest, 1, 0)
     in_stored = is_stored[:, None] & (h < H)[None, :]
-    if HAS_SCALES:  # they attend as they will be read later
+    if HAS_SCALES:  # the step attends to codes, as later steps will
         k_codes, k_scale = encode_rows(k, keys_ptr.dtype.element_ty == tl.float8e4nv)
         v_codes, v_scale = encode_rows(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
         scale_to = (new_block.to(tl.int64) * G + g) * BLOCK_SIZE + newest % BLOCK_SIZE + m * 0
@@ -252,7 +252,7 @@ def _load_tile(
     in_tile = (position < end)[:, None] & (h < H)[None, :]
     k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
     v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
-    k_scale, v_scale = slot, slot  # not looked at
+    k_scale, v_scale = slot, slot  # not read
     if HAS_SCALES:
         k_scale = load_scales(key_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
         v_scale = load_scales(value_scales_ptr, block, position, position < end, g, G, BLOCK_SIZE)
@@ -285,7 +285,7 @@ def _attend_tile(
 @jit
 def _attend_tiles(
     q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
-    block,  # of the first tile
+    block,  # block of the first tile
     first, end, g, h, maximum, denominator, total, scale_log2e, CAP: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -318,9 +318,9 @@ def _load_sums(sums_ptr, at, exists, h, H: tl.constexpr):
 
 @jit
 def _merge_splits(
-    sums_ptr,  # of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
+    sums_ptr,  # sums of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
     maxima_ptr, denominators_ptr, out_ptr,
-    sinks_ptr,  # of this kv head's query heads
+    sinks_ptr,  # sinks of this kv head's query heads
     num_splits, HAS_SINKS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -363,7 +363,7 @@ def _finish_item(
     denominator, total, m, h, HAS_SINKS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of a row of one split; of several, leave a part, and merge them if it is the last."""
+    """Write the output of a row of one split; with several, leave a part, and merge all if it is the last."""
     N: tl.constexpr = G * M
     in_heads = (m < M)[:, None] & (h < H)[None, :]
     head = s * N + g * M
@@ -394,7 +394,7 @@ def _finish_item(
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
     num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr,
-    q_weight_ptr,  # this and the next three, `eps` and `offset`: for PROJECTED alone
+    q_weight_ptr,  # this, the next three, `eps` and `offset` are read if PROJECTED
     k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e, eps, offset,
     G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
@@ -563,7 +563,7 @@ def attend_projected(
 
 def _launch_decode(
     q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
-    q_strides: tuple[int, int],  # between rows and between heads
+    q_strides: tuple[int, int],  # strides between rows and between heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
     config: DecodeConfig | None = None,
 ) -> None:  # fmt: skip
@@ -586,14 +586,14 @@ def _launch_decode(
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
     options = launch_options(q.device)
-    if work.is_fresh:  # the list is read before `gdc_wait`: the kernel before must not have written it
+    if work.is_fresh:  # the list is read before `gdc_wait`: the previous kernel must not have written it
         options.pop("launch_pdl", None)
         work.is_fresh = False
     is_projected = transform is not None
     if options["PDL"] and is_projected and config.num_warps == 4 and block_h * q.element_size() == 128:
         options["maxnreg"] = tuned.projected_registers
     if transform is None:
-        transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
+        transform = HeadTransform(None, q, q, N, G, 0.0)  # placeholders, not read
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
     launch_triton(
         _decode_kernel,

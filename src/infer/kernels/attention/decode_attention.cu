@@ -30,7 +30,7 @@
    SCORES:  S^T [16 positions x 8 heads] = K [16 x H] . q^T [H x 8], H / 16 instructions.
    By the book lane (g, t) would load columns 2t, 2t+1, then 2t+8, 2t+9 of key g: 4 bytes at a time, and memory
    wants 16. But a dot product does not care in which order its terms are added, as long as K and q agree. So
-   columns are renamed: of each 32 a lane loads its 8 neighbours 8t..8t+7 at once, feeds elements 0..3 of them to
+   columns are renamed: from each 32 a lane loads its 8 neighbours 8t..8t+7 at once, feeds elements 0..3 of them to
    one instruction, as if they were columns 2t, 2t+1, 2t+8, 2t+9, and 4..7 to the next. The same with q.
 
    OUTPUT:  O^T [H x 8 heads] += V^T [H x 16 positions] . P^T [16 x 8], H / 16 tiles of rows.
@@ -51,7 +51,7 @@
    that they leave, then the same with values: 8 KiB of heads of 128 are under way for each warp at nearly any
    time. Block numbers are looked up a step earlier. And where a unit ends, the first keys and values of the next
    are asked for before this one is put together, so memory works while the warps meet. The first unit's are asked
-   for before the kernel before has finished (PDL): it writes the newest position of a row, all others are older.
+   for while the previous kernel still runs (PDL): it writes the newest position of a row, all others are older.
 
    PUTTING TOGETHER. The warps leave maximum, denominator and sum in shared memory, and all threads add. A row of
    one split is then done. Otherwise the result goes to scratch memory and the block draws a ticket; the one with
@@ -59,21 +59,21 @@
 
    CODES. Keys and values of 8 bits are loaded as they are, and made float16 in the registers where a matrix wants
    them: an instruction for two e4m3 codes, and for int8 a byte put into the mantissa of 1024. A piece is then 8
-   bytes; of heads of 128 a lane loads two neighbouring ones at once, so elements are renamed once more. The score
+   bytes; with heads of 128 a lane loads two neighbouring ones at once, so elements are renamed once more. The score
    is multiplied by its key's scale, and the logarithm of its value's scale is added to the exponent of the weight.
 
    Compiled for each model, with
        IS_BFLOAT16         the type of q, k, v and out: bfloat16, or float16
-       CODES               of keys and values: 0 none, 1 e4m3, 2 int8 (kernels/elementwise/kv_codes.py)
+       CODES               type of keys and values: 0 no codes, 1 e4m3, 2 int8 (kernels/elementwise/kv_codes.py)
        H, G, M             head size (64, 128), kv heads, query heads per kv head (up to 8)
        BLOCK_SIZE          positions in a block of the cache, a multiple of 16
-       WARPS               of a block
-       BLOCKS_PER_SM       that must fit an SM: it limits the registers
+       WARPS               warps of a block
+       BLOCKS_PER_SM       blocks that must fit an SM: it limits the registers
        PDL                 1: programmatic dependent launch (kernels/runtime/dispatch.py) */
 
 #include "decode.cuh"
 
-// Of 4 elements, from all splits of a row: registers are full of the next item, so one after the other.
+// Add 4 elements of all splits of a row, one split after the other: registers are full of the next item.
 __device__ Merged merge_splits(const float* sums, const float* maxima, const float* denominators, int num_splits) {
     Merged merged = {{0.0f, 0.0f, 0.0f, 0.0f}, LOWEST, 0.0f};
     for (int i = 0; i < num_splits; ++i) merged.maximum = fmaxf(merged.maximum, __ldcg(maxima + i * N));
@@ -101,12 +101,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     const Scratch scratch = {sums, maxima, denominators, tickets, max_splits};
     const Cache cache = {keys, values, key_scales, value_scales};
 
-    // Older than the kernel before: the list and the tables.
+    // The list and the tables are older than the previous kernel.
     const int num_units = *num_items * G;
     int unit = blockIdx.x;
     Item item = read_item(items, unit / G, unit < num_units);
     int position = item.first / TILE * TILE + warp * TILE;
-    int block = 0;  // of the tile after the one that is loaded
+    int block = 0;  // block of the tile after the one that is loaded
     if (position < item.end) block = tables[item.row * table_stride + position / BLOCK_SIZE];
 
     Keys k = {};
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     gdc_wait();
 #endif
 
-    const auto begin_unit = [&](int first_block) {  // ask for what `unit` begins with
+    const auto begin_unit = [&](int first_block) {  // request the first data of `unit`
         if (position < item.end) {
             if (!is_loaded) load_tile(first_block);
             const int after = position + STRIDE;

@@ -6,7 +6,7 @@
 
 The contracts, the references and the choice between Triton and CUDA C++ are in decode.py; what a warp does is
 explained in decode_attention.cu. Both kernels are for heads that the matrix instruction fits: 64 or 128
-elements of 16 bits, in the cache also of 8, and at most 8 query heads to each kv head.
+elements of 16 bits (in the cache also of 8), and at most 8 query heads to each kv head.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, X = (N + 2 G) H,
          P slots, R rows of the block tables, B blocks per row.
@@ -35,18 +35,18 @@ _TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
 _OLDEST_FP8 = (8, 9)
 _OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
 _WARPS = 4
-_BLOCKS_PER_SM = {64: 4, 128: 3}  # by the head size: as many as registers allow
-_CODED_BLOCKS_PER_SM = {64: 5, 128: 4}  # with keys and values of 8 bits, which take half the registers
+_BLOCKS_PER_SM = {64: 4, 128: 3}  # head size -> blocks: as many as registers allow
+_CODED_BLOCKS_PER_SM = {64: 5, 128: 4}  # the same with 8-bit keys and values, which take half the registers
 _CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}
-_TURNS = 4  # blocks for each place on an SM: the place that is free first takes the next
-_PROJECTED_BLOCKS_PER_SM = 2  # and no more are launched: with few rows the plan has an item or two for each
+_TURNS = 4  # blocks launched for each place on an SM: the place that is free first takes the next
+_PROJECTED_BLOCKS_PER_SM = 2  # blocks launched: with few rows the plan has an item or two for each
 
 
 class CudaKernel(NamedTuple):
     """A function of the .cu file of the same name."""
 
     name: str
-    types: tuple[Any, ...]  # of its arguments
+    types: tuple[Any, ...]  # types of its arguments
 
     @property
     def source(self) -> Path:
@@ -72,7 +72,7 @@ class CachedHeads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    kept_as: torch.dtype | None = None  # in 8 bits (kv_codes.py); None: in `dtype`
+    kept_as: torch.dtype | None = None  # the 8-bit type of keys and values (kv_codes.py); None: `dtype`
 
     def check(self, device: torch.device) -> None:
         """ConfigError if the kernels cannot be had for this model on this GPU."""
@@ -174,7 +174,7 @@ def attend_projected_cuda(
 
 def _launch_decode(
     x: torch.Tensor,  # queries [S, N, H], or with a transform the projection [S, X]
-    strides: tuple[int, ...],  # of the rows, and of queries also the heads
+    strides: tuple[int, ...],  # strides of the rows; for queries, also of the heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
@@ -197,12 +197,12 @@ def _launch_decode(
     if transform is not None:
         kernel, blocks_per_sm = PROJECTED, _PROJECTED_BLOCKS_PER_SM
         has_norm = transform.norm_weights is not None
-        gains = transform.norm_weights or (x, x)  # without a norm they are not read
+        gains = transform.norm_weights or (x, x)  # placeholders without a norm: they are not read
         weights = (*gains, transform.cos_PR, transform.sin_PR)
         numbers += (transform.eps, transform.offset)
     pdl = launch_options(x.device)["PDL"]
     defines = heads.defines(kernel, pdl=pdl, has_norm=has_norm)
-    # the list is read before the kernel waits: the kernel before must not be the one that wrote it
+    # the list is read before the kernel waits: the previous kernel must not be the one that wrote it
     launch = prepare_launch(kernel, defines, index_of(x.device), pdl and not work.is_fresh)
     work.is_fresh = False
     max_splits = work.max_splits(S)

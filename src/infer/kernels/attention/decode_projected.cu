@@ -1,13 +1,13 @@
 /* Attention of few rows that decode, from the fused projection to the output in one launch.
 
-   What `attend_projected` of `decode.py` does, with the warps and fragments of `decode_attention.cu`; read
+   It does what `attend_projected` of `decode.py` does, with the warps and fragments of `decode_attention.cu`; read
    that first. With few rows the time is a chain of waits and not the reading, so all that is older than the
    projection is on its way before the kernel that makes the projection has ended:
 
        before   item of work ─► block table ─► first tile of keys and values; angles; gains of the norm
        after    queries, and the newest key and value ─► norm, rotation ─► scores ─► part ─► ticket ─► parts ─► out
 
-   The fragment of the queries is kind to the rotation. Of each 32 elements lane (g, t) has 8t..8t+7 of head g, so
+   The fragment of the queries suits the rotation. In each 32 elements lane (g, t) has 8t..8t+7 of head g, so
    element h and its partner h + H/2 are in the same lane, in pieces c and c + H/64; and the sum of squares that a
    norm wants is one over 4 lanes. Every warp norms and turns the queries for itself, and nothing is exchanged.
    The newest key is normed and turned as if it were one more query head, if there is a column left for it.
@@ -16,19 +16,19 @@
    tile of warp 0 of a row's last split, and takes its place there: the lanes whose fragment would hold its key and
    value put them in over whatever the cache had, and write them to the cache. Nothing else reads that slot.
 
-   Compiled with what decode_attention.cu is, and
+   Compiled with the defines of decode_attention.cu, and
        HAS_NORM   queries and keys are normed before they are turned */
 
 #include "decode.cuh"
 
 constexpr int HALF = K_PIECES / 2;  // pieces of a head's first half
 constexpr int PREFETCHED = 2;       // tiles of a warp, after its first, that are prefetched to L2 before the wait
-constexpr int LINES = CODES ? 1 : V_PIECES;  // of a position
+constexpr int LINES = CODES ? 1 : V_PIECES;  // lines of a position
 constexpr int BATCH = 8;            // splits that are read at once
-constexpr bool HAS_ROOM = M < 8;    // for the newest key among the columns of the queries
+constexpr bool HAS_ROOM = M < 8;    // there is room for the newest key among the columns of the queries
 
-// What the heads of the newest token are normed and turned with: in shared memory, for registers are full of keys.
-__shared__ __align__(16) float angle_cos[H / 2], angle_sin[H / 2], gains[2][H];  // of queries and of keys
+// Angles and gains of the newest token's heads: in shared memory, because registers are full of keys.
+__shared__ __align__(16) float angle_cos[H / 2], angle_sin[H / 2], gains[2][H];  // gains of queries and of keys
 
 __device__ void load_angles(const float* cos, const float* sin, const Element* q_gain, const Element* k_gain,
                             int position, float offset) {
@@ -78,7 +78,7 @@ __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, in
         for (int i = 0; i < 4; ++i) {
             float2 first = unpack(word(x[c], i)), second = unpack(word(x[c + HALF], i));
             const int at = key_element(c, t) + 2 * i;
-            if (HAS_NORM) {  // rounded, as a norm of its own does it
+            if (HAS_NORM) {  // rounded as a separate norm would round it
                 const float2 gain0 = read_two(gain + at), gain1 = read_two(gain + H / 2 + at);
                 first = unpack(pack(first.x * inv_rms * gain0.x, first.y * inv_rms * gain0.y));
                 second = unpack(pack(second.x * inv_rms * gain1.x, second.y * inv_rms * gain1.y));
@@ -92,7 +92,7 @@ __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, in
     }
 }
 
-// 8 elements as the cache keeps them, of a head whose largest element is this.
+// 8 elements as the cache keeps them; `largest` is the largest element of their head.
 __device__ Piece kept_as(const uint4& x, float largest) {
 #if CODES
     return encode(x, inverse_scale(largest));
@@ -101,7 +101,7 @@ __device__ Piece kept_as(const uint4& x, float largest) {
 #endif
 }
 
-// All parts of a batch are asked for before the first is looked at.
+// All parts of a batch are requested before the first is used.
 __device__ Merged merge_batches(const float* sums, const float* maxima, const float* denominators, int num_splits) {
     Merged merged = {{0.0f, 0.0f, 0.0f, 0.0f}, LOWEST, 0.0f};
     for (int base = 0; base < num_splits; base += BATCH) {
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
         const int first_position = position;
         Keys k = {};
         Values v = {};
-        int block = 0;  // of the tile after the one that is loaded
+        int block = 0;  // block of the tile after the one that is loaded
         if (position >= lowest) {
             const Tile tile = tile_of(table[position / BLOCK_SIZE], position, head);
             load_keys(k, cache, tile, g, t);

@@ -8,7 +8,7 @@ positions into *splits* (split-K), and a (row, split) is one item of work for ea
     row 0, 700 positions   |== 256 ==|== 256 ==|= 188 =|        items of split length first, remainders last,
     row 1,  90 positions   |90|                                 so that the programs finish together
 
-Lengths are known to the device alone: the graph that launches attention was captured long before them. So the
+Only the device knows the lengths: the graph that launches attention was captured long before them. So the
 grid is as large as the machine, whatever the lengths; `DecodeWork.plan` writes the list of items, once per
 step and for all layers, and each program strides over that list until its end, which it reads from memory.
 
@@ -38,7 +38,7 @@ ITEM_INTS = 8  # row of the batch, row of the tables, first position, last + 1, 
 @jit_for_any("num_rows", "split_len", "window")
 def _plan_kernel(
     rows_ptr, lens_ptr, items_ptr, num_items_ptr, num_rows, split_len, window,
-    ITEMS_WANTED: tl.constexpr,  # for each kv head; 0: as many as there are
+    ITEMS_WANTED: tl.constexpr,  # items per kv head; 0: as many as there are
     MAX_SPLITS: tl.constexpr, NUM_DOUBLINGS: tl.constexpr, ITEM_INTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, BLOCK_S)
@@ -106,7 +106,7 @@ class DecodeWork:
         self.num_sms = num_sms(self.tickets.device)
 
     def is_projected_faster(self, num_rows: int) -> bool:
-        """Whether `attend_projected` is faster than `norm_rope_write` and `attend_decode` for these rows."""
+        """Return True if `attend_projected` beats `norm_rope_write` and `attend_decode` for these rows."""
         return num_rows * self.num_kv_heads <= self.profile.projected_heads
 
     def split_len(self, num_rows: int) -> int:
@@ -124,7 +124,7 @@ class DecodeWork:
         return min(max(wanted, 16), 128, possible)
 
     def work_list(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the last plan for this window [W, 8], and how many there are [1]."""
+        """The items of the last plan for this window [W, 8], and their number [1]."""
         if window not in self._lists:
             items_W8 = torch.zeros(
                 (self._max_items, ITEM_INTS), dtype=torch.int32, device=self.tickets.device

@@ -9,7 +9,7 @@ their plans are made before a server is ready (`prepare`), and a shape without a
                        3000 after a prefix  ->   not fresh: our own kernel
                        700                  ->   short: our own kernel
 
-Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any; what the
+Padding comes after the tokens of a prompt, and causal attention looks back, so no token sees any; what the
 padding itself attends to is thrown away. The queries and keys of the tokens that follow in the step serve as
 padding where there are enough of them, so that they are not copied. Values are: what is masked is still
 multiplied, zero times NaN is NaN, and the prompt that follows is another request's. There, and at the end of
@@ -45,8 +45,8 @@ class Shape(NamedTuple):
 class Batch(NamedTuple):
     """Prompts of equal length that lie end to end; one alone may be shorter than its shape."""
 
-    first: int  # token of the step
-    num_tokens: int  # of each prompt
+    first: int  # index of its first token in the step
+    num_tokens: int  # length of each prompt
     shape: Shape
 
 

@@ -35,11 +35,11 @@ class PagedKV(NamedTuple):
     values_PGH: torch.Tensor
     tables_RB: torch.Tensor  # int32: the blocks of each row
     block_size: int
-    scale: float  # of the products of queries and keys
+    scale: float  # factor of the products of queries and keys
     window: int | None = None  # positions that a token sees, its own included; None: all
-    scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
-    softcap: float | None = None  # of scores (reference.py); None: they have none
-    sinks_N: torch.Tensor | None = None  # a score of each query head that has no position
+    scales: KVScales | None = None  # scales of the codes, if keys and values have 8 bits (kv_codes.py)
+    softcap: float | None = None  # cap of the scores (reference.py); None: no cap
+    sinks_N: torch.Tensor | None = None  # one extra score per query head, which has no position
 
     def read(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row from position `first` to `end`, [L, G, H] each."""
@@ -73,7 +73,7 @@ def attend_paged(
     softcap: float | None = None, sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
-    if softcap is not None or sinks_N is not None:  # which PyTorch's fused attention does not know
+    if softcap is not None or sinks_N is not None:  # PyTorch's fused attention has neither
         return attend_paged_reference(
             q_SNH, keys_PGH, values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales, softcap=softcap,
             sinks_N=sinks_N,

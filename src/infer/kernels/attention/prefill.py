@@ -1,8 +1,8 @@
 """Attention of chunks of prompts over the paged cache.
 
 A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values are
-in the cache already, beside those of the positions before it, so a fresh prompt (start 0), the next chunk of
-a long one and a prompt whose beginning was found in the prefix cache are the same thing:
+in the cache already, after those of earlier positions, so a fresh prompt (start 0), the next chunk of a long
+one and a prompt whose beginning was found in the prefix cache are the same thing:
 
     PrefillChunk(first=5, num=3, row=2, start=40)     tokens 5, 6, 7 of the step are positions 40, 41, 42 of
                                                       row 2 and see 0..40, 0..41, 0..42
@@ -10,7 +10,7 @@ a long one and a prompt whose beginning was found in the prefix cache are the sa
 Compute-bound: two matrix products of 128 rows. A row of that product is one token *and* one query head: the
 tile holds 128 / M tokens with the M query heads that share a kv head, rather than 128 tokens of one head.
 Both reuse a tile of keys equally often; packed, a tile spans fewer tokens, so less of it is cut off by the
-causal diagonal, and a short chunk fills its rows sooner. Of the keys of a tile only some need a mask:
+causal diagonal, and a short chunk fills its rows sooner. Only some keys of a tile need a mask:
 
     keys      0 ............ first token's window | seen by all tokens | up to the tile's last token
               never read      masked                no mask              masked
@@ -23,18 +23,18 @@ The tiles are listed on the host, which knows the chunks, longest first so that 
 padded to the capacity a graph was captured for with empty tiles, whose programs leave at once.
 
 One program takes one tile of queries and walks over all keys that the tile sees. Many tiles fill the machine;
-few do not: 128 tokens behind a prompt of 8,000 that was found in the cache are 16 programs for the 132 SMs of
-an H200, and each walks alone. Then the keys of a tile are cut into *splits* (split-K; with `invariant`,
-never), as many as there is room for, and a (tile, split) is one item of work for each kv head:
+few do not: 128 tokens after 8,000 that were found in the cache are 16 programs for the 132 SMs of an H200,
+and each walks alone. Then the keys of a tile are cut into *splits* (split-K; with `invariant`, never), as
+many as there is room for, and a (tile, split) is one item of work for each kv head:
 
     room for 5 items     tile 0, 900 keys    |=== 300 ===|=== 300 ===|=== 300 ===|     item 0, 1, 2
                          tile 1, 560 keys    |=== 280 ===|=== 280 ===|                 item 3, 4
                          tile 2, empty                                                 none
 
-How long tiles are, and how many of them are empty, is known to the device alone: the graph that launches this
-was captured before. So every program plans the whole list for itself, from the few tiles there are, and finds
+Only the device knows how long the tiles are and how many of them are empty: the graph that launches this was
+captured before. So every program plans the whole list for itself, from the few tiles there are, and finds
 its own item in it. The longest split decides when all are done, hence the plan: the shortest length with
-which all items find room. It lies between two bounds, for  keys / length  items would do if nothing were
+which all items find room. It lies between two bounds: keys / length items would do if nothing were
 rounded up, and rounding adds less than one item per tile:
 
     all keys / room   <=   length   <=   all keys / (room - tiles)
@@ -84,7 +84,7 @@ from infer.kernels.runtime.profiles import device_profile
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
 _WARP_GROUP_ROWS = 64
 
-_FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
+_FEW_TILES, _MAX_TILES = 32, 128  # tiles of a list that may be split: every program reads the whole list
 _SM_REGISTERS = 65536
 
 
@@ -93,7 +93,7 @@ class PrefillChunk(NamedTuple):
 
     first: int  # index of its first token in this step
     num: int
-    row: int  # of the block tables
+    row: int  # row of the block tables
     start: int  # position of its first token
 
 
@@ -106,9 +106,9 @@ class PrefillChunks:
     """The chunks of one step: as tiles on the device, and as the integers the host knows."""
 
     tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
-    chunks: tuple[PrefillChunk, ...]  # for the reference and PyTorch's kernels; a graph replay does without
+    chunks: tuple[PrefillChunk, ...]  # read by the reference and PyTorch's kernels, not by a graph replay
     are_tokens: bool = False  # every tile is one token: one warp group has enough rows
-    whole_C4: torch.Tensor | None = None  # the same of whole chunks, for layers that go from state to state
+    whole_C4: torch.Tensor | None = None  # the same for whole chunks, for layers that go from state to state
 
     @classmethod
     def from_arrays(
@@ -120,7 +120,7 @@ class PrefillChunks:
 
     @classmethod
     def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
-        """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
+        """A chunk of one token for each row that decodes; only the device knows their lengths."""
         places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
         lens_S = lens_S.int()
         tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
@@ -128,14 +128,14 @@ class PrefillChunks:
 
     @property
     def are_fresh(self) -> bool:
-        """Whether every chunk starts its sequence and the chunks lie end to end."""
+        """True if every chunk starts its sequence and the chunks lie end to end."""
         ends = [chunk.first + chunk.num for chunk in self.chunks]
         follows = all(end == chunk.first for end, chunk in zip(ends, self.chunks[1:], strict=False))
         return bool(self.chunks) and follows and all(chunk.start == 0 for chunk in self.chunks)
 
 
 def tokens_per_tile(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
-    """How many tokens, each with the query heads of one kv head, fill the rows of a tile."""
+    """The number of tokens, each with the query heads of one kv head, that fill the rows of a tile."""
     return max(block_m // (num_heads // num_kv_heads), 1)
 
 
@@ -180,7 +180,7 @@ def attend_prefill_reference(
 def _plan_splits(
     tiles_ptr, num_tiles, window, max_items, SPLIT_LEN, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """How many splits each tile is cut into; an empty tile has none. Lengths are counted in tiles of keys."""
+    """The number of splits of each tile; an empty tile has none. Lengths are counted in tiles of keys."""
     w = tl.arange(0, BLOCK_W)
     num = tl.load(tiles_ptr + w * 4 + 1, mask=w < num_tiles, other=0)
     start = tl.load(tiles_ptr + w * 4 + 3, mask=w < num_tiles, other=0)
@@ -201,10 +201,10 @@ def _plan_splits(
 @jit
 def _attend_keys(
     q, total, maximum, denominator, token_position, lo, hi,
-    first,  # position: what is before it may be another sequence's, even not a number, and is not read
-    keys_ptr,  # of kv head g
+    first,  # first position to read: earlier ones may hold another sequence's data, even NaN
+    keys_ptr,  # keys of kv head g
     values_ptr, key_scales_ptr, value_scales_ptr,
-    table_ptr,  # of this row
+    table_ptr,  # block table of this row
     g, window, scale_log2e, CAP: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     HAS_SCALES: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -238,7 +238,7 @@ def _attend_keys(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if HAS_SCALES:
             scores = scores * k_scale[None, :]
-        if CAP > 0:  # in units of the scale, which is applied below
+        if CAP > 0:  # scores are in units of the scale, which is applied below
             scores = cap_scores(scores * scale_log2e, CAP) / scale_log2e
         if MASKED:
             seen = position[None, :] <= token_position[:, None]
@@ -246,7 +246,7 @@ def _attend_keys(
                 seen = seen & (position[None, :] > token_position[:, None] - window)
             scores = tl.where(seen & (position < hi)[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2e)
-        # a token behind a window may have seen nothing so far, and exp2(-inf - -inf) is not a number
+        # a token whose window begins later has seen nothing so far, and exp2(-inf - -inf) is NaN
         subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores * scale_log2e - subtracted[:, None])
         rescale = tl.exp2(maximum - subtracted)
@@ -386,8 +386,8 @@ def _merge_kernel(
     w = tl.arange(0, BLOCK_W)
     h = tl.arange(0, BLOCK_H)
     splits = _plan_splits(tiles_ptr, num_tiles, window, max_items, SPLIT_LEN, BLOCK_N, BLOCK_W)
-    rank = tl.cumsum((splits > 1).to(tl.int32), axis=0)  # of a tile among those that are split, from 1
-    slices: tl.constexpr = G * NUM_PARTS * BLOCK_M // BLOCK_R  # of the rows of a tile, for all kv heads
+    rank = tl.cumsum((splits > 1).to(tl.int32), axis=0)  # number of a tile among the split ones, from 1
+    slices: tl.constexpr = G * NUM_PARTS * BLOCK_M // BLOCK_R  # slices of a tile's rows, for all kv heads
     num_slices = tl.max(rank, axis=0) * slices
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -421,7 +421,7 @@ def _merge_kernel(
             total = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
             own = (
                 g * NUM_PARTS + r // BLOCK_M
-            ) * BLOCK_M + r % BLOCK_M  # of the rows, in the parts of a split
+            ) * BLOCK_M + r % BLOCK_M  # places of the rows in the parts of a split
             for first_split in range(0, num_splits, AT_ONCE):
                 for offset in tl.static_range(AT_ONCE):  # several parts are under way at a time
                     in_part = token < tl.where(first_split + offset < num_splits, num, 0)
@@ -448,8 +448,8 @@ def attend_prefill(
 ) -> torch.Tensor:  # fmt: skip
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
-    `num_splits` is how many splits there is room for, per tile of the list: 1 for none, None for as many as
-    fill the machine with splits that are worth it.
+    `num_splits` is the room for splits, per tile of the list: 1 for none, None for as many as fill the
+    machine with splits that are worth it.
 
     With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
     knows no block tables, so keys and values are copied together first, which costs as much as reading them.
@@ -531,10 +531,10 @@ def prefill_config(
 def _max_items(
     chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None, split_len: int
 ) -> int:
-    """How many (tile, split) the list may become; 0 where no tile can be split or it would not help.
+    """The most (tile, split) items the list may become; 0 where no tile can be split or it would not help.
 
-    A list that was padded for a graph is longer than its chunks need, so more of it may pass: how many tiles
-    there are is seen on the device.
+    A list that was padded for a graph is longer than its chunks need, so more of it may pass: only the device
+    sees how many tiles there are.
     """
     num_tiles = chunks.tiles_W4.shape[0]
     if num_tiles > _MAX_TILES or num_splits == 1:
@@ -549,7 +549,7 @@ def _max_items(
 
 
 def _new_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Scratch memory for the sums, maxima and denominators of parts with so many rows in all."""
+    """Scratch memory for the sums, maxima and denominators of parts with `num_rows` rows in all."""
     sums = torch.empty((num_rows, head_dim), dtype=torch.float32, device=device)
     return sums, *torch.empty((2, num_rows), dtype=torch.float32, device=device).unbind()
 

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 LOG2E = math.log2(math.e)  # kernels compute softmax with powers of two
 
 
-_QUERIES_AT_ONCE = 128  # of products that PyTorch keeps whole
+_QUERIES_AT_ONCE = 128  # queries per product, since PyTorch keeps products whole
 
 
 def attend_naive(
@@ -149,6 +149,6 @@ def attend_sdpa(
 def _may_see(num_queries: int, num_positions: int, window: int | None, device: torch.device) -> torch.Tensor:
     """[Q, K], true where the query may look: at itself and back, as far as the window reaches."""
     everything = torch.ones(num_queries, num_positions, dtype=torch.bool, device=device)
-    last_seen = num_positions - num_queries  # by the first query
+    last_seen = num_positions - num_queries  # position that the first query sees last
     mask_QK = everything.tril(last_seen)
     return mask_QK if window is None else mask_QK.triu(last_seen - window + 1)

@@ -1,7 +1,7 @@
-"""What some families do to scores beside scaling them, for the Triton kernels of this folder.
+"""Soft caps and sinks, which some families add to the scaling of scores, for this folder's Triton kernels.
 
     soft cap    s becomes c tanh(s / c)                                  Gemma 2
-    sink        one more score of each head, to which no value belongs   gpt-oss
+    sink        one more score of each head, which has no value          gpt-oss
 
 Kernels compute softmax with powers of two, so scores and caps are multiplied with log2(e) here. A sink takes
 part in one sum alone, the denominator: it is added where a result is divided by it, by the program that
@@ -31,6 +31,6 @@ def cap_scores(scores, CAP: tl.constexpr):
 
 @jit
 def sink_weights(sinks_ptr, heads, exists, maximum):
-    """What the sinks of some heads add to their denominators, which stand for 2^maximum."""
+    """The terms that the sinks of some heads add to their denominators, relative to 2^maximum."""
     sink = tl.load(sinks_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32) * 1.4426950408889634
     return tl.exp2(tl.minimum(sink - tl.where(maximum == float("-inf"), 0.0, maximum), 126.0))

@@ -17,6 +17,6 @@ product for weights in groups of small integers. Both are mended by about a thou
     operations.py        one Python function per operation: checks, arguments, launch
     program.py           records a model's operations once and runs them all with one call
 
-Without a compiler nothing of this exists and everything runs on PyTorch, only slower: callers ask
+Without a compiler none of this exists and everything runs on PyTorch, only slower: callers ask
 `kernels/runtime/dispatch.py`, as they do for Triton.
 """

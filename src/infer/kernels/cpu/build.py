@@ -3,7 +3,7 @@
     ~/.cache/infer/kernels/<key>.so        key: hash of sources, flags, compiler and processor
 
 A different source, compiler or processor has a different key, so nothing is ever stale and a cache
-that several machines share is safe. The compiler writes beside the final name and the result is
+that several machines share is safe. The compiler writes next to the final name and the result is
 renamed into place: two processes that start together both compile, and either result is whole.
 
 `cc` is whatever the system calls its C compiler. A build takes a few seconds, once.
@@ -59,7 +59,7 @@ def compiler_version(compiler: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: XDG_CACHE_HOME (or ~/.cache), then infer/kernels."""
+    """The folder of compiled libraries: XDG_CACHE_HOME (or ~/.cache), then infer/kernels."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"

@@ -31,12 +31,12 @@ def region_bytes(size: int) -> int:
 
 
 def address_of(memory: mmap.mmap, offset: int = 0) -> int:
-    """Where mapped memory lies in this process."""
+    """The address of mapped memory in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 
 class SharedCommunicator:
-    """One rank, by memory that all ranks have mapped."""
+    """One rank that talks to the others through memory that all ranks have mapped."""
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
         assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
@@ -53,7 +53,7 @@ class SharedCommunicator:
         return bool(self._library.word_get(self._region))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks give, in the memory of `x` where that can be."""
+        """The sum of the tensors of all ranks, in the memory of `x` where possible."""
         shares = x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
         M = shares.shape[0] if shares.dim() > 1 else 1
         fields = M, shares.data_ptr(), 0, shares.numel() // max(M, 1), 0, 0, 0

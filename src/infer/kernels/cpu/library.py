@@ -79,7 +79,7 @@ class Library:
         self.set_threads(torch.get_num_threads())
 
     def set_threads(self, num_threads: int) -> None:
-        """Compute with so many threads from now on."""
+        """Compute with `num_threads` threads from now on."""
         self.num_threads = int(self._c.infer_set_threads(max(1, num_threads)))
 
     def linear_scratch(self, num_rows: int, size: int, digits: int) -> int:

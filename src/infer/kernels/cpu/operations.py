@@ -18,17 +18,17 @@ from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
 from infer.kernels.elementwise.kv_codes import KVScales
 
 GROUP = 32  # weights that share a scale
-SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a minimum (csrc/linear.h)
+SCALE_BYTES = {8: 2, 4: 4}  # code bits -> bytes per group: a scale, or a scale and a minimum (csrc/linear.h)
 TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 256  # channels of a head that attention.c has room for
-EXACT_DIGITS, FAST_DIGITS = 2, 1  # of 8 bits, that an activation is rounded to (csrc/linear.h)
-MAX_LIKELY = 4096  # ids of a row that may be drawn, for which sampling.c has room
-ITEM_TOKENS = 16  # of a prompt that attend together
-SEGMENT = 512  # positions that attention.c sums up before it joins them with those before
+EXACT_DIGITS, FAST_DIGITS = 2, 1  # 8-bit digits that an activation is rounded to (csrc/linear.h)
+MAX_LIKELY = 4096  # ids of a row that may be drawn: sampling.c has no room for more
+ITEM_TOKENS = 16  # tokens of a prompt that attend together
+SEGMENT = 512  # positions that attention.c sums up before it joins them with earlier ones
 
-_CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level cache
-_CHUNKS_PER_THREAD = 4  # of a matrix at least: more of them are more even
-_CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
+_CHUNK_BYTES = 1 << 17  # bytes of weights in one chunk: half of a small second-level cache
+_CHUNKS_PER_THREAD = 4  # chunks of a matrix, at least: more of them balance better
+_CHUNK_NUMBERS = 1 << 13  # numbers in one chunk of elementwise work
 
 # The arguments of the operations in csrc, each in the order of its struct there, which has the names.
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
@@ -304,7 +304,7 @@ def parts_shape(num_parts: int, N: int, G: int, H: int) -> tuple[int, int]:
 
 
 def can_split(N: int, G: int, H: int) -> bool:
-    """Whether attention.c takes the query heads of a kv head at once, as items of single segments need it."""
+    """True if attention.c can take all query heads of a kv head at once, as items of one segment require."""
     return N // G * (-(-H // 16) * 16) <= 8192
 
 
@@ -318,7 +318,7 @@ def likely(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: they are too many.
 
-    Ids are in order; behind those of a row come ids with a logit of -inf.
+    Ids are in order; those of a row are followed by ids with a logit of -inf.
     """
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:

@@ -27,7 +27,7 @@ from infer.kernels.delta.reference import NORM_EPS, DeltaRule, StateCache
 from infer.kernels.runtime.dispatch import is_amd, jit, next_power_of_two, tl
 from infer.kernels.runtime.launch import launch_triton
 
-TILE_TOKENS, TILE_CHANNELS = 16, 128  # of a program of `mix`
+TILE_TOKENS, TILE_CHANNELS = 16, 128  # tile of a program of `mix`
 COLUMNS = 32  # values of a program of `recur`
 MIN_DOT = 16  # the smallest side of a product of matrices
 
@@ -182,7 +182,7 @@ def recur_runs(
     qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor, mixed_TC: torch.Tensor,
     out_TVH: torch.Tensor, *, are_tokens: bool,
 ) -> None:  # fmt: skip
-    """Let the states of some runs go through their tokens, and write what these see; no two of one row.
+    """Let the states of some runs, each of another row, go through their tokens, and write what these see.
 
     `are_tokens`: each run is one token at most. `mixed_TC` is memory for the mixed inputs.
     """

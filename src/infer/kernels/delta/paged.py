@@ -2,8 +2,8 @@
 
     tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
 
-Rows that decode are known to the device alone, chunks to the host as well (kernels/attention/prefill.py). The
-specification is in reference.py.
+Only the device knows the rows that decode; the host knows the chunks as well (kernels/attention/prefill.py).
+The specification is in reference.py.
 
 Shapes:  T tokens, S rows that decode, R rows of tables, B blocks of each, C channels of q, k and v, V heads.
 """
@@ -58,7 +58,7 @@ def _spans(
     decoding: tuple[torch.Tensor, torch.Tensor],
     chunks: PrefillChunks | None,
 ) -> Iterator[StateSpan]:
-    """What the reference computes, one after the other."""
+    """Yield the spans that the reference computes, one after the other."""
 
     def span(tokens: slice | torch.Tensor, rows_S: torch.Tensor, starts_S: torch.Tensor) -> StateSpan:
         reads_S = tables_RB[rows_S, (starts_S - 1).clamp(min=0) // block_size].long()

@@ -16,7 +16,7 @@ are the solution of one triangular system, and S is read and written once.
 
 A block of the cache holds the state after the tokens of that block, as many as there are so far
 (cache/layout.py). So a run of tokens within one block reads the state from the block of the token before it,
-which is the same block or the one in front, and writes to its own. A block that is full is never written
+which is the same block or the one before it, and writes to its own. A block that is full is never written
 again: its state is that of a prefix, for whoever begins with the same tokens.
 
 Shapes:  S rows, T tokens of each, C channels of q, k and v, W taps, V value heads, K key size, H value size,
@@ -36,12 +36,12 @@ NORM_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 class DeltaRule(NamedTuple):
-    """The weights of one layer beside its projections, and its sizes."""
+    """The weights of one layer, apart from its projections, and its sizes."""
 
     conv_CW: torch.Tensor
     decay_V: torch.Tensor  # logarithm of how fast each head forgets; float32
     dt_bias_V: torch.Tensor  # float32
-    num_key_heads: int  # each serves as many value heads as follow each other
+    num_key_heads: int  # each serves an equal run of consecutive value heads
     key_dim: int
     value_dim: int
 
@@ -70,7 +70,7 @@ class StateCache(NamedTuple):
 class StateSpan(NamedTuple):
     """Tokens that go from one state to the next, the same number of each of some rows."""
 
-    tokens: slice | torch.Tensor  # places of the first row's tokens; of one token each, of all rows'
+    tokens: slice | torch.Tensor  # places of the first row's tokens; with one token per row, of all rows'
     reads_S: torch.Tensor  # block with the state before the first token, -1: there is none
     writes_S: torch.Tensor  # block that gets the state after the last
 

@@ -13,8 +13,8 @@ The specification is one line of PyTorch. But the planes of a cache of many GiB 
 can say, and PyTorch then cuts the copy until they suffice, down to a launch for each plane: 56 launches for a
 model of 28 layers, where the bytes, two or three MiB, take a few microseconds. The kernel is one launch with
 64-bit offsets. The elements of a block are known when it is compiled, so the compiler sees that every piece
-begins at a multiple of 16 bytes and loads that many at a time; which blocks are meant is an
-argument, for a version more would be a compilation in the middle of a request.
+begins at a multiple of 16 bytes and loads that many at a time; the block numbers are
+arguments, since one more version would mean a compilation in the middle of a request.
 
 Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
 """
@@ -28,7 +28,7 @@ import torch
 from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
+PIECE_BYTES = 8192  # bytes that one program copies: four loads of 16 bytes for each of its 128 threads
 
 
 def copy_block_reference(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:

@@ -6,7 +6,7 @@
     gelu_tanh   x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))           Gemma, GPT-2 (ungated)
     gelu        x/2 * (1 + erf(x / sqrt(2)))
 
-and one gate that is no product of act(gate) and up:
+and one gate that is not a product of act(gate) and up:
 
     clamped     (up + 1) * gate * sigmoid(1.702 gate)        gpt-oss; gate <= 7, -7 <= up <= 7
 

@@ -18,8 +18,8 @@ Memory-bound: reads X elements per token and writes as many. A program takes a f
 an element of the first half and its partner in the rotation stand in the same place of two tiles, so that
 weights and angles are read once for both.
 
-Of few tokens, weights, positions and angles are read before the projection has ended (`dispatch.py` has the
-rules): positions must be older than that. Of many, the registers they would occupy cost more than they gain.
+With few tokens, weights, positions and angles are read before the projection has ended (`dispatch.py` has the
+rules): positions must be older than that. With many, the registers this takes cost more than it gains.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size, R = H / 2, X = (N + 2 G) H, P positions in the
 tables or slots in the cache.
@@ -38,25 +38,25 @@ from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_tw
 from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.runtime.profiles import device_profile
 
-_BLOCK_HEADS = 8  # of a program
+_BLOCK_HEADS = 8  # heads per program
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
-NormWeights = tuple[torch.Tensor, torch.Tensor]  # of the queries and of the keys, [H] each
+NormWeights = tuple[torch.Tensor, torch.Tensor]  # gains of the queries and of the keys, [H] each
 
 
 class CacheSlots(NamedTuple):
-    """Where the keys and values of a step's tokens go, in one layer."""
+    """The place in one layer's cache for the keys and values of a step's tokens."""
 
     keys_PGH: torch.Tensor
     values_PGH: torch.Tensor
     slots_T: torch.Tensor  # -1: a padding token, written nowhere
     keeps: bool = False  # attention wants the keys and values as well
-    scales: KVScales | None = None  # of codes: keys and values are kept in 8 bits (kv_codes.py)
-    fixed: torch.Tensor | None = None  # float32 [2, G]: the scales of keys and values that all tokens have
+    scales: KVScales | None = None  # scales of the codes, if keys and values have 8 bits (kv_codes.py)
+    fixed: torch.Tensor | None = None  # float32 [2, G]: the scales of keys and values that all tokens share
 
 
 class HeadTransform(NamedTuple):
-    """What a layer does to the heads of its projection, the same for every token of every step."""
+    """The norm and rotation of the heads of a layer, the same for every token of every step."""
 
     norm_weights: NormWeights | None
     cos_PR: torch.Tensor
@@ -152,7 +152,7 @@ def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> 
 
 
 def _code_options(cache: CacheSlots | None) -> dict[str, Any]:
-    """What a kernel is compiled for that writes to this cache."""
+    """The compile-time options of a kernel that writes to this cache."""
     scales = None if cache is None else cache.scales
     if cache is None or scales is None:
         return {"CODE_BLOCK": 0, "FP8": False, "FIXED": False}
@@ -180,12 +180,12 @@ def scaled(x, inv_rms, gain, dtype: tl.constexpr):
 def _angles_and_gains(
     cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """What the two halves of a head are turned and scaled with: all that is older than the projection."""
+    """The angles and gains of the two halves of a head: everything that is older than the projection."""
     in_half = r < R
     angle = tl.load(positions_ptr + token).to(tl.int64) * R + r
     cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + angle, mask=in_half, other=0.0)[None, :]
-    first_gain, second_gain = cos, sin  # not looked at
+    first_gain, second_gain = cos, sin  # not read
     if HAS_NORM:
         first_gain = tl.load(weight_ptr + r, mask=in_half, other=0.0).to(tl.float32)[None, :] + offset
         second_gain = tl.load(weight_ptr + R + r, mask=in_half, other=0.0).to(tl.float32)[None, :] + offset
@@ -230,7 +230,7 @@ def _norm_rope_write_kernel(
     is_q = tl.program_id(1) < num_q
     is_v = tl.program_id(1) >= num_q + num_k
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    heads -= tl.where(is_q, 0, tl.where(is_v, num_q + num_k, num_q)) * BLOCK_HEADS  # among its kind
+    heads -= tl.where(is_q, 0, tl.where(is_v, num_q + num_k, num_q)) * BLOCK_HEADS  # counted within its kind
     first_of_kind = tl.where(is_q, 0, tl.where(is_v, N + G, N))
     in_half = (heads < tl.where(is_q, N, G))[:, None] & (r < R)[None, :]
     weight_ptr = q_weight_ptr
@@ -306,7 +306,7 @@ def norm_rope_write(
     transform.check(qkv_TX, H)
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    # without a cache these are not looked at, like the weights of no norm
+    # placeholders: without a cache, or without a norm, they are not read
     keys, values, slots_T, keeps, scales, fixed = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):

@@ -10,7 +10,7 @@ score with the key's scale, and a position's weight with the value's scale befor
 element is ever multiplied by a scale. Every code is exact in float16 and bfloat16.
 
 A checkpoint that was calibrated has one scale for a layer, or for each of its heads. It takes the place of
-computed ones (`fixed`), and what is beyond 448 of it is cut off. Readers do not notice.
+computed ones (`fixed`), and elements beyond 448 times it are cut off. Readers do not notice.
 
 Codes lie where keys and values of the model's own type would, [P, G, H]. The scales of one head and block lie
 side by side, [blocks, G, block_size], for a kernel reads those of one head at a time.
@@ -73,7 +73,7 @@ def read_slots(
     if scales is None:
         return kept_PGH[slots]
     block_size = scales.shape[2]
-    numbers = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype).to(dtype)  # which holds every code
+    numbers = kept_PGH.view(torch.uint8)[slots].view(kept_PGH.dtype).to(dtype)  # `dtype` holds every code
     by_head = scales[slots // block_size, :, slots % block_size].unbind(-1)
     for head, scale in zip(numbers.unbind(-2), by_head, strict=True):  # a CPU multiplies copies in float32
         head.mul_(scale[..., None])
@@ -93,7 +93,7 @@ def read_both(
 def scale_of(x, FP8: tl.constexpr):
     """The scales of some heads [rows, H], and their inverses."""
     top: tl.constexpr = 448.0 if FP8 else 127.0
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, NaN is the largest
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is the largest of these integers
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     largest = tl.where(largest < 1e-30, 0.0, largest)  # SMALLEST
     return largest * (1 / top), top / tl.where(largest == 0.0, 1.0, largest)
@@ -101,7 +101,7 @@ def scale_of(x, FP8: tl.constexpr):
 
 @jit
 def fixed_scale(x, fixed_ptr, heads, G):
-    """The scales that a checkpoint has fixed for some heads, NaN where an element is not finite; inverses."""
+    """The scales that a checkpoint fixed for some heads, NaN where an element is not finite; and inverses."""
     fixed = tl.load(fixed_ptr + heads, mask=heads < G, other=1.0)
     largest, _ = scale_of(x, True)
     return fixed + largest * 0.0, 1.0 / fixed
@@ -114,7 +114,7 @@ def encode(x, inverse, FP8: tl.constexpr):
     if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
         scaled = tl.where(
             scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled)
-        )  # of a fixed scale
+        )  # a fixed scale may be too small
         power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
         codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)
@@ -132,7 +132,7 @@ def encode_rows(x, FP8: tl.constexpr):
 
 @jit
 def weigh_codes(weights, v, v_scale, total, dtype: tl.constexpr):
-    """The sums `total` and, added to them, values [positions, H] with these weights [rows, positions]."""
+    """The sums `total` plus the values [positions, H], weighted by `weights` [rows, positions]."""
     if dtype == tl.float16:  # a small weight times a small scale is below its range
         largest = tl.max(v_scale, axis=0)
         relative = v_scale / tl.where(largest == 0.0, 1.0, largest)

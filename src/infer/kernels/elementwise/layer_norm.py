@@ -2,8 +2,8 @@
 
     r = x + residual;  y = (r - mean(r)) / sqrt(var(r) + eps) * weight + bias;  both are returned
 
-What GPT-2 has where later models have an RMS norm (rms_norm.py); the sum is rounded to the input type
-before it is normalised, fused or not. On a GPU it is PyTorch's own two kernels.
+GPT-2 has it where later models have an RMS norm (rms_norm.py). The sum is rounded to the input type
+before it is normalised, fused or not. On a GPU PyTorch's own two kernels compute it.
 
 Shapes:  T tokens, D hidden size.
 """

@@ -49,7 +49,7 @@ def add_rms_norm_reference(
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, residual_stride,
     y_token_stride, num_rows, N, D, eps, offset,
-    NUM_PARTS: tl.constexpr,  # of x, each of all rows, which are added to the residual; 0: there is none
+    NUM_PARTS: tl.constexpr,  # parts of x, each with all rows, added to the residual; 0: no residual
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
     PDL: tl.constexpr,

@@ -1,4 +1,4 @@
-"""What a decode step reads and advances, kept on the device so that a captured step feeds itself.
+"""The state that a decode step reads and advances, kept on the device so that a captured step feeds itself.
 
 Each running sequence has a *row* of state: its last token, the position of the token about to be
 computed, and its block table. A step names its rows; everything else it needs follows from them.
@@ -37,12 +37,12 @@ _HAS_USES, _FIELDS, _MAX_COUNT = field("has_uses"), constant(NUM_FIELDS), consta
 
 
 class StepInputs(NamedTuple):
-    """What the model needs to compute one token of each row."""
+    """The inputs that the model needs to compute one token of each row."""
 
     tokens_S: torch.Tensor  # int64
     positions_S: torch.Tensor  # int64
     slots_S: torch.Tensor  # int64: where the token's key and value go; -1: nowhere
-    lens_S: torch.Tensor  # int32: how many positions it attends to, its own included
+    lens_S: torch.Tensor  # int32: the number of positions it attends to, its own included
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str) -> StepInputs:

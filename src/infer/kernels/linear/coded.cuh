@@ -1,6 +1,6 @@
-/* The pieces of linear/wgmma.cu for weights of 8 or 4 bits: what it copies and reads, and products with W from registers. */
+/* The pieces of linear/wgmma.cu for weights of 8 or 4 bits: copies, reads, and products with W from registers. */
 
-// An address that the compiler keeps instead of finding it again.
+// An address that the compiler keeps instead of computing it again.
 __device__ __forceinline__ u32 held(u32 address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -46,22 +46,22 @@ __device__ __forceinline__ float load_scale(const float* at) {
     return value;
 }
 
-__device__ __forceinline__ float load_float(const float* at) {  // not .nc: the kernel before wrote it
+__device__ __forceinline__ float load_float(const float* at) {  // not .nc: the previous kernel wrote it
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
     return value;
 }
 
-constexpr u64 READ_TWICE = 0x1000000000000000;  // neither first nor last out of L2
+constexpr u64 READ_TWICE = 0x1000000000000000;  // evicted from L2 neither first nor last
 
-// As many bytes as lie together, a multiple of 16.
+// Copy contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int num_bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(shared_address(to)), "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(MANY ? READ_TWICE : READ_ONCE)
                  : "memory");
 }
 
-// All tokens of several boxes of columns, one after the other.
+// Copy all tokens of several boxes of columns, one box after the other.
 __device__ __forceinline__ void copy_boxes(char* to, const TensorMap& map, int first_token, int first_box, u64* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"

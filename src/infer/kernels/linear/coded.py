@@ -8,18 +8,18 @@
 One scale, zero and minimum for each `group` neighbours of a row, or for the whole row.
 
 The matrix unit takes W from registers, 16 rows by 16 columns at a time: with g = lane / 4, t = lane % 4 a
-lane holds the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g and g+8. All that a lane needs of 64 columns lies
+lane holds the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g and g+8. All that a lane needs from 64 columns lies
 together, so that it is read in pieces of 16 bytes, without bank conflicts, and unpacked in pairs:
 
     cells     [N / 32 bands][K / 128]: the codes of 32 rows and 128 columns, then their scales and minima,
               [groups][32 rows] each, in float32; all that a kernel multiplies next comes in one copy
-    codes     [2 times 64 columns][2 blocks of 16 rows] and of a block, from the slowest to the fastest:
+    codes     [2 times 64 columns][2 blocks of 16 rows] and in a block, from the slowest to the fastest:
       8 bits  half of the columns, g, t, 16 columns, column + 8, column + 1, row + 8          1,024 bytes
       4 bits  g, t, 16 columns, column + 1, column + 8; row g in the low nibble, g + 8 above   512 bytes
     scales    where a row has one, [N / 32][32 rows]; where 128 rows share theirs, [N / 32][groups]
 
-Of two fp8 codes that share 16 bits, sign and rest of the first lie where bfloat16 has them: one instruction
-takes them out. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
+Two fp8 codes share 16 bits, and sign and rest of the first lie where bfloat16 has them: one instruction
+extracts them. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
 likes. Rows are padded to whole bands, columns to 128, with zeros.
 
 The zero of a 4-bit group is kept in the last four bits of its scale, which therefore has 20 bits: those of
@@ -44,7 +44,7 @@ _ZERO_BITS = 15  # the bits of a scale that hold the zero
 
 
 class CodedForm(NamedTuple):
-    """How the weights of a matrix are written."""
+    """The number format of the weights of a matrix."""
 
     codes: str  # fp8, int8, int4 or mxfp4
     group: int = 0  # columns that share a scale; 0: all
@@ -53,28 +53,28 @@ class CodedForm(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """How many bits a code has."""
+        """Bits per code."""
         return 4 if self.codes in FOUR_BITS else 8
 
     @property
     def spans(self) -> int:
-        """Groups of a row that a cell has scales of; 0: they are kept elsewhere."""
+        """Groups of a row whose scales a cell holds; 0: scales are kept elsewhere."""
         if not self.group or self.scale_rows > 1:
             return 0
         return max(1, CELL_COLUMNS // self.group)
 
     @property
     def code_bytes(self) -> int:
-        """How many bytes the codes of a cell take."""
+        """Bytes of the codes of a cell."""
         return BAND * CELL_COLUMNS * self.bits // 8
 
     @property
     def cell_bytes(self) -> int:
-        """How many bytes a cell takes, codes and scales together."""
+        """Bytes of a cell, codes and scales together."""
         return self.code_bytes + self.spans * BAND * 4 * (1 + self.has_minima)
 
     def check(self) -> None:
-        """Refuse what has no layout."""
+        """Raise ValueError if this form has no layout."""
         codes, group, has_minima, scale_rows = self
         if codes not in FORMS or scale_rows not in (1, 128):
             raise ValueError(f"codes must be one of {FORMS} and scale_rows 1 or 128, got {self}")
@@ -125,7 +125,7 @@ class CodedWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, as of the matrix that it stands for."""
+        """Rows and columns of the matrix that it stands for."""
         return self.num_rows, self.size
 
     def __len__(self) -> int:
@@ -137,11 +137,11 @@ class CodedWeights:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is kept, by name."""
+        """The tensors that are kept, by name."""
         return {"cells": self.cells, "scales": self.scales, "minima": self.minima}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
-        """The matrix in other memory; that of all experts, if it has one more axis in front."""
+        """The matrix in other memory; the matrices of all experts, if tensors have one more axis in front."""
         return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
 
     def fill(
@@ -229,7 +229,7 @@ class CodedWeights:
         return numbers[: self.num_rows]
 
     def _by_element(self, which: int) -> torch.Tensor:
-        """What each element's group has, [rows of all bands, K]; one column where a row has one group."""
+        """The scale or minimum of each element, [rows of all bands, K]; [.., 1] if a row has one group."""
         form = self.form
         if not form.spans:
             parts = self.minima if which else self.scales

@@ -43,8 +43,8 @@ from infer.kernels.runtime.profiles import device_profile
 
 _CODE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
-_INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # that are as fast as those for FP8: from, and before
-INT8_TOKENS = 2048  # at a time: their sums have 32 bits each
+_INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # int8 units as fast as those for FP8: from, and before
+INT8_TOKENS = 2048  # tokens multiplied at a time: their sums have 32 bits each
 
 
 def coded_linear_reference(
@@ -58,7 +58,7 @@ def coded_linear_reference(
 def plan_of(
     x_MX: torch.Tensor, w: CodedWeights, *, gated: bool, compiled: CompiledLinears | None
 ) -> PdlConfig | WgmmaConfig | None:
-    """How the kernel in CUDA C++ is cut for as many tokens as `x_MX` has; None: another one multiplies."""
+    """The cut of the CUDA C++ kernel for as many tokens as `x_MX` has; None: another kernel multiplies."""
     if compiled is None or x_MX.dim() != 2:
         return None
     N = w.num_rows // 2 if gated else w.num_rows
@@ -98,7 +98,7 @@ def coded_linear(
 
 
 def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """W as plain rows, [N, K]; in the type of its codes, these alone."""
+    """W as plain rows, [N, K]; if `dtype` is the type of its codes, the codes alone."""
     raw = dtype is _CODE_TYPES.get(w.form.codes)
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     launch_triton(
@@ -130,7 +130,7 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def stored_parts(w: CodedWeights) -> tuple[torch.Tensor, ...]:
-    """What a kernel reads: cells as bytes and as floats, scales and minima outside of them."""
+    """The tensors that a kernel reads: cells as bytes and as floats, scales and minima outside of them."""
     return w.cells, w.cells.view(torch.float32), w.scales, w.minima
 
 
@@ -171,7 +171,7 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
 
 
 def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
-    """Whether the library multiplies these codes as they are: a scale for a row, or (Hopper) 128x128."""
+    """True if the library multiplies these codes as they are: one scale per row, or (Hopper) per 128x128."""
     (codes, group, _, scale_rows), capability = w.form, nvidia_capability(x_MK.device)
     if codes != "fp8" or x_MK.dtype is not torch.bfloat16:
         return False
@@ -182,7 +182,7 @@ def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
 
 
 def _has_int8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
-    """Whether the library multiplies these integers as they are, and fast."""
+    """Return True if the library multiplies these integers as they are, and fast."""
     has_units = _INT8_UNITS <= nvidia_capability(x_MK.device) < _NO_INT8_UNITS
     is_even = not (w.num_rows % 16 or w.size % 16)
     return has_units and is_even and w.form == CodedForm("int8") and x_MK.element_size() == 2
@@ -191,7 +191,7 @@ def _has_int8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
 def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens in FP8, a scale for each 128 columns of one, [M, K / 128]; M is padded to a multiple of 16."""
     (M, K), device = x_MK.shape, x_MK.device
-    padded = -(-M // 16) * 16  # without which the library refuses
+    padded = -(-M // 16) * 16  # the library refuses other numbers of rows
     codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
     scales_GM = torch.empty((K // 128, padded), dtype=torch.float32, device=device)
     launch_triton(
@@ -208,7 +208,7 @@ def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
     if w.form.group:
         codes_MK, scales_a = quantize_blocks(x_MK)
-        scales_b = w.scales[::4].contiguous().t()  # of 128 rows; bands have 32
+        scales_b = w.scales[::4].contiguous().t()  # scales of 128 rows; bands have 32
     else:
         codes_MK, scales_a = quantize_rows(x_MK)
         scales_b = w.scales.view(1, -1)[:, : w.num_rows]
@@ -220,7 +220,7 @@ def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
 
 
 def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The product of tokens rounded to 8 bits; more than 16 of them, which the library wants."""
+    """The product of tokens rounded to 8 bits; the library wants more than 16 of them."""
     N, weight = w.num_rows, expand(w, torch.int8)
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
     count = -(-len(x_MK) // INT8_TOKENS)

@@ -21,12 +21,12 @@ from infer.kernels.runtime.launch import launch_triton
 
 @jit
 def _number(byte, FORM: tl.constexpr):
-    """What a code of 8 bits stands for; fp8 has the exponent of float16 less 8."""
+    """The number that a code stands for; fp8 has the exponent of float16 less 8."""
     if FORM == "fp8":
         wide = byte.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif FORM == "mxfp4":  # and e2m1 that less 14
+    elif FORM == "mxfp4":  # e2m1 has it less 14
         wide = byte.to(tl.uint16)
         half = ((wide & 8) << 12) | ((wide & 7) << 9)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -227,7 +227,7 @@ def quantize_rows_kernel(
     if TOP == 127:
         number = tl.where(x == x, (number + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: to an integer
     code = number.to(codes_ptr.dtype.element_ty)
-    if AS_CELLS:  # of 16 columns, 8 apart and t change places
+    if AS_CELLS:  # the axes `column + 8` and t change places in each 16 columns
         axes = tl.reshape(code.to(tl.uint8, bitcast=True), (BLOCK // 16, 2, 4, 2))
         in_order = tl.reshape(tl.permute(axes, (0, 2, 1, 3)), (BLOCK,))
         code = in_order.to(codes_ptr.dtype.element_ty, bitcast=True)

@@ -6,18 +6,18 @@
        int4   128 + q is 0x4300 | q: one instruction for two, and 128 + zero is subtracted
        int8   128 + the lower seven bits, less 128, or 256 where the sign is set: 0x4300 | the sign bit
        fp8    sign, exponent and significand of the first code of two lie in their places, those of the second are
-              moved there; 2^120 is what the exponents differ by */
+              moved there; the exponents differ by 2^120 */
 
 enum Weights { AS_TOKENS, FP8, INT8, INT4 };
 constexpr int BITS = WEIGHTS == INT4 ? 4 : 8;
 constexpr int BAND_ROWS = 32, CELL = 128;                         // rows of a band, columns of a cell
-constexpr int BLOCK_BYTES = 16 * 64 * BITS / 8, PIECES = BITS / 4;  // of 16 rows and 64 columns, for each lane
-constexpr bool HAS_SCALES = GROUP && SCALE_ROWS == 1;             // in its cells
+constexpr int BLOCK_BYTES = 16 * 64 * BITS / 8, PIECES = BITS / 4;  // 16 x 64 weights; pieces for each lane
+constexpr bool HAS_SCALES = GROUP && SCALE_ROWS == 1;             // scales are in the cells
 constexpr int SCALE_BYTES = HAS_SCALES ? (GROUP < CELL ? CELL / GROUP : 1) * BAND_ROWS * 4 : 0;
 constexpr int CODE_BYTES = BAND_ROWS * CELL * BITS / 8, CELL_BYTES = CODE_BYTES + SCALE_BYTES * (1 + MINIMA);
 
 struct Pairs {
-    u32 r[4];  // of 16 columns: rows g and g + 8 of columns 2t and 2t + 1, then of 2t + 8 and 2t + 9
+    u32 r[4];  // 16 columns: rows g and g + 8 of columns 2t and 2t + 1, then of 2t + 8 and 2t + 9
 };
 
 constexpr u32 LOW_NIBBLES = 0x000f000f, OF_128 = 0x43004300, OF_ONE = 0x3f803f80, OF_2_POW_120 = 0x7b807b80;
@@ -36,7 +36,7 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
     return product;
 }
 
-__device__ __forceinline__ u32 and_or(u32 codes, u32 mask, u32 bits) {  // in one instruction
+__device__ __forceinline__ u32 and_or(u32 codes, u32 mask, u32 bits) {  // one instruction
     asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(codes) : "r"(mask), "r"(bits));
     return codes;
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u
     return pairs;
 }
 
-// As `pairs_of`, scaled and rounded as a dense matrix has them: codes (of 4 bits, 128 + q) * scale + shift, in float32.
+// As `pairs_of`, but scaled and rounded as in a dense matrix: codes (of 4 bits, 128 + q) * scale + shift, in float32.
 __device__ __forceinline__ Pairs rounded_pairs(const Piece* pieces, int step, const float* scale, const float* shift) {
     Pairs pairs;
 #pragma unroll

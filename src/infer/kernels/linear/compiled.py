@@ -1,10 +1,10 @@
 """The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
 
-These kernels load weights before the kernel before them has finished (PDL). One of Triton's between two of
-them hides nothing and is slower than either kind alone. So each of the first three is loaded for all the
-matrices that projections ask for (`want`), or for none: where one of them is not for it, or there is no
-compiler, all of them stay Triton's. With coded weights Triton is several times slower: each matrix that has a
-cut has its kernel, whatever the others have.
+These kernels load weights while the previous kernel still runs (PDL). A Triton kernel between two of them
+hides nothing, and the mix is slower than either kind alone. So each of the first three is loaded for all the
+matrices that projections ask for (`want`), or for none: if one matrix does not fit it, or there is no
+compiler, all of them stay with Triton. With coded weights Triton is several times slower: each matrix that
+has a cut gets its kernel, whatever the others have.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
@@ -15,8 +15,8 @@ cut has its kernel, whatever the others have.
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
-    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps are
-                                        gone through whose other kernels are to be compiled (compile_ahead.py)
+    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps
+                                        are gone through to compile their other kernels (compile_ahead.py)
     linears.load()                      before the first step that runs
 """
 
@@ -46,7 +46,7 @@ class CompiledKernel(Protocol):
     num_ready: int  # counts what can be launched, or is expected to be
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        """All variants to compile; until `load`, the kernels are expected to be ready."""
         ...
 
     def load(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class CompiledKernel(Protocol):
 
 
 class CompiledLinears:
-    """Which products of one model run in CUDA C++, and how their matrices are cut."""
+    """The products of one model that run in CUDA C++, and how their matrices are cut."""
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.device, self._enabled = device, enabled and is_for(device)
@@ -86,11 +86,11 @@ class CompiledLinears:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a matrix of a layer to compile for."""
+        """True if a layer has a matrix to compile for."""
         return bool(self._layers or self._coded or self._others)
 
     def compiler(self) -> Callable[[], None]:
-        """What compiles all that `load` will load, to be called in a thread: it touches no GPU."""
+        """A function to call in a thread: compiles all that `load` will load, and touches no GPU."""
         wanted = [variant for kernel, matrices in self._uses() for variant in kernel.expect(matrices)]
         wanted += [variant for kernel in self._others for variant in kernel.variants()]
 
@@ -116,14 +116,14 @@ class CompiledLinears:
 
     @property
     def num_ready(self) -> tuple[int, ...]:
-        """How many kinds of products each kernel is compiled for, or expected to be."""
+        """The number of kinds of products that each kernel is compiled for, or expected to be."""
         return (
             *(len(kernel.ready) for kernel in self._kernels),
             *(other.num_ready for other in self._others),
         )
 
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
-        """The kernels, and the matrices that each is for."""
+        """The kernels and their matrices."""
         layers, coded = list(self._layers), list(self._coded)
         heads = [head for head in self._heads if self.wgmma.choose(self.wgmma.tokens[-1], head) is not None]
         return [
@@ -137,7 +137,7 @@ class CompiledLinears:
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
     ) -> PdlConfig | WgmmaConfig | None:
-        """How a product is cut that runs in CUDA C++; None: it is Triton's or cuBLAS's."""
+        """The cut of a product that runs in CUDA C++; None: Triton or cuBLAS computes it."""
         for kernel in self._kernels:
             if config := kernel.find(x_MX, w, N, K, gated=gated):
                 return config

@@ -1,4 +1,4 @@
-"""What the linears in CUDA C++ share: how their variants are compiled, and what they take as arguments.
+"""Shared parts of the linears in CUDA C++: how variants are compiled, and which arguments they take.
 
 A variant is a source file with the constants of one cut, one bias, one prologue and one epilogue. All that a
 model's matrices can ask for is compiled, side by side, before its first step (compiled.py).
@@ -28,7 +28,7 @@ from infer.kernels.runtime.profiles import device_profile
 
 logger = logging.getLogger(__name__)
 
-ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear/linear.cuh counts them
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # the numbers that linear/linear.cuh gives them
 
 Defines = tuple[tuple[str, int], ...]
 Variant = tuple[Path, str, Defines]  # a source, the GPU, constants
@@ -36,7 +36,7 @@ Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, 
 Config = TypeVar("Config")
 
 _MAX_COMPILERS = 16
-_LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
+_LONG_SECONDS = 1.0  # compile time worth a log line; what was kept on disk takes less
 
 
 class Matrix(NamedTuple):
@@ -44,31 +44,31 @@ class Matrix(NamedTuple):
 
     N: int
     K: int
-    activation: str = ""  # of a gated one; N counts the gate's rows
+    activation: str = ""  # activation of a gated matrix; N then counts the gate's rows
     bias: bool = False
-    reads: bool = False  # a `ResidualSum`, in its prologue
-    writes: bool = False  # a `ResidualSum`, in its epilogue
-    form: CodedForm | None = None  # of coded weights
+    reads: bool = False  # it reads a `ResidualSum` in its prologue
+    writes: bool = False  # it writes a `ResidualSum` in its epilogue
+    form: CodedForm | None = None  # form of coded weights
 
 
 @dataclass(slots=True)
 class CudaLinear(Generic[Config]):
-    """One kernel for a range of tokens, and which matrices of one model it has been compiled for."""
+    """One kernel for a range of tokens, and the matrices of one model that it has been compiled for."""
 
     source: Path
     arch: str
     tokens: range
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
-    choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for so many tokens
-    defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # of a bucket, adding, reading parts
-    load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, with PDL
-    is_for_each: bool = False  # by itself: a matrix without a cut has another kernel, and the others this one
+    choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for that many tokens
+    defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # constants: bucket, adding, reading parts
+    load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # loaded for a device, with PDL
+    is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
     ready: dict[Shape, Config] = field(default_factory=dict)
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
     ) -> Config | None:
-        """How a matrix that was loaded is cut; None: this product is not for this kernel."""
+        """The cut of a matrix that was loaded; None: this product is not for this kernel."""
         M = x_MX.shape[0]
         if M not in self.tokens or not self.ready:
             return None
@@ -77,13 +77,13 @@ class CudaLinear(Generic[Config]):
         return config if config and are_pieces(x_MX, w) else None
 
     def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
-        """What is to be compiled for these matrices; until `load`, `find` answers as if it were."""
+        """The variants to compile for these matrices; until `load`, `find` answers as if they were ready."""
         chosen, variants = self._cut(matrices) or ({}, [])
         self.ready.update(chosen)
         return [(self.source, self.arch, defines) for defines in variants]
 
     def load(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
-        """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
+        """Compile and load all that these matrices can ask for; False if that fails (the log says why)."""
         cuts = self._cut(matrices)
         if cuts is None:
             return False
@@ -112,7 +112,7 @@ class CudaLinear(Generic[Config]):
         return True
 
     def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Defines]] | None:
-        """How these matrices are cut and the variants it takes, each once; None: not for this kernel."""
+        """The cuts of these matrices and the variants they need, each once; None: not for this kernel."""
         chosen: dict[Shape, Config] = {}
         variants: dict[Defines, None] = {}
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
@@ -135,7 +135,7 @@ class CudaLinear(Generic[Config]):
 
 
 def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
-    """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
+    """Return True if every row is bfloat16, without gaps, and starts at a multiple of 16 bytes."""
     stored = w.cells if isinstance(w, CodedWeights) else w
     return (
         x_MX.dtype is torch.bfloat16
@@ -146,7 +146,7 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
 
 
 def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defines:
-    """The constants of what a product has around it, as linear.cuh reads them."""
+    """The constants of a product's bias, gate, prologue and epilogue, as linear.cuh reads them."""
     return (
         ("BIAS", int(bias)),
         ("ACTIVATION", ACTIVATIONS[activation]),
@@ -155,7 +155,7 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
     )
 
 
-_WEIGHTS = ("", "fp8", "int8", "int4")  # as codes.cuh counts them
+_WEIGHTS = ("", "fp8", "int8", "int4")  # the numbers that codes.cuh gives them
 
 
 def form_defines(form: CodedForm | None) -> Defines:
@@ -178,10 +178,10 @@ def form_of(known: dict[str, int]) -> CodedForm | None:
 
 
 class OuterArguments(NamedTuple):
-    """What a kernel takes besides its operands and sizes."""
+    """The arguments of a kernel besides its operands and sizes."""
 
-    addresses: tuple[int, ...]  # of bias, y, residual, gain, sum and squares
-    residual_bytes: int  # from one row to the next
+    addresses: tuple[int, ...]  # addresses of bias, y, residual, gain, sum and squares
+    residual_bytes: int  # bytes from one row to the next
     num_parts: int
     offset: float
 
@@ -189,7 +189,7 @@ class OuterArguments(NamedTuple):
 def outer_arguments(
     x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
-    """Check that the kernels can read these tensors; an address stands in for what a product has not."""
+    """Check that the kernels can read these tensors; any address stands in for a missing tensor."""
     stored = w.cells if isinstance(w, CodedWeights) else w
     assert w.shape[1] == x_MK.shape[1] and stored.is_contiguous(), f"{w.shape} and {x_MK.shape}"
     assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)
@@ -208,18 +208,18 @@ def outer_arguments(
 
 
 def is_for(device: torch.device) -> bool:
-    """Whether this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
+    """Return True if this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
     num_sms = device_profile(device).linear.num_sms
     return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= num_sms
 
 
 def compile_variants(variants: Sequence[Variant]) -> None:
-    """Compile many side by side; BuildError where one cannot be."""
+    """Compile many variants in parallel; BuildError if one fails."""
     with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda variant: cubin(*variant), variants))
 
 
 @functools.cache
 def cubin(source: Path, arch: str, defines: Defines) -> bytes:
-    """What the compiler makes of a file with these constants."""
+    """The cubin of a file, compiled with these constants."""
     return build.make_cubin(source, arch, dict(defines))

@@ -7,8 +7,8 @@ is the price of speed and nearly always harmless; `deterministic` refuses to pay
 
     GPU     the one kernel for few tokens, with the way K is cut into pieces fixed by the matrix alone; for
             more than 128 a kernel of large tiles that adds the same pieces in the same order
-    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. That a row's place among
-            them does not matter is promised by no library: `places_are_alike` tries it out
+    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. No library promises
+            that a row's place among them does not matter: `places_are_alike` tries it out
 
 The two kernels of the GPU agree because a matrix instruction adds 16 products at a time to a sum, in the
 order of the columns and whatever the tile around it: a piece of K is one such sum, and the pieces are added
@@ -30,7 +30,7 @@ from infer.kernels.linear.triton_configs import MAX_SMALL_M, SkinnyConfig, bucke
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 
 _CPU_ROWS = 16
-_BLOCK_N, _BLOCK_M, _BLOCK_K = 128, 128, 64  # of the kernel for many tokens: two warp groups, four stages
+_BLOCK_N, _BLOCK_M, _BLOCK_K = 128, 128, 64  # tile of the kernel for many rows: two warp groups, four stages
 _GROUP = 8  # tiles of tokens that neighbouring programs take with one tile of W, so that both stay in L2
 
 
@@ -101,7 +101,7 @@ def _multiply_many(
 
 
 def places_are_alike(w_NK: torch.Tensor) -> bool:
-    """Whether this machine's library gives a row the same bits in all of the 16 places."""
+    """Return True if this machine's library gives a row the same bits in all of the 16 places."""
     row_K = torch.linspace(-1.7, 1.3, w_NK.shape[1], dtype=torch.float32).to(w_NK.dtype)
     y_16N = F.linear(row_K.repeat(_CPU_ROWS, 1), w_NK).nan_to_num()
     return torch.equal(y_16N, y_16N[:1].expand_as(y_16N))
@@ -111,7 +111,7 @@ def linear_invariant(x: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor |
     """The product of every row of `x` with every row of `w_NK`, each row as if it were alone."""
     x_MK, (N, K) = x.reshape(-1, x.shape[-1]), w_NK.shape
     y_MN = x_MK.new_empty((len(x_MK), N))
-    if use_triton(x_MK) and len(x_MK) > MAX_SMALL_M and x.dtype != torch.float32:  # which has no matrix units
+    if use_triton(x_MK) and len(x_MK) > MAX_SMALL_M and x.dtype != torch.float32:  # it has no matrix units
         config = invariant_config(N, K, MAX_SMALL_M, x.device, x.element_size())
         _multiply_many(config, x_MK, w_NK, bias_N, y_MN)
     elif use_triton(x_MK):

@@ -1,8 +1,9 @@
 /* The pieces of linear/pdl.cu: instructions that C++ has no name for, the gate, the layout of numbers.
 
    A load here is `asm volatile`, which stays where it stands. The compiler may move an ordinary one, or one through
-   the read-only path (ld.global.nc), to where its result is needed: below the wait, and all that the kernel is for
-   would be lost. What reads the work of the kernel before also names memory as changed, so that it stays below. */
+   the read-only path (ld.global.nc), to where its result is needed: below the wait, which would
+   defeat the purpose of the kernel. Loads of the previous kernel's results also declare memory as changed, so that
+   they stay below the wait. */
 
 // ---- instructions -------------------------------------------------------------------------------
 
@@ -17,9 +18,9 @@ struct No {
     static constexpr bool value = false;
 };
 
-#ifndef EMULATED  // a CPU that runs this file for a test has functions of its own for these
+#ifndef EMULATED  // a test that runs this file on a CPU has its own functions for these
 
-// Weights: no other block reads them, and they do not change; no reason to keep them in the first-level cache.
+// Weights: no other block reads them and they do not change, so they need not stay in the first-level cache.
 template <bool IS_ALWAYS>
 __device__ __forceinline__ void load_weights(Piece& piece, const char* at, bool is_wanted) {
     if constexpr (IS_ALWAYS) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void load_weights(Piece& piece, const char* at, bool 
     }
 }
 
-// Activations: what the kernel before wrote, so never before the wait.
+// Activations: the previous kernel wrote them, so they are never read before the wait.
 template <bool IS_ALWAYS>
 __device__ __forceinline__ void load_activations(Piece& piece, const char* at, bool is_wanted) {
     if constexpr (IS_ALWAYS) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// What was read of other blocks has come by then: it was used for what is stored, and no store moves below this.
+// Data read from other blocks has arrived by then: it was used for what is stored, and no store moves below this.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -159,7 +160,7 @@ __device__ __forceinline__ float activate(float x) {
     return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
 }
 
-// An addition of doubles takes long: in pairs, few of them follow each other.
+// An addition of doubles takes long: adding in pairs makes the chain short.
 template <int COUNT, typename F>
 __device__ __forceinline__ double sum_in_pairs(F element) {
     double values[COUNT];
@@ -180,7 +181,7 @@ struct Choice {
     float weight;
 };
 
-// The expert of a token's `choice`, best first, of equal ones the first, and its weight; all lanes of a warp take part.
+// The expert of a token's `choice` (best first; among equals the first) and its weight; all lanes of a warp take part.
 // A number of 16 bits and its place make a key of 32 that can be compared as an integer: the best is the largest key.
 __device__ __forceinline__ Choice choose_experts(const char* logits, int choice) {
     constexpr int PAIRS_OF_LANE = (NUM_EXPERTS / 2 + 31) / 32;

@@ -28,7 +28,7 @@ from infer.kernels.runtime.launch import launch_triton
 RANK_BLOCK = 16  # ranks of one product of tiles: the least that tensor cores take
 MANY_ROWS = 512  # rows from which on tiles are large: prompts
 COLUMNS = 128  # columns of y that a program of the second kernel computes
-SPLITS = 8  # of K: few rows alone would leave most of a GPU idle
+SPLITS = 8  # splits of K: few rows alone would leave most of a GPU idle
 
 
 class RowSlots:
@@ -113,7 +113,7 @@ def _shrink_kernel(
     ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,  # Triton's interpreter cannot multiply matrices of bfloat16
 ):  # fmt: skip
-    slot, block = tl.program_id(2), tl.program_id(1)  # block: of the ranks of all parts
+    slot, block = tl.program_id(2), tl.program_id(1)  # a block of the ranks of all parts
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = tl.load(slots_ptr + row, mask=row < T, other=0) == slot + 1
@@ -167,7 +167,7 @@ def _expand_kernel(
 
 
 def add_low_rank(y_TN: torch.Tensor, x_TK: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> torch.Tensor:
-    """Add to each row of a product, in place, what the adapter of the row makes of its input."""
+    """Add the output of each row's adapter to the row's product, in place."""
     T, K = x_TK.shape
     assert len(rows.slots_T) == T == len(y_TN), f"{T} rows, and slots of {len(rows.slots_T)}"
     if not use_triton(x_TK):

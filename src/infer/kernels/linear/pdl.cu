@@ -1,4 +1,4 @@
-/* A linear layer of few tokens that holds its weights before the kernel before it has finished (PDL).
+/* A linear layer of few tokens that loads its weights while the previous kernel still runs (PDL).
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
@@ -10,12 +10,12 @@
        kernel n       ..load W........| wait | x, mma, sums, store |
        kernel n + 1              ....load W..................| wait | x, mma, sums, store |
 
-   A load is under way as soon as it is issued; only who uses its register waits for it. So a warp issues all the
-   loads that its registers can take, DEPTH chunks of its share, and goes on to the wait. After that the registers
-   are a ring: a chunk is multiplied, its registers ask for the chunk DEPTH turns later. For matrices much larger
-   than all registers this is a pipeline like any other, and nothing is won by it.
+   A load is under way as soon as it is issued; only an instruction that uses its register waits for it. So a warp
+   issues all the loads that its registers can take, DEPTH chunks of its share, and goes on to the wait. After that
+   the registers are a ring: a chunk is multiplied, its registers ask for the chunk DEPTH turns later. For matrices
+   much larger than all registers this is a pipeline like any other, and nothing is gained by it.
 
-   Who does what. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, of a gated layer the same rows of the
+   Who does what. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, in a gated layer the same rows of the
    gate and of `up`. Its warps take the columns in *chunks* of 64 in turn, warp v in its turn i the chunk
    i * WARPS + v: no two read the same weights, and none waits for another until the sums meet, once, at the end.
 
@@ -33,28 +33,28 @@
    The sums. Each warp leaves a partial tile [token, row] in shared memory; after one barrier each thread adds
    up two neighbouring rows of a token, in the order of the warps. The same input gives the same bits.
 
-   What follows the product is chosen by defines, and rounds where `skinny_kernel` of linear/triton_kernels.py does:
+   The work after the product is chosen by defines, and rounds where `skinny_kernel` of linear/triton_kernels.py does:
 
        BIAS         a bias per output
        ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
        ADDS         r = y + residual is stored, and r * gain, and per block and token the sum of r^2
-       PARTS        x is such an r * gain: the result is divided by the root mean square of r
+       PARTS        x is an r * gain of this kind: the result is divided by the root mean square of r
 
    Compiled once for each matrix, with those and
-       IS_BFLOAT16            or float16
-       N, K                   outputs (of the gate half when gated, a multiple of 8), inputs (of 64)
+       IS_BFLOAT16            1: bfloat16; 0: float16
+       N, K                   outputs (of the gate half when gated; a multiple of 8), inputs (a multiple of 64)
        MT                     tiles of 8 tokens; the number of tokens M is an argument, at most 8 * MT
        RT, WARPS              as above
        DEPTH                  chunks that a warp holds in registers before it waits
-   The headers beside this file are the only ones: NVRTC has no others, and compiles in a second without them.
+   The only headers are those next to this file: NVRTC has no others, and compiles in a second without them.
 
    With WEIGHTS, W comes in codes of 8 or 4 bits: a chunk of a tile is two pieces of 16 bytes for each lane, or one, and
    is held as it is. It is unpacked (codes.cuh) while x is on its way, and has the columns of the matrix instruction in
-   their own order. A lane reads x in 16 bytes even so, and the four of a row then exchange words: in words of 4 bytes
-   there would be four times as many requests, one for each token and 16 columns. One token is read in words. The sums
-   of a group of columns are multiplied with its scale and added up:
+   their own order. A lane still reads x in pieces of 16 bytes, and the four of a row then exchange words: reading
+   words of 4 bytes would take four times as many requests, one for each token and 16 columns. One token is read in
+   words. The sums of a group of columns are multiplied with its scale and added up:
 
-       BY_WORDS               whether x is read in words
+       BY_WORDS               1: x is read in words
        GROUP                  columns that share a scale; 0: a row has one, applied to a warp's sums
        SCALE_ROWS             rows that share a scale, 1 or 128
 
@@ -68,7 +68,7 @@
                       expert 2: columns K .. 2K     ──► warps 1, 9    ├──► y of the token
                       ...                                             ┘
 
-   The first can load nothing before its wait, because the kernel before it computes the logits. It lets the
+   The first can load nothing before its wait, because the previous kernel computes the logits. It lets the
    second start after that wait: by then the logits are complete, and the second one may choose from them and load its
    weights while the first still runs. Blocks of one tile of rows and all tokens follow each other, so that an
    expert of two tokens is read from memory once.
@@ -78,7 +78,8 @@
 
        CHOICES, NUM_EXPERTS   experts of a token, and of the layer
        NORMALIZED             the weights of a token's experts add up to 1
-       IS_SECOND              of 3: the kernel before it reads the same order and waits before it lets this one start */
+       IS_SECOND              with EXPERTS 3: the previous kernel reads the same order and waits before it lets this one
+                              start */
 
 typedef unsigned int u32;
 
@@ -100,7 +101,7 @@ typedef unsigned int u32;
 #include "linear.cuh"
 #if WEIGHTS
 #include "codes.cuh"
-constexpr int SPANS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // of a chunk: columns under one scale
+constexpr int SPANS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // parts of a chunk: columns under one scale
 constexpr int OF_TILE = 4 * PIECES + (GROUP ? 2 * SPANS : 0);  // registers of a tile's chunk
 static_assert(RT <= 2 && !MINIMA, "no more rows than a band has: those past the end are zeros");
 #else
@@ -108,7 +109,7 @@ constexpr int PIECES = 4, OF_TILE = 16;
 #endif
 
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int TILES = GATED ? 2 * RT : RT;  // of 16 rows of W, for each block
+constexpr int TILES = GATED ? 2 * RT : RT;  // tiles of 16 rows of W, for each block
 constexpr int ROWS = 16 * RT;               // outputs of a block
 constexpr int TOKENS = 8 * MT;
 constexpr int THREADS = 32 * WARPS;
@@ -117,7 +118,7 @@ constexpr int CHUNK = 64;
 constexpr int CHUNKS = K / CHUNK;
 constexpr int SHARERS = EXPERTS == 2 ? WARPS / CHOICES : WARPS;  // warps that share the chunks of a matrix
 constexpr int TURNS = (CHUNKS + SHARERS - 1) / SHARERS;
-constexpr bool IS_RAGGED = CHUNKS % SHARERS != 0;    // in the last turn some warps have none
+constexpr bool IS_RAGGED = CHUNKS % SHARERS != 0;    // some warps have no chunk in the last turn
 constexpr bool IS_CUT = N % ROWS != 0;               // the last tile has rows past the end
 constexpr int HELD = DEPTH < TURNS ? DEPTH : TURNS;  // chunks of W in registers
 constexpr int WANTED_X = MT == 1 ? 4 : MT < 8 ? 2 : 1;
@@ -137,7 +138,7 @@ constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares under way 
 constexpr int TOKENS_OF_WARP = TOKENS < 32 ? TOKENS : 32;
 constexpr int SUM_SLOTS = THREADS / TOKENS > WARPS ? WARPS : THREADS / TOKENS;
 
-// How many blocks an SM should hold: the registers that the arrays below need, and some.
+// The number of blocks that an SM should hold, from the registers that the arrays below need, and some more.
 constexpr int OF_SUMS = 4 * TILES * MT * CHAINS, OF_SQUARES = PARTS ? 2 * SQUARES : 0;
 constexpr int REGISTERS = OF_TILE * TILES * HELD + (WEIGHTS ? 24 : 0) + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
 constexpr int ROUNDED = (REGISTERS + 7) / 8 * 8;
@@ -153,7 +154,7 @@ static_assert(EXPERTS != 3 || !ADDS && !PARTS, "rows of several tokens are not t
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// What a warp holds of a chunk of W.
+// The part of a chunk of W that a warp holds.
 struct Chunk {
     Piece pieces[TILES][PIECES];  // not coded: [..][half of the tile's rows, then of the chunk]
 #if WEIGHTS
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
     const char* __restrict__ w,         // [N, K]; [2N, K] when gated; or cells [N / 32][K / 128] of codes
 #if WEIGHTS
-    const char* __restrict__ scales,    // where cells have none: [N / 32][32], or [N / 32][groups]
+    const char* __restrict__ scales,    // scales, if not in cells: [N / 32][32], or [N / 32][groups]
 #endif
     const char* __restrict__ bias,      // [N]
     char* __restrict__ y,               // [M, N]; with ADDS, r * gain
@@ -187,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     double* __restrict__ squares,       // [parts, M]: written with ADDS, read with PARTS
     long long x_stride, long long residual_stride, int M, int num_parts, float eps, float offset
 #if EXPERTS
-    , const char* __restrict__ logits,            // [M, NUM_EXPERTS], of the router
-    long long expert_bytes, long long scale_bytes  // from one expert's matrix to the next, and its scales
+    , const char* __restrict__ logits,            // [M, NUM_EXPERTS], from the router
+    long long expert_bytes, long long scale_bytes  // bytes from one expert's matrix, and its scales, to the next
 #endif
 #if EXPERTS == 3
     , const char* __restrict__ row_order,  // [blocks, TOKENS] rows of y, or M
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     const int tile = blockIdx.x / num_blocks, result = blockIdx.x % num_blocks;
     const int own_token = EXPERTS == 1 ? result / CHOICES : result, num_tokens = 1;
     const int choice = EXPERTS == 1 ? result % CHOICES : warp % CHOICES;
-    const int place = EXPERTS == 1 ? warp : warp / CHOICES;  // of this warp among the sharers
+    const int place = EXPERTS == 1 ? warp : warp / CHOICES;  // place of this warp among the sharers
     x += own_token * x_stride + (EXPERTS == 2 ? choice * (K * 2) : 0);
     y += result * (long long)(N * 2);
     sum += result * (long long)(N * 2);
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
                     slot.pieces[i][j], cell + (chunk % 2 * 2 + in_band(i)) * BLOCK_BYTES + lane * 16 + j * 512, is_wanted);
             }
 #pragma unroll
-            for (int j = 0; j < (GROUP ? 2 * SPANS : 0); ++j) {  // of rows g and g + 8
+            for (int j = 0; j < (GROUP ? 2 * SPANS : 0); ++j) {  // words of rows g and g + 8
                 const int span = GROUP < 128 ? chunk % 2 * SPANS + j / 2 : 0, row = in_band(i) * 16 + j % 2 * 8 + g;
                 const char* const at = HAS_SCALES ? cell + CODE_BYTES + (span * BAND_ROWS + row) * 4
                                                   : scales + (band_of(i) * GROUPS + chunk * CHUNK / SHARED) * 4;
@@ -272,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
             load_word<true>(of_rows[i][r], scales + (band_of(i) * BAND_ROWS + in_band(i) * 16 + r * 8 + g) * 4, true);
 #else
     const char* const w_lane = w + ((IS_CUT ? 0 : first_row + g) * (long long)K + column) * 2;
-    auto offset_of = [&](int i, int half_of_rows) -> long long {  // of lane g's row in the i-th tile, in bytes
+    auto offset_of = [&](int i, int half_of_rows) -> long long {  // offset of lane g's row in the i-th tile, in bytes
         const int row = i % RT * 16 + half_of_rows * 8, up = i < RT ? 0 : N;
         return (IS_CUT ? min(first_row + row + g, N - 1) + up : row + up) * (long long)(K * 2);
     };
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
     for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
 
-    // What this thread will finish, and what of it is older than the kernel before.
+    // The outputs that this thread will finish, and those of their inputs that are older than the previous kernel.
     int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
     bool is_mine[UNITS_PER_THREAD];
     float2 gains[UNITS_PER_THREAD], biases[UNITS_PER_THREAD];
@@ -351,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
     for (int s = 0; s < HELD_X; ++s) load_tokens(Yes{}, tokens[s], s, true);
 
-    // What the end needs is asked for now, and on its way during the product.
+    // The inputs of the epilogue are requested now, and arrive during the product.
     u32 residuals[UNITS_PER_THREAD];
 #pragma unroll
     for (int j = 0; j < UNITS_PER_THREAD; ++j) {
@@ -472,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     }
     __syncthreads();
 
-    auto sum_of_warps = [&](int token, int row) {  // from ROWS on, of `up`
+    auto sum_of_warps = [&](int token, int row) {  // rows from ROWS on are those of `up`
         float2 total = *(const float2*)&shared.partial[0][token][row];
 #pragma unroll
         for (int v = 1; v < WARPS; ++v) {
@@ -483,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
         return total;
     };
 
-    // -- what follows the product
+    // -- the work after the product
 
 #pragma unroll
     for (int j = 0; j < UNITS_PER_THREAD; ++j) {

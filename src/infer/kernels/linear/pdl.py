@@ -1,19 +1,19 @@
 """Linears of up to 8 tokens of small models, in CUDA C++ (pdl.cu), for programmatic dependent launch (PDL).
 
-A kernel that is launched so starts while the one before it still runs, and holds its weights in registers
-before it waits for its input. `small.py` allocates what it fills and says what its prologue and epilogue are,
-as for its own kernels.
+A kernel launched this way starts while the one before it still runs, and holds its weights in registers
+before it waits for its input. `small.py` allocates its outputs and chooses its prologue and epilogue, as for
+its own kernels.
 
 It is for bfloat16 on Hopper, few tokens (`pdl_tokens` of the profile), and models whose residual stream
-is narrow: with wider ones the time is that of reading, which all kernels do alike, and with more tokens x is
-read more cheaply through shared memory (wgmma.py).
+is narrow: with wider ones reading takes the time, which is the same for all kernels, and with more tokens x
+is read more cheaply through shared memory (wgmma.py).
 
 How a matrix is cut into blocks decides how much of W is on its way before the wait. The rule:
 
     rows        16 to a block, or 32, so that N has no more blocks than the GPU has SMs: all of them load at
                 once, and each leaves room for a block of the next kernel, which loads already
-    warps       so many that each has two chunks of K, both in registers before the wait; 16 at most
-    many rows   of a wider model's gate and up are more than fits at once: small blocks of 4 warps, several
+    warps       enough that each has two chunks of K, both in registers before the wait; 16 at most
+    many rows   gate and up of a wider model do not fit at once: small blocks of 4 warps, several
                 to an SM, and the next ones load while these compute
 
 Weights of 8 or 4 bits (coded.py) have half of the bytes or less: blocks of 16 rows and 8 or 16 warps, and of
@@ -56,14 +56,14 @@ from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
 
-MAX_TOKENS = 64  # that the kernel can be compiled for
+MAX_TOKENS = 64  # the most tokens that the kernel can be compiled for
 
 _CHUNK = 64  # columns
 _DEPTHS = (4, 3, 2, 1)
 _MAX_WARPS = 16
-_MAX_REGISTERS = 212  # as estimated; with more, addresses spill
+_MAX_REGISTERS = 212  # estimated registers per thread; with more, addresses spill
 _REGISTERS_PER_SM = 65536
-_SHARED_BYTES = 48 << 10  # that a block may have without asking
+_SHARED_BYTES = 48 << 10  # shared memory that a block may have without asking
 
 SOURCE = Path(__file__).with_name("pdl.cu")
 ARCH = "sm_90"
@@ -81,12 +81,12 @@ _ROW_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 2)
 
 @dataclass(frozen=True, slots=True)
 class PdlConfig:
-    """How a matrix is cut into blocks, and what of its share a warp holds before its wait."""
+    """The cut of a matrix into blocks, and how much of its share a warp holds before the wait."""
 
-    rows_tiles: int  # of 16 rows each, per block; of a gated layer as many again
+    rows_tiles: int  # tiles of 16 rows per block; a gated layer has twice as many
     warps: int
     depth: int = 2  # chunks of 64 columns in registers
-    form: CodedForm | None = None  # of coded weights
+    form: CodedForm | None = None  # form of coded weights
     by_words: bool = False  # coded weights of one token: x in the order of the codes, 4 bytes at a time
 
     @property
@@ -95,11 +95,11 @@ class PdlConfig:
         return 16 * self.rows_tiles
 
     def num_parts(self, N: int) -> int:
-        """How many partial sums of squares a matrix with N outputs leaves: one for each block."""
+        """The number of partial sums of squares that a matrix with N outputs leaves: one for each block."""
         return -(-N // self.rows)
 
     def num_turns(self, K: int) -> int:
-        """How many chunks a warp takes, one after the other."""
+        """The number of chunks that a warp takes, one after the other."""
         return -(-K // _CHUNK // self.warps)
 
 
@@ -114,7 +114,7 @@ def token_tiles(num_tokens: int) -> int:
 def choose_config(
     M: int, N: int, K: int, *, gated: bool, form: CodedForm | None = None, num_sms: int = H200.linear.num_sms
 ) -> PdlConfig | None:
-    """What the rule says, and with fewer warps where that would not fit; None: this matrix is not for us."""
+    """The cut by the rule, with fewer warps where it would not fit; None: not a matrix for this kernel."""
     for config in _by_preference(M, N, K, form, num_sms):
         if can_launch(config, M, N, K, gated=gated, adds=not gated):
             return config
@@ -136,13 +136,13 @@ def _by_preference(M: int, N: int, K: int, form: CodedForm | None, num_sms: int)
         turns = PdlConfig(rows_tiles, warps).num_turns(K)
         most = turns if form is None or turns > 8 else min(turns, 3)
         depths = [depth for depth in _DEPTHS if depth <= most]
-        depths.sort(key=lambda depth: depth == 1 or turns % depth != 0)  # as many as come out even
+        depths.sort(key=lambda depth: depth == 1 or turns % depth != 0)  # depths that divide the turns first
         yield from (PdlConfig(rows_tiles, warps, depth, form, by_words) for depth in depths)
         warps //= 2
 
 
 def registers_of(config: PdlConfig, M: int, K: int, *, gated: bool) -> int:
-    """About how many a thread needs: its share of W, of x and of the sums, and some for addresses."""
+    """The estimated registers of a thread: its share of W, of x and of the sums, and some for addresses."""
     tiles, num_token_tiles = config.rows_tiles * (2 if gated else 1), token_tiles(M)
     turns = config.num_turns(K)
     held_x = min(turns, 4 if num_token_tiles == 1 else 2 if num_token_tiles < 8 else 1)
@@ -157,7 +157,7 @@ def _coded_registers(form: CodedForm) -> int:
 
 
 def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: bool = False) -> bool:
-    """Whether the kernel can be compiled for that, without spilling registers or shared memory."""
+    """Return True if the kernel can be compiled for this cut within its registers and shared memory."""
     tiles = config.rows_tiles * (2 if gated else 1)
     tokens = 8 * token_tiles(M)
     registers = registers_of(config, M, K, gated=gated)
@@ -206,7 +206,7 @@ def launch(
     y_MN: torch.Tensor,
     epilogue: Epilogue,
 ) -> None:
-    """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
+    """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     if compiles_only():  # compilers are at work on it already
@@ -230,7 +230,7 @@ def launch(
 
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
-    """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
+    """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
     return load_variant(defines_of(*variant), device, with_pdl)
 
 
@@ -252,7 +252,7 @@ def types_of(defines: Defines) -> tuple[Any, ...]:
 
 
 def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:
-    """The cut of a matrix of a model; None: it is another kernel's."""
+    """The cut of a matrix of a model; None: another kernel takes it."""
     N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
     # one side of every matrix of a layer is the residual stream's width
@@ -266,13 +266,13 @@ def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear
 
 
 def defines_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
-    """The constants of a matrix of a model, for so many tokens."""
+    """The constants of a matrix of a model, for `num_tokens` tokens."""
     N, K, activation, bias, *_ = matrix
     return defines_of(config, torch.bfloat16, token_tiles(num_tokens), N, K, activation, bias, adds, parts)
 
 
 def _coded_bucket(num_tokens: int) -> int:
-    """As many tokens as have the same cut as this many; one has its own."""
+    """The largest token count that has the same cut as `num_tokens`; one token has its own."""
     return 1 if num_tokens == 1 else 8 * token_tiles(num_tokens)
 
 

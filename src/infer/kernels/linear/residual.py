@@ -1,8 +1,8 @@
-"""What kernels pass to each other where a matrix adds to the residual stream and the next one reads it.
+"""The data between two kernels when one matrix adds to the residual stream and the next one reads it.
 
     linear_add  ──►  ResidualSum: the sum, the sum times the norm's gain, its squares  ──►  linear_of_sum
 
-Any kernel may write a `ResidualSum` and any other may read it: what it holds does not depend on its writer.
+Any kernel may write a `ResidualSum` and any other may read it: its contents do not depend on the writer.
 
 Shapes:  M tokens, N hidden size, P parts: each tile of the writing kernel sums up the squares of its outputs.
 """
@@ -19,7 +19,7 @@ class ResidualSum(NamedTuple):
 
     sum_MN: torch.Tensor
     scaled_MN: torch.Tensor  # sum * (weight + offset)
-    squares_PM: torch.Tensor  # of the sum, in float64: one part per tile of the kernel that added
+    squares_PM: torch.Tensor  # squares of the sum, in float64: one part per tile of the kernel that added
 
 
 class ResidualInput(NamedTuple):
@@ -31,10 +31,10 @@ class ResidualInput(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a kernel does besides its product: bias and gate, and its two ends of the residual stream."""
+    """The work of a kernel besides its product: bias, gate, and its two ends of the residual stream."""
 
     bias_N: torch.Tensor | None = None
-    activation: str = ""  # of a gated matrix
-    add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to, where the sum goes
-    prologue: ResidualSum | None = None  # whose `scaled_MN` x is: its norm is to be finished
-    eps: float = 0.0  # of that norm
+    activation: str = ""  # activation of a gated matrix
+    add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to; where the sum goes
+    prologue: ResidualSum | None = None  # the sum whose `scaled_MN` is x: its norm is to be finished
+    eps: float = 0.0  # epsilon of that norm

@@ -4,7 +4,7 @@
     norm_linear      r = x + residual;  y = linear(rms_norm(r));  both are returned
     split_linear     y in parts, for the norm that reads it                      linear/split.py
     linear_add       r = linear(x) + residual, prepared for the norm that reads it: a `ResidualSum`
-    linear_of_sum    the linear of what was so prepared, once it is normalised
+    linear_of_sum    the linear of a sum that was prepared this way, once it is normalised
 
 A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
@@ -19,12 +19,12 @@ product is built for large M and reaches a third of it on small models.
     M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
     above       cuBLAS (F.linear), then `gated_activation`
 
-The first two are for matrices that were compiled for them (compiled.py). Which of the others a number of
-tokens gets is looked up for each shape of W (triton_configs.py). With two tokens already, every program's own
-norm costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a
-matrix that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it
-stores, and the matrix that reads the stream next applies what is left, one number per token. Both must run
-on the tensor cores for that; a layer then takes two launches less:
+The first two are for matrices that were compiled for them (compiled.py). The choice among the others is
+looked up by number of tokens and shape of W (triton_configs.py). From two tokens on, a norm in every program
+costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a matrix
+that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it stores,
+and the matrix that reads the stream next applies what is left, one number per token. Both must run on the
+tensor cores for that; a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
@@ -33,8 +33,8 @@ float32 until y, and the norm's scale is applied to the finished sum. r alone is
 of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
 large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
-For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may. The first
-kernel has one bucket: with 1 to 8 tokens a row has the same bits.
+With one tile shape a row's bits do not depend on M; they may differ between buckets of M and between kernels,
+cuBLAS included. The first kernel has one bucket: with 1 to 8 tokens a row has the same bits.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
 Calls on one device are expected to follow each other on one stream: programs that split K among them
@@ -75,18 +75,18 @@ from infer.kernels.runtime.profiles import device_profile
 
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
 
-_MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
+_MAX_TILES = 1024  # tiles of a layer whose K is split: with more there is no need to
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
-TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # through the tensor cores
+TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # plans that use the tensor cores
 Plan = GemvConfig | TilePlan
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
 
-    Of the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
+    In the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
     """
     return F.linear(x_MK, w_NK, bias_N)
 
@@ -141,7 +141,7 @@ def reads_parts(
     x_MK: torch.Tensor, w: torch.Tensor, num_parts: int, *, gated: bool,
     compiled: CompiledLinears | None = None,
 ) -> bool:  # fmt: skip
-    """Whether `linear_of_sum` can read a sum in so many parts, for as many tokens as `x_MK` has."""
+    """Return True if `linear_of_sum` can read a sum in `num_parts` parts, for the tokens of `x_MK`."""
     plan = _plan(x_MK, w, gated=gated, compiled=compiled)
     if not isinstance(plan, SkinnyConfig):
         return isinstance(plan, TilePlan)  # those in CUDA C++ read any number of parts
@@ -152,7 +152,7 @@ def can_add(
     x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool,
     compiled: CompiledLinears | None = None,
 ) -> bool:  # fmt: skip
-    """Whether `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+    """Return True if `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
     parts = writes_parts(x_MK, w_NK, compiled=compiled)
     return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
 
@@ -227,8 +227,8 @@ def _norm(
 def _plan_with_norm(
     x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None
 ) -> GemvConfig | None:
-    """Which kernel folds the norm in; None for a launch of its own."""
-    if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # parts of more tokens, or more
+    """The kernel that folds the norm in; None: the norm gets its own launch."""
+    if x_MK.dim() != 2 or x_MK.shape[0] > GEMV_MAX_M:  # x in parts, or too many tokens
         return None
     is_for_few = x_MK.shape[0] <= device_profile(x_MK.device).linear.fold_norm_tokens
     plan = _plan(x_MK, w, gated=gated, compiled=compiled) if is_for_few else None
@@ -238,7 +238,7 @@ def _plan_with_norm(
 def _plan(
     x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None
 ) -> Plan | None:
-    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for cuBLAS."""
+    """The kernel and cut that multiply as many tokens as `x_MX` has with `w`; None: cuBLAS does."""
     M = x_MX.shape[0]
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None

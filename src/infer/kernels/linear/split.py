@@ -4,8 +4,8 @@
 
 Where there are more tokens than our own kernels are for (small.py), cuBLAS multiplies fastest, but not with
 a matrix that writes into the residual stream of a small model: a thousand outputs are 16 tiles, and the
-other SMs of a GPU are idle. cuBLAS knows: it splits K and adds the parts up in a kernel of its own. It does
-not always know: 192 tokens with 4,096 outputs of 12,288 inputs take it 53 us, two parts of them 33. Here the
+other SMs of a GPU are idle. cuBLAS knows this: it splits K and adds the parts up in a kernel of its own.
+But not always: 192 tokens with 4,096 outputs of 12,288 inputs take it 53 us, two parts of them 33. Here the
 parts are a batch of products, and the kernel that adds them up is the one that reads y anyway, to add it to
 the stream and to normalise it (rms_norm.py). Sums are taken in float32 and in the order of the parts; y
 itself is never rounded.
@@ -25,9 +25,9 @@ _MOST_PARTS = 4
 
 
 def num_parts(M: int, N: int, K: int, num_sms: int) -> int:
-    """Into how many parts a product is cut; 1: it is left whole.
+    """The number of parts that a product is cut into; 1: it is left whole.
 
-    As many as leave a tile to each SM, while reading and writing parts (8 P M N bytes) takes
+    There are as many as leave a tile to each SM, while reading and writing parts (8 P M N bytes) takes
     no longer than a fraction of W (2 N K bytes): they stay in L2, which is several times as fast.
     """
     num_tiles = -(-M // _TILE_TOKENS) * -(-N // _TILE_OUTPUTS)

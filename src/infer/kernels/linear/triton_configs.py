@@ -1,4 +1,4 @@
-"""How the linears of few tokens are cut into programs: rules that hold anywhere, and what was measured.
+"""The cuts of the linears of few tokens into programs: rules that hold anywhere, and measured cuts.
 
 The rules aim at one wave of programs that together keep enough bytes in flight: a GPU needs about 26 KB per
 SM under way all the time to use its memory fully. Where a shape was measured, the table of the device profile
@@ -43,7 +43,7 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """The tile of one program of `skinny_kernel`, and among how many programs K is split."""
+    """The tile of one program of `skinny_kernel`, and the number of programs that split K."""
 
     block_n: int
     block_k: int
@@ -53,16 +53,16 @@ class SkinnyConfig:
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """What decides in which order, and by which instruction, products are added."""
+        """The values that decide in which order, and by which instruction, products are added."""
         return self.block_k, self.split_k, self.is_wide
 
     def num_parts(self, N: int) -> int:
-        """How many partial sums of squares a matrix with N outputs leaves: one for each tile."""
+        """The number of partial sums of squares that a matrix with N outputs leaves: one for each tile."""
         return -(-N // self.block_n)
 
     @property
     def is_wide(self) -> bool:
-        """Whether Hopper's own matrix instruction takes this tile."""
+        """True if Hopper's own matrix instruction takes this tile."""
         return self.block_n >= 64 and self.num_warps % 4 == 0
 
 
@@ -101,9 +101,9 @@ def skinny_config(
 
 @cached_by_profile
 def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_bytes: int = 2) -> SkinnyConfig:
-    """What adds in the same order for every number of tokens, also where cuBLAS would be faster.
+    """The cut that adds in the same order for every number of tokens, even where cuBLAS would be faster.
 
-    Always by the instruction of wide tiles, which is the one for many tokens.
+    It always uses the instruction of wide tiles, which is the one for many tokens.
     """
     profile = device_profile(device).linear
     for size in (16, 32, 64, MAX_SMALL_M):
@@ -119,7 +119,7 @@ def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_by
 def fit_stages(
     config: SkinnyConfig, block_m: int, gated: bool, item_bytes: int = 2, profile: LinearProfile = H200.linear
 ) -> SkinnyConfig:
-    """As many stages as fit the shared memory, at most those asked for."""
+    """The cut with as many stages as fit the shared memory, at most those asked for."""
     stage_bytes = (config.block_n * (2 if gated else 1) + block_m) * config.block_k * item_bytes
     return replace(config, num_stages=max(1, min(config.num_stages, profile.stage_bytes // stage_bytes)))
 

@@ -8,7 +8,7 @@ Both compute the same thing. Prologue and epilogue are chosen at compile time:
     NORM         (gemv)    the input is (x + residual), normalised; the sum is written out once
     RESIDUAL     (gemv)    there is a residual to add (only with NORM)
     ADDS         (skinny)  the output is added to the residual stream, and prepared for the norm that follows
-    PARTS        (skinny)  the input was prepared so, in this many tiles or fewer; 0: it was not
+    PARTS        (skinny)  the input was prepared this way, in this many tiles or fewer; 0: it was not
 
 **gemv_kernel**, for a handful of tokens, is a plain dot product. A program takes a few rows of W and
 walks along K; every thread keeps 16-byte pieces of those rows in flight and one partial sum per row,
@@ -23,7 +23,7 @@ adds the tiles up, in the order of the splits and not of arrival, so that the sa
 
     counter[tile]   0 -> 1 -> ... -> num_splits - 1: I am the last; add, store y, set it back to 0
 
-For one tile, what a row of y is made of does not depend on the number of tokens beside it: M chooses how many
+With one tile shape, the bits of a row of y do not depend on the number of other tokens: M chooses how many
 columns are computed, never in which pieces K is cut or in which order they are added.
 
 Folding the norm works because it scales whole rows: with r = x + residual and g = norm_weight + offset,
@@ -43,8 +43,8 @@ is the same: what the order changes lies 29 bits below what is left when it is r
 Rows past the end are clamped to the last row instead of masked: the values are thrown away, and a load
 without a mask is cheaper. Only the store is masked.
 
-With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the kernel before still
-runs; the activations are read after the wait.
+With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the previous kernel
+still runs; the activations are read after the wait.
 
 Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 """
@@ -55,7 +55,7 @@ from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 from infer.kernels.runtime.ptx import prefetch_l2
 
-# The batch size changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
+# The batch size changes from step to step: a size of 1, or a multiple of 16, must not compile anew.
 _jit_any_m = jit_for_any("M", "num_splits", "num_parts")
 
 
@@ -213,7 +213,7 @@ def _store_tile(
     residual,  # [rows, tokens]
     gain,  # [rows, 1]
     bias_ptr,
-    y_ptr,  # with ADDS, r * gain
+    y_ptr,  # output; with ADDS, r * gain
     sum_ptr,
     squares_ptr,
     rows,
@@ -249,7 +249,7 @@ def _store_tile(
 @_jit_any_m
 def skinny_kernel(
     x_ptr,
-    residual_ptr,  # with ADDS, as the next two
+    residual_ptr,  # read with ADDS only, as the next two
     norm_weight_ptr,
     sum_ptr,
     squares_ptr,  # [part, token], float64: written with ADDS, read with PARTS
@@ -298,7 +298,7 @@ def skinny_kernel(
             prefetch_l2(up_rows + lines)
         tl.extra.cuda.gdc_wait()
 
-    # What the end needs is asked for now, and on its way during the product.
+    # The inputs of the epilogue are requested now, and arrive during the product.
     residual = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     gain = tl.zeros([BLOCK_N, 1], tl.float32)
     if ADDS:
@@ -329,7 +329,7 @@ def skinny_kernel(
 
     if SPLIT:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # what one program leaves behind
+        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # numbers that one program leaves
         in_partial = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens
         first_ptr = partial_ptr + tile.to(tl.int64) * num_splits * PARTIAL
         own_ptr = first_ptr + split * PARTIAL

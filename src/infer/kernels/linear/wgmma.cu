@@ -15,47 +15,47 @@
        W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
        x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
-   The boxes of W for all stages are asked for before the kernel before has finished (`griddepcontrol.wait`), those of
-   x, which that kernel makes, after it. The next kernel is let in when the last box is under way (`lets_in`): what it
-   asks for is read while this one multiplies and stores.
+   The boxes of W for all stages are requested while the previous kernel still runs (`griddepcontrol.wait`), those of
+   x, which that kernel makes, after it. The next kernel is let in when the last box is under way (`lets_in`): its own
+   requests are read while this one multiplies and stores.
 
    A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
    then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up those of the
    tokens s, s + SPLIT, ... in the order of the blocks. The same input gives the same bits.
 
-   What follows the product is chosen by the defines of linear/pdl.cu, and rounds as there:
+   The work after the product is chosen by the defines of linear/pdl.cu, and rounds as there:
 
        BIAS         a bias per output
        ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
        ADDS         r = y + residual is stored, and r * gain, and per tile and token the sum of r^2
-       PARTS        x is such an r * gain: the result is divided by the root mean square of r
+       PARTS        x is an r * gain of this kind: the result is divided by the root mean square of r
 
    Compiled with those and
-       IS_BFLOAT16            or float16
-       TOKENS                 that a block multiplies; the number of tokens M is an argument, at most that
-       ROWS                   of W, of a gated layer half of them the gate's and half `up`'s
+       IS_BFLOAT16            1: bfloat16; 0: float16
+       TOKENS                 tokens that a block multiplies; the number of tokens M is an argument, at most that
+       ROWS                   rows of W, in a gated layer half of them the gate's and half `up`'s
        STAGES, SPLIT          as above
-       BLOCKS                 to an SM
+       BLOCKS                 blocks to an SM
    N and K are arguments: one kernel serves all matrices that are cut alike.
 
    With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
-   rows each. A lane of a warp that multiplies unpacks what is its own (coded.cuh), and W is on the left from registers:
-   of warps, which read x for themselves, where there are few tokens, else of warpgroups. The sums of a group of columns
+   rows each. A lane of a warp that multiplies unpacks its own codes (coded.cuh), and W is on the left from registers:
+   of warps, which read x for themselves, with few tokens, else of warpgroups. The sums of a group of columns
    are multiplied with its scale in float32, and added up:
 
-       COLUMNS                of a stage, 128 or 256
-       TEAMS                  of ROWS / 16 warps, which take the stages in turn. Of few stages unpacking is most of the time;
-                              with several teams each unpacks its first one before the kernel before has finished
-       BY_WARPS               whether warps multiply by themselves
+       COLUMNS                columns of a stage, 128 or 256
+       TEAMS                  teams of ROWS / 16 warps, which take the stages in turn. With few stages unpacking is most
+                              of the time; each of several teams unpacks its first one while the previous kernel runs
+       BY_WARPS               1: warps multiply by themselves
        GROUP                  columns that share a scale; 0: a row has one, applied at the end
        MINIMA                 sums += minimum * sum of x, which is a product with ones
        SCALE_ROWS             rows that share a scale, 1 or 128
-       ROUNDS                 whether W itself is scaled and rounded, as a dense matrix has it: with many tokens the
+       ROUNDS                 1: W itself is scaled and rounded, as in a dense matrix: with many tokens the
                               sums of groups would take more registers and time than the weights
-       MANY                   whether there are more tokens than TOKENS: each tile has a block for each so many
-       FP8_TOKENS             whether x is in FP8 as well, each token with a scale, and the matrix unit multiplies
+       MANY                   1: there are more tokens than TOKENS: each tile has a block for every TOKENS of them
+       FP8_TOKENS             1: x is in FP8 as well, each token with a scale, and the matrix unit multiplies
                               codes with codes. A piece of a lane is all it needs of 32 columns; these lie in the
-                              order of the layout of W, and so x does (`quantize_rows`) */
+                              order of the layout of W, and so does x (`quantize_rows`) */
 
 #ifndef __cluster_dims__
 #define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
@@ -82,7 +82,7 @@ typedef unsigned int u32;
 
 constexpr bool CODED = WEIGHTS != 0, EARLY = TEAMS > 1;
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int OF_TEAM = ROWS / 16, WARPS = TEAMS * OF_TEAM;  // that multiply
+constexpr int OF_TEAM = ROWS / 16, WARPS = TEAMS * OF_TEAM;  // warps that multiply
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 
@@ -90,7 +90,7 @@ constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 #define COLUMNS 64
 #endif
 constexpr int BOX = 64, CHUNK = COLUMNS;  // columns of a box of W, and of a stage
-constexpr int TOKEN_BYTES = FP8_TOKENS ? 1 : 2, X_BOX = 128 / TOKEN_BYTES;  // of an element of x; columns of a box
+constexpr int TOKEN_BYTES = FP8_TOKENS ? 1 : 2, X_BOX = 128 / TOKEN_BYTES;  // bytes of an x element; columns of a box
 constexpr int X_BYTES = TOKENS * CHUNK * TOKEN_BYTES;
 
 #if WEIGHTS
@@ -100,7 +100,7 @@ constexpr int BAND_BYTES = CHUNK / CELL * CELL_BYTES, W_BYTES = BANDS * BAND_BYT
 constexpr int STAGE_BYTES = (W_BYTES + X_BYTES + 1023) / 1024 * 1024;
 constexpr int SHARED = GROUP ? GROUP : CHUNK;  // columns that share a scale of 128 rows
 constexpr int NUM_SUMS = TOKENS / 2;
-constexpr bool SCALES_SUMS = GROUP && !ROUNDS;  // of each group; else at the end, or W itself
+constexpr bool SCALES_SUMS = GROUP && !ROUNDS;  // scales the sums of each group; else sums at the end, or W itself
 constexpr int KEPT = !BY_WARPS && SCALES_SUMS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups' sums that are kept apart
 constexpr bool ADDS_ONES = MINIMA && !ROUNDS;
 constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that do not wait for each other
@@ -115,9 +115,9 @@ constexpr int BANDS = 1, W_BYTES = ROWS * CHUNK * 2, STAGE_BYTES = W_BYTES + X_B
 constexpr int OWN = (TOKENS + SPLIT - 1) / SPLIT;  // tokens that this block finishes
 constexpr int OWN_OF_WARP = (OWN + WARPS - 1) / WARPS;
 constexpr int PAIRS = OUT_ROWS / 2;                // a lane finishes two rows of a token,
-constexpr int TURNS = (PAIRS + 31) / 32;           // in so many turns
+constexpr int TURNS = (PAIRS + 31) / 32;           // in this many turns
 constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet 32 different banks
-constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // with squares of other tokens
+constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // lanes with different tokens
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
 static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
@@ -129,7 +129,7 @@ struct Shared {
         alignas(1024) char stages[STAGES][STAGE_BYTES];
         float sums[TEAMS][TOKENS][PITCH];
     };
-    u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: of the first stages, whose W comes before
+    u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: for the first stages, whose W comes earlier
     double squares[3][OWN];
 };
 
@@ -153,7 +153,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset, int lets_in) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
-    const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // of tokens: neighbours read the same W
+    const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // blocks of tokens: neighbours read the same W
     const int tile = blockIdx.x / SPLIT / num_blocks, split = blockIdx.x % SPLIT;
     const int first_token = MANY ? blockIdx.x / SPLIT % num_blocks * TOKENS : 0;
     const int num_tokens = MANY ? min(M - first_token, TOKENS) : M;
@@ -174,7 +174,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const bool is_loader = warp == WARPS && lane < BANDS;
 
 #if WEIGHTS
-    auto band_of = [&](int band) {  // where the band-th of this tile is; past the end, the last
+    auto band_of = [&](int band) {  // place of a band of this tile; past the end, of the last
         constexpr int OUT_BANDS = OUT_ROWS / BAND_ROWS;
         const int num_bands = (N + BAND_ROWS - 1) / BAND_ROWS;
         return (long long)(min(tile * OUT_BANDS + band % OUT_BANDS, num_bands - 1) + band / OUT_BANDS * num_bands);
@@ -245,7 +245,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         }
     }
 
-    if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else when the first weights are unpacked
+    if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else they wait when the first weights are unpacked
 
     u32 residuals[HOLDS_RESIDUAL ? OWN_OF_WARP : 1][TURNS];
     auto residual_at = [&](int token, int turn) {
@@ -285,7 +285,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         for (int kept = 0; kept < KEPT; ++kept) clear_group(kept);
         const long long band = band_of(of_team / 2);
         const int row_of_band = of_team % 2 * 16 + lane / 4;
-        const float* const own_band = scales + band * ((num_chunks * CHUNK - 1) / SHARED + 1);  // where 128 rows share one
+        const float* const own_band = scales + band * ((num_chunks * CHUNK - 1) / SHARED + 1);  // scale of 128 rows
         u32 words[SPANS][2];
         float least[SPANS][2], next = 0.0f;
         if (GROUP == 0) {
@@ -317,7 +317,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         const u32 empty = held(shared_address(shared.empty)), has_x = EARLY ? held(shared_address(shared.has_x)) : 0;
         const u32 codes_of_lane = X_BYTES + of_team / 2 * BAND_BYTES + of_team % 2 * BLOCK_BYTES + lane * 16;
         const u32 scales_of_lane = X_BYTES + of_team / 2 * BAND_BYTES + CODE_BYTES + row_of_band * 4;
-        const u32 tokens_of_lane = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;  // as ldmatrix wants them
+        const u32 tokens_of_lane = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;  // in the order of ldmatrix
         u32 slot = team, parity = 0;
 #pragma unroll 1
         for (int i = team; i < count; i += TEAMS) {
@@ -419,7 +419,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #endif
                 end_products();
                 if (!SCALES_SUMS) {
-                    wait_for_products<1>();  // of the columns before
+                    wait_for_products<1>();  // products of the previous columns
                     const u32 before = slot < TEAMS ? slot + STAGES - TEAMS : slot - TEAMS;
                     if (box == 0 && i > team && lane == 0) arrive_at(empty + before * 8);
                 }
@@ -458,7 +458,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             for (int step = 0; step < CHUNK / 16; ++step)  // 16 columns are 32 bytes
                 add_product<TOKENS>(sums, w + step * 2, x + step * 2);
             end_products();
-            wait_for_products<1>();  // of the chunk before
+            wait_for_products<1>();  // products of the previous chunk
             if (i > 0 && lane == 0) arrive(&shared.empty[(i - 1) % STAGES]);
         }
         wait_for_products<0>();
@@ -515,7 +515,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     else
         __syncthreads();
 
-    // -- what follows the product
+    // -- the work after the product
 
     auto sum_at = [&](int token, int row) {
         float2 parts[SPLIT * TEAMS];

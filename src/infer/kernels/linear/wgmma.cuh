@@ -1,4 +1,4 @@
-/* The pieces of linear/wgmma.cu: what Hopper's TMA, its barriers and wgmma are told.
+/* The pieces of linear/wgmma.cu: the instructions of Hopper's TMA, barriers and wgmma.
 
    A *warpgroup* is four warps that multiply together: W from shared memory times x from shared memory, sums in
    registers. Both lie there as TMA leaves them with its pattern of 128 bytes: rows of 64 elements, the
@@ -7,7 +7,7 @@
 typedef unsigned long long u64;
 
 struct alignas(64) TensorMap {
-    char bytes[128];  // where a matrix lies and in what boxes it is copied, as the driver encodes it
+    char bytes[128];  // place of a matrix and the boxes in which it is copied, as the driver encodes them
 };
 
 #ifndef EMULATED
@@ -21,7 +21,7 @@ __device__ __forceinline__ void make_barrier(u64* barrier, int num_arrivals) {
                  : "memory");
 }
 
-// After all are made: for TMA, and for the other blocks of the cluster.
+// Make the finished barriers visible to TMA, and to the other blocks of the cluster.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -60,7 +60,7 @@ __device__ __forceinline__ float2 load_from(const float* at, int rank) {  // the
 
 // ---- TMA --------------------------------------------------------------------------------
 
-constexpr u64 READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x14F0000000000000;  // first or last out of L2
+constexpr u64 READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x14F0000000000000;  // evicted from L2 first, or last
 
 // The box at (row, column) of a matrix; past its ends there are zeros, which count as bytes as well.
 __device__ __forceinline__ void copy_box(
@@ -127,7 +127,7 @@ __device__ __forceinline__ void add_product(float* s, u64 w, u64 x) {
 
 #endif
 
-// Where an operand begins: the address, 1024 bytes from eight rows to the next eight, the pattern of 128 bytes.
+// The descriptor of an operand: its address, 1024 bytes from eight rows to the next eight, the pattern of 128 bytes.
 __device__ __forceinline__ u64 operand(const char* at) {
     return ((shared_address(at) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }

@@ -1,7 +1,7 @@
 """Linears of 2 to 128 tokens on Hopper, in CUDA C++ (wgmma.cu): TMA and wgmma.
 
-`small.py` allocates what it fills and says what its prologue and epilogue are, as for its own kernels. It is
-for bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of small models in registers.
+`small.py` allocates its outputs and chooses its prologue and epilogue, as for its own kernels. It is for
+bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of small models in registers.
 Above 64 tokens cuBLAS is as fast where attention reads the result; gates, whose activation it leaves to
 another kernel, and matrices that write into the residual stream are still multiplied here.
 
@@ -11,13 +11,13 @@ which is what the memory needs to be busy. How many blocks there are:
     a layer's matrices    rows and the split of K so that about three quarters of the SMs have a block: the
                           next kernel loads its first weights on the others
     long rows             (of `down` in a large model) take their time; all SMs help
-    many rows             (of gate and up) so many to a block that one for each SM is enough: a second round
+    many rows             (of gate and up) enough to a block that one for each SM suffices: a second round
                           for a few of them would take as long as the first
     more than that        (a head) small blocks, two or three to an SM, round after round
 
-Clusters of more than two blocks do not find room everywhere: of four, 30 run at once. Some dozens of cuts of
-each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some with 80 to 128, in
-steps of three models.
+Clusters of more than two blocks do not find room everywhere: only 30 clusters of four run at once. Some
+dozens of cuts of each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some
+with 80 to 128, in steps of three models.
 
 Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
 to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
@@ -25,11 +25,10 @@ while there are no more than two blocks for each SM. With more than 32 tokens x 
 read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and unpacking the first
 ones is most of its time: there teams of warps share the stages of a block. Some dozens of cuts of each matrix
 were tried in chains of layers of three models, with 1 to 64 tokens. With more than 64 there is one block to
-an SM, and that cut is chosen whose rounds of blocks are the shortest; there are blocks for each 96 or 128
-tokens, neighbours that read the same W from L2. Of nine cuts of each matrix of two models, with 128 and 256
-tokens, none was faster than what the rule chooses by more than 1.5 %. There the weights of groups are scaled
-and rounded as a dense matrix has them, in place of the sums of groups, which would take as many registers
-again.
+an SM, and the cut with the shortest rounds of blocks is chosen; each 96 or 128 tokens have their own blocks,
+neighbours that read the same W from L2. Nine cuts of each matrix of two models were tried with 128 and 256
+tokens: none beat the rule's choice by more than 1.5 %. There the weights of groups are scaled and rounded as
+in a dense matrix, instead of the sums of groups, which would take as many registers again.
 
 With more than 128 tokens arithmetic takes longer than reading W. Tokens of FP8 weights with a scale for each
 row are then rounded to FP8, too, each with a scale of its own (one short launch), and the matrix unit
@@ -37,11 +36,12 @@ multiplies codes twice as fast: a layer of 8B takes 127 us instead of 161 with 2
 with 512. It is as fast as laying W out for the library with 1,024 tokens, and slower with 2,048. The rule for
 the cuts is the same; of 18 cuts of each matrix, with 192 to 1,024 tokens, it chooses the fastest.
 
-The next kernel is let in early, except attention of more than 32 rows behind a projection whose blocks are on
-most SMs. An SM divides one memory into shared memory and L1, and can do so anew only while it is empty. Such
-attention reads through L1; started beside a block, it keeps to its end what the block has left of it, and
-has fewer loads under way: with 128 rows of 450 positions it took 74 us instead of 62 in a 0.6B model, 71
-instead of 62 in 8B. Of fewer rows another kernel attends, which an early start helps.
+The next kernel is let in early, except attention of more than 32 rows after a projection whose blocks are on
+most SMs. An SM divides one memory into shared memory and L1, and can change the division only while it is
+empty. That attention reads through L1; started next to a block, it is left to its end with the L1 that the
+block did not take, and has fewer loads under way: with 128 rows of 450 positions it took 74 us instead of 62
+in a 0.6B model, 71 instead of 62 in 8B. With fewer rows another attention kernel runs, which an early start
+helps.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -86,21 +86,21 @@ _WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compil
 _CHUNK = 64  # columns of a stage
 _KV_HEADS = 8  # kv heads of the models that `_lets_attention_in` was measured with
 _LONG = 128  # chunks of a row
-_MIN_CHUNKS = 4  # for each block of a cluster
+_MIN_CHUNKS = 4  # chunks for each block of a cluster
 _MIN_TILES = 16
 _MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and larger tiles read it less often
-_SHARED_BYTES = 227 << 10  # of an SM, for all its blocks
-_RESERVED_BYTES = 1 << 10  # of each block
+_SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
+_RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as wgmma
+ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
 _MANY = (192, 256, 384, 512, 768, 1024)  # tokens that are cut alike
-_ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # of a block and a cell: two warpgroups fill each other's gaps
-_MAX_STAGES = 8  # of those: as many as fit, so that matrices of any length share a kernel
-_BLOCK_COST = 4.0  # of a block, in cells: its start, and what follows the product
-_FEW_TOKENS = 16  # which warps read from shared memory for themselves
+_ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # block rows -> time per cell: two warpgroups fill gaps
+_MAX_STAGES = 8  # stages with many tokens: as many as fit, so that matrices of any length share a kernel
+_BLOCK_COST = 4.0  # cost of a block, in cells: its start, and the work after the product
+_FEW_TOKENS = 16  # tokens that warps read from shared memory for themselves
 _LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of rows
-_FEW_CELLS = 24  # of a row
+_FEW_CELLS = 24  # cells of a row
 _OUTER_TYPES = (
     TensorMap,
     *(ctypes.c_void_p,) * 6,
@@ -115,39 +115,39 @@ _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """How a matrix is cut into blocks, for this many tokens."""
+    """The cut of a matrix into blocks, for this many tokens."""
 
     width: int  # tokens, at most
-    rows: int  # of W, per block: of a gated layer half of them the gate's
+    rows: int  # rows of W per block; in a gated layer half of them are the gate's
     stages: int
     split: int = 1  # blocks that split K
-    blocks: int = 1  # that an SM holds
-    form: CodedForm | None = None  # of coded weights
-    columns: int = _CHUNK  # of a stage; 128 or 256 of coded weights
+    blocks: int = 1  # blocks that an SM holds
+    form: CodedForm | None = None  # form of coded weights
+    columns: int = _CHUNK  # columns of a stage; 128 or 256 with coded weights
     by_warps: bool = False  # coded weights: no warpgroups, whose instructions take long for few tokens
-    rounds: bool = False  # coded weights: scaled and rounded before they are multiplied, not their sums after
-    many: bool = False  # coded weights: there are more than `width` tokens, and a block for each so many
-    teams: int = 1  # coded weights: of warps, which take the stages of a block in turn
+    rounds: bool = False  # coded weights: scaled and rounded before the product, not their sums after it
+    many: bool = False  # coded weights: more than `width` tokens, with a block for each `width` of them
+    teams: int = 1  # coded weights: teams of warps, which take the stages of a block in turn
     fp8_tokens: bool = False  # coded weights: tokens are rounded to FP8, and codes are multiplied with codes
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
-        """How many tiles the N outputs of a matrix are cut into."""
+        """The number of tiles that the N outputs of a matrix are cut into."""
         return -(-N // self.box_rows(gated=gated))
 
     def num_parts(self, N: int) -> int:
-        """How many partial sums of squares a matrix with N outputs leaves: one for each tile."""
+        """The number of partial sums of squares that a matrix with N outputs leaves: one for each tile."""
         return self.num_tiles(N, gated=False)
 
     def box_rows(self, *, gated: bool) -> int:
-        """The rows of W that are copied at once: of a gated layer first the gate's, then those of `up`."""
+        """The rows of W that are copied at once: in a gated layer first the gate's, then those of `up`."""
         return self.rows // 2 if gated else self.rows
 
     def num_blocks(self, M: int, N: int, *, gated: bool) -> int:
-        """How many blocks a launch with M tokens has."""
+        """The number of blocks in a launch with M tokens."""
         return self.num_tiles(N, gated=gated) * self.split * -(-M // self.width)
 
     def leaves_little(self, num_blocks: int, profile: LinearProfile) -> bool:
-        """Whether that many blocks take more than half of the shared memory of most SMs."""
+        """Return True if `num_blocks` blocks take more than half of the shared memory of most SMs."""
         of_sm = min(self.blocks, -(-num_blocks // profile.num_sms)) * self.shared_bytes
         return num_blocks >= profile.crowded and of_sm > _SHARED_BYTES // 2
 
@@ -167,7 +167,7 @@ class WgmmaConfig:
 
 
 def stage_bytes(config: WgmmaConfig) -> int:
-    """What a stage holds: so many columns of W and of x, and the scales of them."""
+    """The bytes of a stage: some columns of W and of x, and their scales."""
     form, columns, rows = config.form, config.columns, config.rows
     if form is None:
         return (rows + config.width) * columns * 2
@@ -177,12 +177,12 @@ def stage_bytes(config: WgmmaConfig) -> int:
 
 
 def token_width(num_tokens: int) -> int:
-    """The tokens of a block that multiplies this many."""
+    """The width of a block that multiplies this many tokens."""
     return next(width for width in _WIDTHS if num_tokens <= width)
 
 
 def coded_width(num_tokens: int) -> int:
-    """As many tokens as have the same cut as this many, with coded weights."""
+    """The largest token count that has the same cut as `num_tokens`, with coded weights."""
     if num_tokens > MAX_TOKENS:
         return next(most for most in _MANY if num_tokens <= most)
     return 8 if num_tokens <= 8 else token_width(num_tokens)
@@ -198,7 +198,7 @@ def choose_config(
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
 
     def split_of(rows: int, most: int) -> int:
-        """Into as many as leave no more than `most` blocks."""
+        """The number of splits of K that leaves no more than `most` blocks."""
         fitting = [
             split
             for split, resident in profile.resident.items()
@@ -226,7 +226,7 @@ def choose_config(
 
 
 def has_fp8_tokens(M: int, K: int, form: CodedForm) -> bool:
-    """Whether so many tokens are rounded to FP8: of few, the bytes of W are what takes the time."""
+    """Return True if M tokens are rounded to FP8: with few, reading W takes the time anyway."""
     return M > MAX_TOKENS and form == CodedForm("fp8") and K % CELL_COLUMNS == 0
 
 
@@ -261,7 +261,7 @@ def choose_coded(
         )
 
     rows, teams, is_short = 64, 1, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
-    keeps_sums = form.group > 0 and width > 32  # of groups, in registers that further teams would need
+    keeps_sums = form.group > 0 and width > 32  # sums of groups, in registers that further teams would need
     is_small = num_cells <= _FEW_CELLS and num_tiles[64] <= profile.most_sms and not (gated and keeps_sums)
     if is_small and not by_warps and not form.has_minima:
         split, blocks = split_of(64, profile.most_sms), 1
@@ -278,14 +278,14 @@ def choose_coded(
     else:
         split = max(split_of(64, num_sms), min(2, split_of(64, 2 * num_sms)))
         if is_short or num_tiles[128] > num_sms:
-            fits = form.group != 64  # of which two sums are kept: more registers than 192 rows leave
+            fits = form.group != 64  # groups of 64 keep two sums: more registers than 192 rows leave
             rows = 192 if fits and num_tiles[128] > num_sms >= num_tiles[192] else 128
             split = split_of(rows, num_sms)
         is_alone = form.group or num_tiles[rows] * split <= num_sms
         blocks = 1 if is_alone and (rows > 64 or num_tiles[rows] * split <= num_sms) else 2
         if rows == 64 and blocks == 1:
             blocks, teams = (2, 1) if split == 4 else (1, 2 if form.group else 1)
-    if form.has_minima and not by_warps:  # whose sums of x take registers
+    if form.has_minima and not by_warps:  # minima need sums of x, which take registers
         rows, blocks, teams = 64, 2 if width <= 32 else 1, 1
     stages, teams = -(-K // columns // split), max(1, min(teams, num_cells // split))
     return _with_stages(WgmmaConfig(width, rows, stages, split, blocks, form, columns, by_warps, teams=teams))
@@ -311,7 +311,7 @@ def _choose_wide(
 
 
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
-    """As many stages as there is room for."""
+    """The cut with as many stages as there is room for."""
     room = _SHARED_BYTES // config.blocks - _RESERVED_BYTES
     config = replace(config, stages=max(min(config.stages, room // stage_bytes(config)), 1))
     while config.stages > 1 and config.shared_bytes > room:
@@ -353,7 +353,7 @@ def launch(
     config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor,
     epilogue: Epilogue,
 ) -> None:  # fmt: skip
-    """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
+    """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
     assert config.width >= M or config.many, f"{M} tokens with {config}"
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
@@ -388,20 +388,20 @@ def launch(
 
 
 def _lets_attention_in(config: WgmmaConfig, num_blocks: int, num_rows: int, profile: DeviceProfile) -> bool:
-    """Whether attention may start early: where it is not the kernel that reads through L1, or has room."""
+    """Return True if attention may start early: its kernel does not read through L1, or it has room."""
     reads_l1 = num_rows * _KV_HEADS > profile.attention.projected_heads
     return not (reads_l1 and config.leaves_little(num_blocks, profile.linear))
 
 
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
-    """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
+    """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
     return _load(defines_of(*variant), device, with_pdl)
 
 
 @functools.cache
 def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-    encoder()  # without one, nothing of this can be launched
+    encoder()  # nothing here can be launched without one
     config = _config_of(dict(defines))
     types = _TYPES if config.form is None else _CODED_TYPES
     with torch.cuda.device(device):

@@ -30,10 +30,10 @@ Product = Callable[[torch.Tensor, int, Order, int], torch.Tensor]  # (x, rows, o
 
 
 class ExpertProducts(NamedTuple):
-    """How the rows of a step are multiplied with the matrices of their experts."""
+    """The products of a step's rows with the matrices of their experts."""
 
     num_experts: int
-    block_t: Callable[[int], int]  # rows of a block, for so many rows in all
+    block_t: Callable[[int], int]  # rows of a block, given the number of rows in all
     gate_up: Product
     down: Product
 

@@ -24,10 +24,10 @@ from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only, next_power_of_two
 
-MAX_ROWS = 32  # of an expert on average, and of a block
+MAX_ROWS = 32  # rows of an expert on average, and of a block
 _HEIGHTS = (8, 16, 32)  # rows of a block
-_WARPS = (4, 2, 1)  # of a block, by preference
-_DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers, likewise
+_WARPS = (4, 2, 1)  # warps of a block, by preference
+_DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers, by preference
 
 
 def block_height(num_rows: int, num_experts: int) -> int:
@@ -44,7 +44,7 @@ class GroupedLinear:
         self.num_ready = 0
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, the kernels are expected to be ready."""
+        """All variants to compile; until `load`, the kernels are expected to be ready."""
         self.num_ready = self._num_variants
         return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
 

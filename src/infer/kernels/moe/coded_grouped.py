@@ -33,7 +33,7 @@ def coded_grouped_kernel(
     ROWS_PER_INPUT: tl.constexpr, WEIGHTED: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
     CELL_BYTES: tl.constexpr,
-    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bfloat16
+    WIDEN: tl.constexpr,  # True in the interpreter, which cannot multiply bfloat16
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     band, block = tl.program_id(0), tl.program_id(1)
@@ -110,7 +110,7 @@ def coded_experts_mlp(
 
 
 def unpacks(num_rows: int, num_experts: int, *stacks: CodedWeights) -> bool:
-    """Whether so many rows are multiplied with matrices that are unpacked first."""
+    """Return True if `num_rows` rows are multiplied with matrices that are unpacked first."""
     return num_rows > MAX_ROWS * num_experts and all(stack.num_rows % BAND == 0 for stack in stacks)
 
 

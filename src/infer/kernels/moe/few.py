@@ -39,14 +39,14 @@ from infer.kernels.runtime.dispatch import compiles_only
 Stack = torch.Tensor | CodedWeights  # matrices of all experts
 
 _CHUNK = 64  # columns that a warp takes in a turn
-_MAX_EXPERTS = 1024  # whose logits fit into the registers of a warp
+_MAX_EXPERTS = 1024  # experts whose logits fit into the registers of a warp
 _MAX_CHOICES = 16
-_MAX_WARPS = 8  # of `down`, or as many as a token has choices
+_MAX_WARPS = 8  # warps of `down`, or as many as a token has choices
 _DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers before the wait, by preference
 
 
 class ExpertShape(NamedTuple):
-    """What the kernels of a layer's experts are compiled for."""
+    """The sizes and options that the kernels of a layer's experts are compiled for."""
 
     hidden_size: int
     size: int  # intermediate size of one expert
@@ -54,7 +54,7 @@ class ExpertShape(NamedTuple):
     num_choices: int
     normalized: bool
     activation: str
-    form: CodedForm | None = None  # of gate and up, where weights are coded
+    form: CodedForm | None = None  # form of gate and up, where weights are coded
     down_form: CodedForm | None = None
 
 
@@ -68,7 +68,7 @@ class FewExperts:
         self.num_ready = 0
 
     def variants(self) -> list[Variant]:
-        """All that is to be compiled; until `load`, `is_for` answers as if it were."""
+        """All variants to compile; until `load`, `is_for` answers as if they were ready."""
         self.num_ready = self._num_variants
         return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
 
@@ -80,13 +80,13 @@ class FewExperts:
         self.num_ready = self._num_variants
 
     def is_for(self, num_tokens: int) -> bool:
-        """Whether this many tokens go through these kernels."""
+        """Return True if this many tokens go through these kernels."""
         return num_tokens in self.tokens and self.num_ready > 0
 
     def gated(
         self, x: torch.Tensor | ResidualSum, eps: float, logits_TE: torch.Tensor, gate_up: Stack
     ) -> torch.Tensor:
-        """act(gate x) * up x of every choice, times its weight: [T, H]; of a sum, of its norm."""
+        """act(gate x) * up x of every choice, times its weight: [T, H]; for a sum, x is its norm."""
         shape, total = self.shape, x if isinstance(x, ResidualSum) else None
         rows = total.scaled_MN if total is not None else x
         assert isinstance(rows, torch.Tensor)
@@ -194,7 +194,7 @@ class FewExperts:
 
 
 def cut_gate_up(shape: ExpertShape) -> PdlConfig | None:
-    """How gate and up are cut into blocks; None: these experts are the other kernels'."""
+    """The cut of gate and up into blocks; None: other kernels take these experts."""
     hidden_size, size, num_experts, *_, form, _ = shape
     if num_experts % 2 or num_experts > _MAX_EXPERTS or (form is not None and size % BAND):
         return None
@@ -202,7 +202,7 @@ def cut_gate_up(shape: ExpertShape) -> PdlConfig | None:
 
 
 def cut_down(shape: ExpertShape, rows_tiles: int) -> PdlConfig | None:
-    """How down is cut into blocks of this many tiles; None: these experts are the other kernels'."""
+    """The cut of down into blocks of this many tiles; None: other kernels take these experts."""
     hidden_size, size, _, num_choices, *_, form = shape
     if size % (_CHUNK if form is None else CELL_COLUMNS) or num_choices > _MAX_CHOICES:
         return None

@@ -1,4 +1,4 @@
-"""The experts of a mixture: which of them a token goes to, and what they make of it.
+"""The experts of a mixture: the choice of experts for each token, and their products.
 
     logits_TE ──► route ──► experts_TC, weights_TC      C experts of E for each token, and their shares
     x_TD ──► experts_mlp ──► y_TD                       sum over c of  weight_c down_c(act(gate_c x) * up_c x)
@@ -12,7 +12,7 @@ multiplies all blocks, each with the matrix of its expert (kernels/moe/grouped_k
     row_order       1 2 . .   5 . . .   0 3 4 .     blocks of 4; a dot is padding
     block_experts   0         1         2           -1 for blocks that are not needed this time
 
-How many blocks there are at most depends on T, C and E alone, so a CUDA graph can be captured.
+The largest number of blocks depends on T, C and E alone, so a CUDA graph can be captured.
 
 Rows are computed independently, written to [T, C, D] and summed over C in the order of the choices: the same
 input gives the same bits, whatever else is in the batch.
@@ -46,7 +46,7 @@ _BLOCK_D = 1024
 
 
 class Tiles(NamedTuple):
-    """How the grouped product is cut: block_n outputs by block_t rows, block_k inputs at a time."""
+    """The tiles of the grouped product: block_n outputs by block_t rows, block_k inputs at a time."""
 
     block_t: int
     block_n: int
@@ -89,7 +89,7 @@ def experts_mlp_reference(
     down_EDF: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """What the kernels must equal: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
+    """The specification: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
 
     def one_expert(expert: int, rows_MD: torch.Tensor) -> torch.Tensor:
         gated_MF = gated_activation_reference(F.linear(rows_MD, gate_up_EFD[expert]), activation)
@@ -104,7 +104,7 @@ def experts_mlp_reference(
 def route(
     logits_TE: torch.Tensor, num_choices: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as `route_reference` does; of two equal ones the first."""
+    """Choose experts as `route_reference` does; among equal ones the first."""
     if not use_triton(logits_TE):
         return route_reference(logits_TE, num_choices, normalized)
     T, E = logits_TE.shape
@@ -160,7 +160,7 @@ def experts_mlp(
 
 
 def sum_choices(outputs_RD: torch.Tensor, num_tokens: int, num_choices: int) -> torch.Tensor:
-    """Add up the rows of each token, which lie beside each other."""
+    """Add up the rows of each token, which lie next to each other."""
     size = outputs_RD.shape[1]
     y_TD = outputs_RD.new_empty((num_tokens, size))
     sum_kernel[(num_tokens, -(-size // _BLOCK_D))](
@@ -235,7 +235,7 @@ def multiply_rows(
 
 
 def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
-    """As many tiles in flight as the shared memory holds, up to four, and five of the narrowest."""
+    """The number of tiles in flight: as many as shared memory holds, up to four, or five of the narrowest."""
     if INTERPRETED:
         return 1
     tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()

@@ -127,7 +127,7 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bfloat16
+    WIDEN: tl.constexpr,  # True in the interpreter, which cannot multiply bfloat16
 ):
     GATED: tl.constexpr = ACTIVATION != ""
     in_group = tl.program_id(0) % (GROUP * tl.cdiv(N, BLOCK_N))

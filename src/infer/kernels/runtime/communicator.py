@@ -1,4 +1,4 @@
-"""What the ranks of one model do together: the one protocol between layers and whatever joins processes.
+"""Joint operations of the ranks of one model: the one protocol between layers and whatever joins processes.
 
     all_reduce    every rank has a share of a sum             ──►  every rank has the sum
     all_gather    every rank has some columns of a matrix     ──►  every rank has all of them
@@ -29,7 +29,7 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks give; `x` may be overwritten with it."""
+        """The sum of the tensors of all ranks; `x` may be overwritten with it."""
         ...
 
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:

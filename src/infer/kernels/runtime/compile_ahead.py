@@ -37,7 +37,7 @@ _MAX_THREADS = 16
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Let launches of this thread compile and not run; what was asked for is compiled when this ends.
 
-    A kernel that does not compile is not an error here: it is one again in the launch that needs it.
+    A kernel that does not compile is not an error here: the launch that needs it will raise.
     """
     num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
     with (
@@ -72,7 +72,7 @@ class _Compilers(ThreadPoolExecutor):
 def compile_once(compile_all: Callable[[], bool], *facts: object) -> None:
     """Call `compile_all`, unless it has returned True before: for these facts, on this GPU.
 
-    `facts` are what decides which kernels there are, in words (`repr`); a tensor stands for its type and its
+    `facts` decide which kernels there are, in words (`repr`); a tensor stands for its type and its
     device. Sources and versions are always among them.
     """
     if async_compile_mode is None:
@@ -104,7 +104,7 @@ class _NotAll(Exception):
 
 @lru_cache(maxsize=1)
 def _sources() -> list[bytes]:
-    """What every kernel, and every choice of one, is written in."""
+    """The sources of every kernel, and of every choice of a kernel."""
     package = Path(__file__).parents[2]
     files = [
         path

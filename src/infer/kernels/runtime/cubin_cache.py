@@ -2,10 +2,10 @@
 
     ~/.cache/infer/kernels/<key>.cubin        32 bytes of checksum, then the cubin
 
-The folder is that of the C kernels (kernels/cpu/build.py), and so is the idea: the key is a hash of all that
-a cubin depends on, so nothing is ever stale, and a file is renamed into place when it is whole. What cannot
-be read, or is not what was written, is made again; a folder that cannot be written is no error. Of several
-processes that want the same one, such as the replicas of a server, one makes it and the others wait, up to a
+Folder and idea are those of the C kernels (kernels/cpu/build.py): the key is a hash of everything a cubin
+depends on, so nothing is ever stale, and a file is renamed into place when it is whole. A file that cannot be
+read, or is not what was written, is made again; a folder that cannot be written is not an error. When several
+processes want the same cubin, such as the replicas of a server, one makes it and the others wait, up to a
 bound: one that hangs does not keep the others from starting.
 """
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _POLL_SECONDS = 0.02
-_LONG_SECONDS = 10.0  # to wait without a word
-_MAX_SECONDS = 180.0  # to wait at all: longer than one compiler runs; then this process compiles, too
+_LONG_SECONDS = 10.0  # silent wait; then the log says so
+_MAX_SECONDS = 180.0  # longest wait, more than one compiler takes; then this process compiles, too
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
-    """The bytes kept on disk for this key; where there are none, those of `make`, which are then kept."""
+    """The bytes kept on disk for this key; if there are none, those of `make`, which are then kept."""
     try:
         path = cache_directory() / f"{_digest(key)}.cubin"
     except CBuildError:  # no home: nowhere to keep it
@@ -51,7 +51,7 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
     """Wait for a process or thread that is in here with this key, up to a bound; without a folder, go on.
 
-    Where what it made cannot be kept, those that waited may make it at the same time.
+    If its result cannot be kept, those that waited may make it at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, CBuildError):

@@ -4,7 +4,7 @@
 
 A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
 number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
-has a cubin of its own, which takes about a second, once: `runtime/cubin_cache.py` keeps it.
+has a cubin of its own, which takes about a second to compile, once: `runtime/cubin_cache.py` keeps it.
 
 Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
 in ten years, in place of a build of our own for every version of PyTorch.
@@ -66,7 +66,7 @@ def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
 
 
 def nvrtc_paths() -> Iterator[str]:
-    """Paths where NVRTC may be: the system's own, then beside PyTorch, then the toolkit's folders."""
+    """Paths where NVRTC may be: the system's own, then next to PyTorch, then the toolkit's folders."""
     major = (torch.version.cuda or "").split(".")[0]
     yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
     folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
@@ -93,7 +93,7 @@ def nvrtc_version() -> str:
 
 
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
-    """The cubin of a file, made by NVRTC in memory; headers are found beside the file."""
+    """The cubin of a file, made by NVRTC in memory; headers are found next to the file."""
     nvrtc = load_nvrtc()
     # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
     flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]
@@ -205,7 +205,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class PreparedLaunch:
-    """One launch over and over, with other arguments: what stays the same is made once.
+    """A launch that is repeated with other arguments: everything that stays the same is made once.
 
     With `pdl` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
     """

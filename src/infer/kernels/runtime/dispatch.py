@@ -1,4 +1,4 @@
-"""Which of the implementations runs: the PyTorch reference, the Triton kernel or the C kernel.
+"""The choice of the implementation that runs: the PyTorch reference, the Triton kernel or the C kernel.
 
     tensor on a GPU, Triton installed         -> Triton kernel
     TRITON_INTERPRET=1 (kernel tests on CPU)  -> Triton kernel, executed by Triton's interpreter
@@ -6,7 +6,7 @@
     anything else                             -> reference
 
 This is the one file of the package that asks which device this is; its answers have names (`device_kind`,
-`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py holds it. Kernel files import
+`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py enforces it. Kernel files import
 `jit`, `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
 CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
 rest of the program.
@@ -15,7 +15,7 @@ Triton reads TRITON_INTERPRET when a function is decorated, which is when a kern
 It is read here at the same moment, so that both always agree; set it before the first import.
 
 Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. On Hopper and
-later GPUs the kernels of a decode step are all launched so, and each of them is written in this order:
+later GPUs the kernels of a decode step are all launched this way, and each is written in this order:
 
     prologue: read what is older than the kernel before    weights, positions, block tables: hidden latency
     gdc_launch_dependents                                  once all programs came by, the next kernel starts
@@ -54,11 +54,11 @@ _INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
 PDL = True  # use programmatic dependent launch where the GPU has it: `launch_options`
 
 
-_this_thread = threading.local()  # whether its launches only compile
+_this_thread = threading.local()  # holds `compiles_only`: launches only compile
 
 
 def compiles_only() -> bool:
-    """Whether launches of this thread compile their kernels and do not run them (compile_ahead.py)."""
+    """True if launches of this thread compile their kernels and do not run them (compile_ahead.py)."""
     return getattr(_this_thread, "compiles_only", False)
 
 
@@ -88,9 +88,9 @@ if triton is not None and not INTERPRETED:
 
 
 def _make_kernel_type() -> Any:
-    """The type of a kernel: Triton's, but for a launch that only compiles (compile_ahead.py).
+    """The type of a kernel: Triton's, except that a launch may only compile (compile_ahead.py).
 
-    Of several processes that want the same variant one compiles it; the others find it in Triton's cache.
+    If several processes want the same variant, one compiles it; the others find it in Triton's cache.
     """
     if triton is None or INTERPRETED:
         return None
@@ -132,12 +132,12 @@ def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """Whether the kernel, not the reference, should compute a function of `x`."""
+    """Return True if the kernel, not the reference, should compute a function of `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 def on_cpu(x: torch.Tensor) -> bool:
-    """Whether PyTorch computes functions of `x` on the CPU, where cache-sized blocks beat large passes."""
+    """True if PyTorch computes functions of `x` on the CPU, where cache-sized blocks beat large passes."""
     return device_kind(x.device) == "cpu"
 
 
@@ -154,12 +154,12 @@ def device_kind(device: torch.device) -> str:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether kernels run on a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
+    """Return True if kernels run on a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
     return device_kind(device) == "cuda"
 
 
 def is_amd() -> bool:
-    """Whether this build of PyTorch is for AMD's GPUs (HIP)."""
+    """Return True if this build of PyTorch is for AMD's GPUs (HIP)."""
     return torch.version.hip is not None
 
 
@@ -180,7 +180,7 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def has_pdl(device: torch.device) -> bool:
-    """Whether the GPU has programmatic dependent launch: Hopper and later."""
+    """Return True if the GPU has programmatic dependent launch: Hopper and later."""
     return nvidia_capability(device)[0] >= 9
 
 
@@ -191,14 +191,14 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def num_sms(device: torch.device) -> int:
-    """SMs (streaming multiprocessors) of the GPU; few where there is none, which is under the interpreter."""
+    """SMs (streaming multiprocessors) of the GPU; few without a GPU, under the interpreter."""
     if not is_gpu(device):
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU in all; None where there is no GPU."""
+    """Total bytes of a GPU; None without a GPU."""
     if not is_gpu(device) or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -212,13 +212,13 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that a GPU has been given to do; elsewhere nothing is left."""
+    """Wait until a GPU has done all its work; on other devices there is nothing to wait for."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:
-    """Now, as a device sees it: when it has done all that it was given before. Nothing waits for that."""
+    """Now, as a device sees it: the moment when it has done all earlier work. This call does not wait."""
     if not is_gpu(device):
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)

@@ -15,7 +15,7 @@ fresh memory are. Any other launch goes through Triton.
 Integers that the kernel declares as unspecialised (`jit_for_any`) differ from launch to launch, are compiled
 once for all values, and are not part of the key.
 
-The parameters of such a kernel stand in this order: tensors, unspecialised integers, numbers, constants.
+The parameters of these kernels stand in this order: tensors, unspecialised integers, numbers, constants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Launch = tuple[Callable[..., None], tuple[Any, ...]]
 _ALIGNMENT = 16  # bytes
 _MAX_KNOWN = 4096  # variants: prompts have all lengths, and every length is a grid of its own
 
-_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # for map(): on the path of every launch
+_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # functions for map(), on every launch
 
 _known: dict[tuple[Any, ...], Launch] = {}
 

@@ -18,7 +18,7 @@ from infer.errors import DeviceLost
 from infer.kernels.runtime import cuda_build as build
 
 BOX_BYTES = 128
-BOX_COLUMNS = BOX_BYTES // 2  # of 16-bit numbers
+BOX_COLUMNS = BOX_BYTES // 2  # columns of 16-bit numbers
 
 _SIZE, _ALIGNMENT = 128, 64
 _DTYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -26,21 +26,19 @@ _SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
 
 
 class Boxes(NamedTuple):
-    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and how many rows are copied at once."""
+    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and the number of rows that are copied at once."""
 
     address: int
     dtype: torch.dtype
     num_rows: int
     num_columns: int
-    row_bytes: int  # from one row to the next
+    row_bytes: int  # bytes from one row to the next
     box_rows: int
-    num_boxes: int = (
-        0  # beside each other that are copied at once, the matrix being cut into boxes of columns
-    )
+    num_boxes: int = 0  # adjacent boxes that are copied at once, the matrix being cut into boxes of columns
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what TMA reads."""
+    """A kernel's argument that TMA reads; its `value` is set as that of a ctypes number."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 

@@ -1,13 +1,13 @@
-"""How many threads PyTorch uses on a CPU: for small operations, one is better than all.
+"""The number of threads that PyTorch uses on a CPU: for small operations, one is better than all.
 
-PyTorch shares an operation among OpenMP's threads and waits until every one of them has been seen. A thread
+PyTorch shares an operation among OpenMP's threads and waits until every one of them has reported. A thread
 that has done its share then looks for the next one in a loop, for about ten milliseconds, before it sleeps.
 
-Sampling one token is a dozen such operations on one row of logits, and unpacking a matrix of a GGUF file
-hundreds on a few rows, a bad bargain: on an idle machine the loop takes a core from the next step, and on a
-busy one each operation waits until the system has given the other thread its turn. One token can then take
-longer to sample than fifty take to compute. Many rows are worth all threads. Nothing between: OpenMP ends the
-threads that it does not need for once, and starts others when it needs them again.
+Sampling one token is a dozen of these operations on one row of logits, and unpacking a matrix of a GGUF file
+hundreds on a few rows. That is a bad bargain: on an idle machine the loop takes a core from the next step,
+and on a busy one each operation waits until the system has given the other thread its turn. One token can
+then take longer to sample than fifty take to compute. Many rows are worth all threads. Nothing between one
+and all is used: OpenMP ends the threads that it does not need for once, and starts others when it needs more.
 """
 
 from __future__ import annotations

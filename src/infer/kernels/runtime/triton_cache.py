@@ -1,9 +1,9 @@
 """Triton's folder of compiled kernels, which may be damaged, full or not writable.
 
-Triton reads what it finds there, and ends with a traceback, or in the driver, where a file was cut short by a
-full disk or a machine that went down. Here every file has its checksum beside it, and one that is not what
-was written is not found: it is compiled again. Where nothing can be written the kernels of this process go
-into a temporary folder.
+Triton reads what it finds there. A file that was cut short, by a full disk or a machine that went down, ends
+in a traceback or in the driver. Here every file has its checksum next to it, and a file that does not match
+counts as not found: it is compiled again. If nothing can be written, the kernels of this process go into a
+temporary folder.
 
     <TRITON_CACHE_DIR>/<key>/kernel.cubin, kernel.cubin.sha256, ...
 """
@@ -28,13 +28,13 @@ SUFFIX = ".sha256"
 
 
 def install(triton: Any) -> None:
-    """Let Triton keep kernels so, unless the user has chosen another way."""
+    """Let Triton keep kernels this way, unless the user has chosen another one."""
     if triton.knobs.cache.manager_class is None:
         triton.knobs.cache.manager_class = _make_manager()
 
 
 def is_whole(path: str) -> bool:
-    """Whether a file is what was written; one without a checksum was written by another program."""
+    """Return True if a file is what was written; one without a checksum is from another program."""
     try:
         told = Path(path + SUFFIX).read_text(encoding="ascii")
     except FileNotFoundError:

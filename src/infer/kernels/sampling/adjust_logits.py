@@ -1,10 +1,10 @@
-"""What a request changes in its own logits before they are sampled: bias, bans, a mask, penalties.
+"""Changes that a request makes to its own logits before they are sampled: bias, bans, a mask, penalties.
 
     logit + bias ── -inf where banned or masked ── repetition ── presence and frequency
 
 in float32 and in this order, number for number as sampling/sampler.py does it. The sampler's first kernel
 calls `adjust_tile` on the way: a row that asks for nothing costs nothing, and one that does has its adjusted
-logits written beside the model's own, where the other kernels find them.
+logits written next to the model's own, where the other kernels find them.
 
 Shapes:  V vocabulary, E ids of a bias, W words of a mask.
 """
@@ -60,12 +60,12 @@ def adjust_row_reference(
 
 
 def forbidden_by(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Which ids a mask, on the host, does not allow: a bool for each."""
+    """The ids that a mask on the host forbids: a bool for each id."""
     bits_V = np.unpackbits((~mask_W.numpy()).view(np.uint8), count=vocab_size, bitorder="little")
     return torch.from_numpy(bits_V.view(np.bool_))
 
 
-if INTERPRETED or is_amd():  # where there is no such function
+if INTERPRETED or is_amd():  # neither has `mul_rn`
 
     @jit
     def _times(x, y):
@@ -85,7 +85,7 @@ def float_field(line_ptr, FIELD: tl.constexpr):
 
 @jit
 def is_adjusted(line_ptr, mask_row):
-    """Whether a row asks for something that changes its logits."""
+    """Return True if a row asks for something that changes its logits."""
     return ((tl.load(line_ptr + _HAS_USES) | tl.load(line_ptr + _NUM_BIASED)) > 0) | (mask_row >= 0)
 
 
@@ -115,7 +115,7 @@ def adjust_tile(
 
     `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows, on the host: the words of
     the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time: the
-    rows that ask for nothing must not wait for registers that this needs.
+    rows that ask for nothing must not pay for registers that this needs.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
     has_uses = tl.load(line_ptr + _HAS_USES) > 0

@@ -31,7 +31,7 @@ from infer.kernels.runtime.dispatch import on_cpu
 
 _MASK_64 = (1 << 64) - 1
 _GROUP_LEN = 16  # columns of the groups in which topk_rows looks
-_BLOCK_ELEMENTS = 1 << 19  # of the temporaries of one block of rows: 2 MiB each, about a core's cache
+_BLOCK_ELEMENTS = 1 << 19  # numbers in a temporary of one block of rows: 2 MiB, about a core's cache
 
 
 def _to_int32(value: int) -> int:

@@ -5,20 +5,20 @@
 Its entries have 32 bits, fractions as their bits, so that a table travels to the host as one tensor.
 
 PyTorch needs about 20 launches for it, each over one row of 150,000 logits and few of them on more than one
-SM: longer than sampling takes, and what they hold of the GPU the next step must wait for. Here there are two.
-The *survey* reads the logits once, a tile of them in each program, and keeps what decides of a tile:
+SM: longer than sampling takes, and the next step must wait for the part of the GPU that they hold. Here there
+are two. The *survey* reads the logits once, a tile in each program, and keeps what matters of each tile:
 
     peak, mass       max(x) and sum(exp(x - peak)): the normaliser of the row is put together from them
-    num_above        how many logits are larger than the chosen token's
+    num_above        the number of logits larger than the chosen token's
     values, ids      its largest logits
 
 The *merge* has a program for each row and looks at what the tiles have kept. It may run in a stream of its
-own, beside the next step: it no longer needs the logits, which that step overwrites.
+own, in parallel to the next step: it no longer needs the logits, which that step overwrites.
 
 Both pick the W largest of many numbers without sorting them. A float's bits, a little changed, are an integer
 that grows with it. The bits of the W-th largest are found from the first to the last, each by counting how
-many numbers have at least the bits so far; those of bfloat16 are known after 16. Of equal numbers the first
-are taken, so that of equal logits those with the smallest ids are reported.
+many numbers have at least the bits so far; those of bfloat16 are known after 16. Among equal numbers the
+first are taken, so that among equal logits those with the smallest ids are reported.
 
 Shapes:  S rows of logits, V vocabulary, K rows that ask, W logits kept of a tile.
 """
@@ -72,7 +72,7 @@ def _survey_kernel(
     logits_ptr, places_ptr, chosen_ptr, own_ptr, peaks_ptr, masses_ptr, above_ptr, values_ptr, ids_ptr,
     stride, V, TILE: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Keep what decides of one tile of one row."""
+    """Keep what matters of one tile of one row."""
     k, tile, num_tiles = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     place = tl.load(places_ptr + k).to(tl.int64)
     row_ptr = logits_ptr + place * stride

@@ -13,23 +13,23 @@ SMALLEST_TEMPERATURE = 2.0**-126  # below this normal number, float32 would divi
 
 
 class SampleLine(NamedTuple):
-    """How one row is sampled: the fields of its line, in order."""
+    """The sampling settings of one row: the fields of its line, in order."""
 
     row: int
     has_uses: int = 0  # 1: penalties or bans are asked for, and the row's uses are counted
     top_k: int = 0  # 0: off
     seed: int = 0  # modulo 2^64, as two's complement
-    ban_end: int = 0  # ids are banned from the positions before this one
+    ban_end: int = 0  # the first position at which banned ids are allowed again
     num_biased: int = 0
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # in float64, for the edge must not move by a rounding; 1: off
+    top_p: float = 1.0  # float64, because rounding must not move the edge; 1: off
     min_p: float = 0.0
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
 
     def pack(self) -> bytes:
-        """The line as an entry of `enter_rows`, with what kernels could not hold brought as near as possible.
+        """The line as an entry of `enter_rows`; values that kernels cannot hold become the nearest possible.
 
         A tiny temperature does not become 0, which is greedy.
         """

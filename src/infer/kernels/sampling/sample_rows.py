@@ -31,7 +31,7 @@ does. So every token gets an upper bound of its score, by one rough logarithm, a
 them; then groups are scored exactly, best bound first, until no bound left exceeds the best score.
 
 The kernels are launched over tiles and rows; a program that has nothing to do for its row leaves at once.
-Thousands that leave at once take time, too: with many rows a program of the last three has several tiles.
+Thousands of those take time, too: with many rows a program of the last three kernels has several tiles.
 The last program of a row to finish, whichever it is, sees what the others wrote and goes on with the row
 alone: it samples the token, or says what the next kernel has to look for. Sums across programs are of
 integers, and candidates may lie in any order: nothing depends on which program came first.
@@ -85,7 +85,7 @@ GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
 NUM_BUCKETS = 2048
-_ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
+_ROWS_PER_TILE = 16  # rows for which a program of the kernels after the survey takes one more tile
 
 
 class SampleScratch:
@@ -101,7 +101,7 @@ class SampleScratch:
             return torch.zeros((max_rows, *shape), dtype=dtype, device=device)
 
         self.ids_S = empty(dtype=torch.int64)
-        self.tensors = (  # in the order of the kernels' arguments
+        self.tensors = (  # tensors in the order of the kernels' arguments
             empty(),  # num_done: programs of the running kernel that are done; 0 between kernels
             empty(self.num_groups, dtype=torch.float32),  # peaks of the groups; infinite: not a number in it
             empty(self.num_groups, dtype=torch.float32),  # bounds: no score of the group is larger
@@ -115,7 +115,7 @@ class SampleScratch:
             empty(NUM_BUCKETS, dtype=torch.int64),  # buckets
             empty(),  # low and
             empty(),  # high: the edge of a wide row is one of these keys
-            empty(dtype=torch.int64),  # base: what the tokens before count or weigh
+            empty(dtype=torch.int64),  # base: count or mass of the tokens before
             empty(num_mask_words(vocab_size)),  # words of the mask
             torch.empty((max_rows, vocab_size), dtype=torch.float32, device=device),  # adjusted logits
             self.ids_S,
@@ -167,11 +167,11 @@ _TINY = constant(SMALLEST_TEMPERATURE)
 _MASS_OF_LARGEST = constant(2.0**44)
 _TO_UNIFORM = constant(2.0**-31 * (1 - 2.0**-24))
 _MARGIN = constant(1e-3)  # a hundred times the rounding error of a bound
-_SLACK = constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
+_SLACK = constant(1 << 17)  # slack of a threshold: at most 1.6 % deeper than necessary
 _BUCKETS = constant(NUM_BUCKETS)
 _MAX_CANDIDATES = constant(MAX_CANDIDATES)
 _GROUP = constant(GROUP)
-_GROUPS = constant(TILE // GROUP)  # of a tile
+_GROUPS = constant(TILE // GROUP)  # groups of a tile
 _NO_TOKEN = constant(NO_TOKEN)
 _FIELDS, _MAX_BIASED = constant(NUM_FIELDS), constant(MAX_BIASED)
 _TOP_K, _SEED, _TEMPERATURE = field("top_k"), field("seed"), field("temperature")
@@ -221,7 +221,7 @@ else:
 
 @jit
 def _is_last(num_done_ptr, num_programs):
-    """Whether the other programs of the row are done: what they wrote may now be read.
+    """Return True if the other programs of the row are done: what they wrote may now be read.
 
     The counter is left at 0 for the next launch.
     """
@@ -407,7 +407,7 @@ def _uniform(ids, key0, key1):
 
 @jit
 def _noise_bound(ids, key0, key1):
-    """No less than the noise, and hardly more where the noise is large.
+    """An upper bound of the noise, close to it where the noise is large.
 
     The noise is -log(w + w^2/2 + w^3/3 + ...) <= -log(w) - w/2, which takes one logarithm instead of two.
     """
@@ -432,7 +432,7 @@ def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
 def _draw_from_groups(
     x_ptr, own_ptr, is_own, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token with the best score of those up to the edge. `bounds`: what no score of a group exceeds.
+    """The token with the best score of those up to the edge. `bounds`: upper bounds of each group's scores.
 
     Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
     """
@@ -803,7 +803,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Begin to compile these kernels and those of logprobs: a launch waits for its own, the call for all."""
+    """Start compiling these kernels and those of logprobs; a launch waits for its own, the result for all."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None
@@ -815,7 +815,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
         with compiling_ahead(device):
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
             logprob_table(logits_1V, positions_1, 0)
-            logprob_table(logits_1V.float(), positions_1, 0)  # of beams, and of what is about to fork
+            logprob_table(logits_1V.float(), positions_1, 0)  # beams, and sequences about to fork
 
     thread = threading.Thread(target=compile_all, name="compile-sample-rows", daemon=True)
     thread.start()
@@ -825,7 +825,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
 def _register_limit(num_warps: int) -> dict[str, int]:
     """An option of the launch: with more registers a thread, fewer programs would run at the same time.
 
-    Each kernel has paths that want many, for rows that ask for more; all rows would wait for them.
+    Each kernel has paths that want many registers, for rows that ask for more; all rows would pay for them.
     """
     return {} if INTERPRETED or is_amd() else {"maxnreg": 16 * num_warps}
 

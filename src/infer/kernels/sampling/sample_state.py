@@ -1,18 +1,18 @@
-"""How each row of state is sampled, kept on the device: what a captured step reads anew in every replay.
+"""Sampling settings of each row of state, kept on the device: a captured step reads them in every replay.
 
 A row has a *line* of twelve numbers, entered when its sequence arrives, and more where it asks for more:
 
     line     whether uses matter, top-k, seed, where bans end, number of biased ids, temperature, top-p, ...
-    uses     of every id of the vocabulary: how often the output has it, whether the prompt has it, whether it
-             is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
+    uses     for every id of the vocabulary: how often the output has it, whether the prompt has it, whether
+             it is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
              penalty counts a token that the host has not seen yet
     biases   the ids of a logit bias, and what is added to each
     mask     a bit for every id of the vocabulary, 1: allowed. Masks lie in lines of their own, because few
              rows have one and it changes with every token; `mask_row_R` says which line is whose. The lines
              are memory of the host, pinned: the sampler fetches them itself, and no copy has to be launched.
 
-What a row does not ask for is never read: without uses, biases and a mask it is sampled from the model's
-logits as they are.
+Settings that a row does not ask for are never read: without uses, biases and a mask it is sampled from the
+model's logits as they are.
 
 Shapes:  R rows of state, F fields of a line, V vocabulary, E ids of a bias, W words of a mask, K entries.
 """
@@ -31,7 +31,7 @@ from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 
 MAX_BIASED = 1024  # ids of one logit bias
-IN_PROMPT, IS_BANNED, MAX_COUNT = 1 << 14, -1 << 15, (1 << 14) - 1  # of a use; a count stays at the largest
+IN_PROMPT, IS_BANNED, MAX_COUNT = 1 << 14, -1 << 15, (1 << 14) - 1  # parts of a use; counts stop at MAX_COUNT
 
 
 def constant(value: float) -> Any:
@@ -46,7 +46,7 @@ def field(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """How each row of state is sampled; see the module's docstring."""
+    """The sampling settings of each row of state; see the module's docstring."""
 
     lines_RF: torch.Tensor  # int64; the last fields are float64
     mask_row_R: torch.Tensor  # int32: the row's line of `masks_RW`; -1: none
@@ -56,7 +56,7 @@ class SampleState:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str, vocab_size: int = 0) -> SampleState:
-        """State of so many rows, all of them greedy; without a vocabulary none can ask for more."""
+        """State of `num_rows` rows, all of them greedy; without a vocabulary none can ask for more."""
         num_biased = MAX_BIASED if vocab_size else 0
         greedy = torch.frombuffer(bytearray(SampleLine(0).pack()), dtype=torch.int64)
         return cls(

@@ -1,13 +1,13 @@
 /* Activations into integers, on their way to a product: the second half of the layout in linear.h.
  *
- * Done once per product, for all tiles together. Integers do not round when they are added, so what is kept
- * of a group beside its integers and its scale is exact, too, or rounded once.
+ * Done once per product, for all tiles together. Integers do not round when they are added, so the other
+ * values that are kept of a group, besides its integers and its scale, are exact, too, or rounded once.
  *
- *     peak_of     max|x| of a group, NaN if one of them is
+ *     peak_of     max|x| of a group, NaN if one x is NaN
  *     put_group   the integers x * inverse, rounded to the nearest, and their sum
  *
- * Numbers without their signs are in the order of their bits read as integers, with NaN above all: so the peak is
- * one of integers. Adding 1.5 * 2^23 to a number rounds it to an integer, and leaves that in the low 16 bits. */
+ * Without their signs, floats have the same order as their bits read as integers, with NaN above all: so the peak is
+ * the largest integer. Adding 1.5 * 2^23 to a number rounds it to an integer, and leaves that in the low 16 bits. */
 #include "linear.h"
 
 #define MAGIC 12582912.0f
@@ -141,7 +141,7 @@ ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, in
         }
         float peak = peak_of(x), inverse = peak > 0.0f ? largest / peak : 0.0f;
         probe += peak * 0.0f;
-        if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is below what a float can divide by */
+        if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is too small to divide by */
         int32_t sum = put_group(x, inverse, act->q + place * digits * GROUP, digits);
         act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
         if (a->bits == 4) act->sums[place] = act->scales[place] * (float)sum;

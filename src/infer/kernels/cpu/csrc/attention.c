@@ -15,8 +15,8 @@
  *     pack_keys                  weigh       maximum, exponentials and their sum, in place
  *                                add_values  weights times values, onto the sums of earlier blocks
  *
- * Keys and values in 8 bits are decoded once for all queries of a chunk. The scales of their tokens are not theirs
- * to bear: a position's score is multiplied with that of its key, and its weight with that of its value.
+ * Keys and values in 8 bits are decoded once for all queries of a chunk. The scales are not applied
+ * to them: a position's score is multiplied with the scale of its key, and its weight with that of its value.
  *
  * A score is four sums, of channels 0, 4, 8, ..., of 1, 5, 9, ..., and so on: (s0 + s1) + (s2 + s3). They are
  * the lanes of a quarter of a register with AVX-512, half with AVX2, and a whole one of 4 floats. The 4 registers
@@ -24,10 +24,10 @@
  *
  *     register c     position c: 4 channels | position c + 4: 4 channels | ...                  c = 0 .. 3
  *
- * Where a register is 4 floats, this is what the rows of the cache look like already.
+ * Where a register is 4 floats, the rows of the cache already have this order.
  *
- * 512 positions, counted from position 0, are a *segment*. Each has a maximum, a sum and sums of values of its
- * own, and those of a query are joined in the order of positions. So a long context can be computed by several
+ * 512 positions, counted from position 0, are a *segment*. Each has its own maximum, sum and sums of values,
+ * and those of a query are joined in the order of positions. So a long context can be computed by several
  * threads: an item of one token may name the segment that it stands for; its result is then kept in `parts`, and
  * the thread that finishes a token's last segment joins them.
  *
@@ -42,15 +42,15 @@
 #include "kv_codes.h"
 
 #define MAX_HEAD 256
-#define POSITIONS 16 /* that are visited together; `block_size` is the cache's */
+#define POSITIONS 16 /* positions that are visited together; `block_size` is the cache's */
 #define SEGMENT 512
-#define STATE_FLOATS 8192 /* of accumulators at a time: 32 KB */
+#define STATE_FLOATS 8192 /* floats of accumulators at a time: 32 KB */
 #if WIDTH == 16
 #define TILE 6 /* queries: 24 of 32 registers */
 #elif WIDTH == 8
-#define TILE 3 /* 12 of 16 */
+#define TILE 3 /* 12 of 16 registers */
 #else
-#define TILE 4 /* 16 of 32 */
+#define TILE 4 /* 16 of 32 registers */
 #endif
 
 typedef struct {
@@ -65,10 +65,10 @@ typedef struct {
     int64_t N, G, H, block_size;
     int64_t window; /* 0: none */
     double scale;
-    float *parts; /* [parts]: of every query head its peak, total and H sums; then G counters of finished segments */
-    int64_t kind;                           /* of keys and values: AS_FLOAT, or codes (kv_codes.h) */
-    const float *key_scales, *value_scales; /* of codes: [blocks][G][block_size] */
-    double softcap;                         /* of scores; 0: none */
+    float *parts; /* [parts]: peak, total and H sums of every query head; then G counters of finished segments */
+    int64_t kind;                           /* kind of keys and values: AS_FLOAT, or codes (kv_codes.h) */
+    const float *key_scales, *value_scales; /* scales of codes: [blocks][G][block_size] */
+    double softcap;                         /* cap of scores; 0: none */
     const float *sinks;                     /* [N], or NULL */
 } attend_args;
 
@@ -171,7 +171,7 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
     }
 }
 
-/* A new maximum: what was summed up under the old one shrinks. */
+/* A new maximum: sums under the old one shrink. */
 static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, float peak) {
     softmax_state *state = t->state + i;
     float before = state->peak;
@@ -225,7 +225,7 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
     }
 }
 
-/* Onto the sums of the tile, `registers` of channels from channel c on: weights times values. */
+/* Add weights times values to the sums of the tile, for `registers` registers of channels from channel c on. */
 ALWAYS_INLINE void add_values(const int count, const int registers, const float *weights, const tile_work *t,
                               int64_t c) {
     vr sum[TILE][4];
@@ -243,7 +243,7 @@ ALWAYS_INLINE void add_values(const int count, const int registers, const float 
         for (int n = 0; n < registers; n++) store_vr(sums + i * padded + n * WIDTH, sum[i][n]);
 }
 
-/* What a query computes does not depend on the others of its tile: they share the loads of keys and values. */
+/* A query's result does not depend on the others of its tile: they only share the loads of keys and values. */
 ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *t) {
     float weights[TILE * POSITIONS] __attribute__((aligned(64)));
     score(count, is_packed, t, weights);
@@ -292,8 +292,7 @@ static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Where 16 positions from `block` on lie in the cache, -1 where no query looks; of codes, also what those of kv head
- * g are multiplied with. */
+/* The slots of 16 positions from `block` on, -1 where no query looks; for codes, also the scales of kv head g. */
 static void find_slots(const attend_args *a, const int64_t *table, int64_t g, int64_t block, int64_t low, int64_t high,
                        int64_t slots[POSITIONS], float key_scales[POSITIONS], float value_scales[POSITIONS]) {
     int64_t at = block / a->block_size, offset = block - at * a->block_size;
@@ -312,14 +311,14 @@ static void find_slots(const attend_args *a, const int64_t *table, int64_t g, in
     }
 }
 
-/* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is no multiple of a register are
+/* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is not a multiple of a register are
  * copied into `room`, [16][padded], and codes are decoded into it. */
 static void load_rows(const attend_args *a, const void *cache, int64_t g, const int64_t slots[POSITIONS],
                       int64_t padded, float *room, const float *rows[POSITIONS]) {
     static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
     for (int j = 0; j < POSITIONS; j++) {
         const int64_t first = (slots[j] * a->G + g) * a->H;
-        rows[j] = slots[j] < 0 ? zeros : room + j * padded; /* what lies behind H is 0 */
+        rows[j] = slots[j] < 0 ? zeros : room + j * padded; /* zeros after H */
         if (slots[j] < 0) continue;
         if (a->kind != AS_FLOAT)
             decode_codes(a->kind, (const uint8_t *)cache + first, room + j * padded, a->H);
@@ -331,7 +330,7 @@ static void load_rows(const attend_args *a, const void *cache, int64_t g, const 
 }
 
 #if WIDTH == 16
-/* What load_rows and pack_keys make of codes, in heads of whole registers: 4 channels of a row are 4 bytes, so they
+/* load_rows and pack_keys for codes, in heads of whole registers: 4 channels of a row are 4 bytes, so they
  * are brought into their order before they are decoded, at a quarter of the size. */
 ALWAYS_INLINE void pack_codes(const int64_t kind, const attend_args *a, int64_t g, const int64_t slots[POSITIONS],
                               float *packed) {
@@ -353,7 +352,7 @@ ALWAYS_INLINE void pack_codes(const int64_t kind, const attend_args *a, int64_t 
 }
 #endif
 
-/* The queries of a chunk, and what it knows about them. */
+/* The queries of a chunk and their state. */
 typedef struct {
     const attend_args *a;
     const int64_t *table;
@@ -410,7 +409,7 @@ static void attend_segment(work *w, int64_t segment) {
     for (; block <= high; block += POSITIONS) attend_block(w, block, low, high);
 }
 
-/* One query's next segment onto those before it. A segment of which it sees nothing has a total of 0. */
+/* Join one query's next segment to those before it. A segment of which it sees nothing has a total of 0. */
 static void join(softmax_state *joined, float *joined_sums, softmax_state next, const float *sums, int64_t size) {
     if (next.total == 0.0f) return;
     if (joined->total == 0.0f) {
@@ -429,12 +428,12 @@ static void put_result(float *out, softmax_state state, float sink, const float 
     for (int64_t h = 0; h < H; h++) out[h] = sums[h] * inverse;
 }
 
-/* Keep the result of a token's segment; the one who keeps the last joins them all. */
+/* Keep the result of a token's segment; the thread that keeps the last one joins them all. */
 static void keep_part(work *w, const int64_t *item) {
     const attend_args *a = w->a;
     const int64_t H = a->H, segment = item[4], num_segments = item[3] / SEGMENT + 1;
     const int64_t head_floats = H + 2, part_floats = a->N * head_floats + a->G;
-    float *parts = a->parts + (item[5] - segment) * part_floats; /* of the token's first segment */
+    float *parts = a->parts + (item[5] - segment) * part_floats; /* part of the token's first segment */
     int32_t *num_done = (int32_t *)(parts + a->N * head_floats) + w->g;
     for (int64_t i = 0; i < w->num; i++) {
         float *kept = parts + segment * part_floats + (w->g * w->num + i) * head_floats;

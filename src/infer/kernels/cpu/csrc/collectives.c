@@ -8,8 +8,8 @@
  * rank has the same bits. A rank that goes on to the next exchange writes to its other place. It comes back to the
  * first one only after all have arrived at the next exchange, which they do after they have read this one.
  *
- * Who waits looks for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: what comes
- * out is then not to be used, and the caller asks whether it was set. */
+ * A rank that waits polls for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: the
+ * result must not be used then, and the caller asks whether it was set. */
 #define _GNU_SOURCE
 #include "infer.h"
 
@@ -31,7 +31,7 @@ typedef struct {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
     uint8_t rest[56];
-} word; /* that ranks wait for */
+} word; /* ranks wait for it */
 
 typedef struct {
     word aborted;
@@ -68,7 +68,7 @@ void infer_word_set(word *at, uint32_t value) {
 
 uint32_t infer_word_get(word *at) { return atomic_load_explicit(&at->value, memory_order_acquire); }
 
-/* Wait until a word has come to a number, which wraps around; 0: it was aborted. */
+/* Wait until a word has reached a number, which wraps around; 0: it was aborted. */
 int64_t infer_word_wait(word *at, uint32_t value, word *aborted) {
     for (int64_t spins = 0;; spins++) {
         uint32_t seen = atomic_load_explicit(&at->value, memory_order_acquire);
@@ -86,7 +86,7 @@ typedef struct {
     int64_t M; /* rows */
     float *x;
     int64_t x_stride, N; /* numbers of a row that a rank has */
-    float *out;          /* of a gathering */
+    float *out;          /* result of a gathering */
     int64_t out_stride, V; /* numbers of a row that all ranks have; the last ranks have fewer than N, or none */
     region *shared;
     int64_t rank, size, capacity; /* floats of a share */
@@ -157,7 +157,7 @@ typedef struct {
     int64_t first, num_rows;
 } own_ids_args;
 
-/* Where ids are in a range of the vocabulary, which is a table of its own; OUTSIDE: they are in another. */
+/* The places of ids in a range of the vocabulary, which is a table of its own; OUTSIDE: an id of another range. */
 void infer_own_ids(const void *args, int64_t chunk) {
     const own_ids_args *a = args;
     (void)chunk;

@@ -1,9 +1,9 @@
 /* The small steps between the matrices: norms, rotary positions, gates, scales.
  *
- * Each touches every number once or twice; what they cost a program is not arithmetic but the calls.
+ * Each touches every number once or twice; their cost is not arithmetic but the calls.
  * Rows are independent, and a row is always computed by one thread in one order.
  *
- * Sums of a row are 16, of the numbers i, i + 16, ..., in PARTS registers, and are added as one tree. */
+ * A row has 16 sums, each of the numbers i, i + 16, ..., in PARTS registers; they are added as one tree. */
 #include "infer.h"
 
 typedef struct {
@@ -21,7 +21,7 @@ typedef struct {
     int64_t tokens_per_chunk;
 } norm_args;
 
-/* The sum of a row's numbers, or of their squares, after adding the residual, if there is one, which is kept. */
+/* The sum of a row's numbers, or of their squares, after adding the residual, if there is one; x + residual is kept. */
 ALWAYS_INLINE float sum_of_row(const float *x, const float *residual, float *kept, int64_t D, const int is_squared) {
     vr sums[PARTS] = {0};
     float lanes[16];

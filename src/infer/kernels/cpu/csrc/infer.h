@@ -1,4 +1,4 @@
-/* What the C files share: vectors, halves, and the shape of an operation.
+/* Shared by the C files: vectors, halves, and the shape of an operation.
  *
  * An *operation* is a function and a block of arguments. The function is called for chunk 0, 1, 2, ...,
  * in any order, by any thread; chunks of one operation must not touch each other's output. threads.c
@@ -13,7 +13,7 @@
  * integers) is written per instruction set. Sums keep 16 partial sums in 16 / WIDTH registers and add them as
  * one tree, so that every width gives the same bits.
  *
- * `vf` is 16 floats whatever the width. Where registers are narrower the compiler takes such values through
+ * `vf` is 16 floats whatever the width. Where registers are narrower the compiler takes these values through
  * the stack, so loops that matter there are written with `vr`. */
 #ifndef INFER_H
 #define INFER_H
@@ -156,7 +156,7 @@ ALWAYS_INLINE float sum_parts(const vr v[PARTS]) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 #endif
 }
-/* The largest of 16 lanes; which one where some are NaN is not said. */
+/* The largest of 16 lanes; any of them if some are NaN. */
 ALWAYS_INLINE float max_parts(const vr v[PARTS]) {
 #if WIDTH == 16
     return _mm512_reduce_max_ps((__m512)v[0]);
@@ -245,8 +245,8 @@ enum { FIXED, PER_ROW, PER_ITEM };
 typedef struct {
     chunk_fn run;
     int64_t *args;
-    int64_t kind;           /* FIXED: `chunks` in all; PER_ROW: so many for every `rows_per_chunk` rows; */
-    int64_t chunks;         /* PER_ITEM: so many for every item of attention.c */
+    int64_t kind;           /* FIXED: `chunks` in all; PER_ROW: `chunks` for every `rows_per_chunk` rows; */
+    int64_t chunks;         /* PER_ITEM: `chunks` for every item of attention.c */
     int64_t rows_per_chunk;
 } operation;
 

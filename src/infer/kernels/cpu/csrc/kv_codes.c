@@ -6,7 +6,7 @@ typedef struct {
     const float *k, *v; /* [T][G][H], the heads of a token side by side */
     int64_t k_stride, v_stride;
     void *keys, *values;              /* [slots][G][H]: floats or codes */
-    float *key_scales, *value_scales; /* of codes: [blocks][G][block_size] */
+    float *key_scales, *value_scales; /* scales of codes: [blocks][G][block_size] */
     const int64_t *slots;             /* [T]; -1 is padding: nothing is written for it */
     const float *fixed;               /* [2][G]: scales of keys and values; NULL: each head has its own */
     int64_t kind, G, H, block_size;
@@ -23,7 +23,7 @@ static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scal
     const float top = kind == AS_FP8 ? 448.0f : 127.0f;
     const float inverse = fixed ? 1.0f / *fixed : largest == 0.0f ? 0.0f : top / largest;
     *scale = fixed ? *fixed + largest * 0.0f : largest * (1.0f / top);
-    if (!(largest <= 0x1.fffffep127f)) /* the scale alone says so */
+    if (!(largest <= 0x1.fffffep127f)) /* not finite: the scale alone shows it */
         memset(codes, 0, (size_t)H);
     else if (kind == AS_FP8)
         for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(fmaxf(-top, fminf(top, x[h] * inverse)));

@@ -9,7 +9,7 @@ typedef uint8_t unsigned16 __attribute__((vector_size(16)));
 
 /* 16 codes as numbers, before they are multiplied with their scale.
  *
- * An e4m3 code is s eeee mmm. Where half precision is converted by an instruction, it is the code with its parts
+ * An e4m3 code is s eeee mmm. Where an instruction converts half precision, the half is the code with its parts
  * apart, 2^8 too small. Elsewhere its bits are those of a float32 whose exponent is 120 too small, and a code without
  * a leading bit, eeee = 0, has been given one, and half the power of two. */
 #if defined(HAVE_AVX512)
@@ -41,7 +41,7 @@ static inline vf decode_16(int64_t kind, const uint8_t *codes) {
 /* The `count` numbers of a head, without their scale. */
 static inline void decode_codes(int64_t kind, const uint8_t *codes, float *out, int64_t count) {
     int64_t h = 0;
-    if (kind == AS_FP8) /* two loops: what a code is, is not asked again for every 16 of them */
+    if (kind == AS_FP8) /* two loops, so that the kind is not tested again for every 16 codes */
         for (; h + 16 <= count; h += 16) store(out + h, decode_16(AS_FP8, codes + h));
     else
         for (; h + 16 <= count; h += 16) store(out + h, decode_16(AS_INT8, codes + h));

@@ -10,7 +10,7 @@
  * many rows are computed with it, nor on the instruction set's way of adding integers. The sum of a group's
  * activations is the same for all rows of the matrix and was taken when they were quantised (activations.c).
  *
- * AVX-512's instruction multiplies unsigned by signed. Weights in int4 are unsigned; those in int8 become so by
+ * AVX-512's instruction multiplies unsigned by signed. Weights in int4 are unsigned; those in int8 become unsigned by
  * adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
  * at  -c sum q_x.
  *
@@ -33,7 +33,7 @@
 #include "linear_neon.h"
 #elif defined(HAVE_AVX512) || defined(HAVE_AVX2)
 
-/* What a group of weights is multiplied with, for the 16 rows of a tile. */
+/* The factors of a group of weights, for the 16 rows of a tile. */
 typedef struct {
     vf scale, minimum; /* int8 has no minimum */
 } group_scales;
@@ -45,7 +45,7 @@ ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, c
 }
 
 /* Weights are read once, from one end to the other. The processor notices and prefetches, but begins anew at every
- * page of 4 KB, so it is told what comes after this one: a quarter of the time of a small batch. */
+ * page of 4 KB, so the next page is prefetched here: this saves a quarter of the time of a small batch. */
 ALWAYS_INLINE void prefetch_next(const uint8_t *w, const uint16_t *tile_scales, int64_t g, const int bits) {
     enum { DISTANCE = 4096 };
     const int group_bytes = GROUP * LANES * bits / 8, scale_bytes = bits == 4 ? 64 : 32;
@@ -63,7 +63,7 @@ static inline vf multiply_add(vf a, vf b, vf total) {
 #endif
 }
 
-/* One group more: of row `at` of the activations. */
+/* Add one more group, of row `at` of the activations. */
 ALWAYS_INLINE vf add_group(vf total, vi sum, group_scales w, const activations *act, int64_t at, const int bits) {
     total = multiply_add(__builtin_convertvector(sum, vf), w.scale * act->scales[at], total);
     return bits == 4 ? multiply_add(w.minimum, splat(act->sums[at]), total) : total;
@@ -80,8 +80,8 @@ static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf 
 }
 
 #if defined(HAVE_AVX512)
-/* Four pairs of bytes of every lane onto its sum: 16 rows of weights times four neighbours of an activation. gcc
- * would load those by an instruction of their own, and instructions are what a batch waits for. */
+/* Add four products of bytes to every lane's sum: 16 rows of weights times four neighbours of an activation. gcc
+ * would load those by a separate instruction, and instructions are what limits a batch. */
 ALWAYS_INLINE vi add_products(vi sum, __m512i weights, const int8_t *four) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const int32_t(*)[1])four));
     return sum;
@@ -195,7 +195,7 @@ static void configure_tiles(void) {
     _tile_loadconfig(&config);
 }
 
-/* A group of int4 weights as bytes. Tiles are loaded from memory, and not before it has been written, so this is
+/* A group of int4 weights as bytes. AMX tiles are loaded from memory, after it has been written, so this is
  * done one group early. */
 ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
     for (int v = 0; v < 4; v++) {
@@ -207,7 +207,7 @@ ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
     }
 }
 
-/* What multiply_tile does, for one or two blocks of 16 lines. */
+/* The same as multiply_tile, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                      const int blocks, const int kind, const int digits) {
     const int block = LINES / digits, rows = blocks * block, bits = kind == MXFP4 ? 4 : kind;
@@ -256,7 +256,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, total[i]);
 }
 
-/* Two blocks at a time: what is loaded and unpacked of a tile then serves both. */
+/* Two blocks at a time: the loaded and unpacked weights of a tile then serve both. */
 ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations *act, int64_t first, int64_t last,
                                          const int bits, const int digits) {
     const int block = LINES / digits;
@@ -283,7 +283,7 @@ ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, 
 #define MULTIPLY_BY(rows) \
     for (; m + rows <= a->M; m += rows) \
         for (int64_t tile = first; tile < last; tile++) multiply_tile(a, act, tile, m, rows, bits, digits);
-    /* What is left of eight rows is one pass: a window of drafts is three to seven rows, and a second pass would
+    /* The rows left over from eights are one pass: a window of drafts is three to seven rows, and a second pass would
      * unpack the weights again. */
     MULTIPLY_BY(8) MULTIPLY_BY(7) MULTIPLY_BY(6) MULTIPLY_BY(5) MULTIPLY_BY(4) MULTIPLY_BY(3) MULTIPLY_BY(2)
     MULTIPLY_BY(1)
@@ -299,7 +299,7 @@ static inline void unpack_four(const uint8_t *w, ints4 *weights, const int kind)
     static const int table[16] = {MXFP4_TABLE};
     const int bits = kind == MXFP4 ? 4 : kind;
     for (int k = 0; k < GROUP; k++) {
-        const int in_lane = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? k % 4 : 3 - k % 4; /* whose byte k % 4 is */
+        const int in_lane = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? k % 4 : 3 - k % 4; /* the byte of k % 4 */
         ints4 raw = *(const ints4 *)(w + k / 4 % (bits == 4 ? 4 : 8) * 64);
         if (bits == 8) weights[k] = (raw << (24 - 8 * in_lane)) >> 24;
         else weights[k] = (raw >> (8 * in_lane + k / 16 * 4)) & 15;

@@ -1,4 +1,4 @@
-/* How weights and activations of a product lie in memory: what pack.c writes and linear.c reads.
+/* The layout of weights and activations of a product in memory: pack.c writes it and linear.c reads it.
  *
  * Weights: 32 neighbours of a row are a *group*, which shares a scale d, and in int4 a minimum m; both are halves.
  *     int8   w = d * q         q in -127 .. 127      8.5 bits per weight
@@ -16,7 +16,7 @@
  *
  * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
  * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. Or it has one, up to
- * 127, where that was asked for: half of the arithmetic, and little left of what lies beside one very loud channel.
+ * 127, where that was asked for: half of the arithmetic, but small channels next to a very loud one lose most digits.
  * A row's number of digits never depends on how many rows there are. */
 #ifndef LINEAR_H
 #define LINEAR_H
@@ -24,7 +24,7 @@
 #include "infer.h"
 
 #define GROUP 32
-#define MXFP4 5 /* in the place of a weight's bits */
+#define MXFP4 5 /* stands in the place of a weight's bits */
 #define MXFP4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 #define LINES 16
 
@@ -45,9 +45,9 @@ typedef struct {
     const float *bias; /* may be NULL */
     uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
-    int64_t bits;                            /* of a weight; of mxfp4, 4 */
-    int64_t digits;                          /* of an activation: 2 or 1 */
-    int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
+    int64_t bits;                            /* bits of a weight; 4 for mxfp4 */
+    int64_t digits;                          /* digits of an activation: 2 or 1 */
+    int64_t tiles_per_chunk, rows_per_chunk; /* chunks of the product, and of infer_linear_quantize */
 } linear_args;
 
 /* Quantised rows. A *line* is one digit of one row; 16 lines are a block, which has all their first groups,
@@ -56,7 +56,7 @@ typedef struct {
 typedef struct {
     int8_t *q;     /* [blocks][groups][16 lines][32], the digits of a row in neighbouring lines */
     float *scales; /* [blocks][groups][rows of a block] */
-    union {        /* the same, what else a weight needs to know about a group: */
+    union {        /* the same layout, with the other value that a product needs of a group: */
         int32_t *starts; /* int8: what the integer sum of the last digit starts with */
         float *sums;     /* int4: the sum of the activations, as they were rounded */
     };
@@ -74,7 +74,7 @@ static inline activations split_scratch(const linear_args *a, const int64_t digi
     return act;
 }
 
-/* Where the first group of row m is: an index of `scales`; the next one is a block's rows further on. */
+/* The place of the first group of row m, an index of `scales`; the next group is a block's rows further on. */
 static inline int64_t place_of(const activations *act, int64_t m) {
     int64_t rows = block_rows(act->digits);
     return m / rows * act->groups * rows + m % rows;

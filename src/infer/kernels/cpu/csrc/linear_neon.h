@@ -3,7 +3,7 @@
  * Four neighbours in a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
  * Sums and totals stay in registers from the first group to the last, 32 of them, so the order in which things are
  * written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums through memory and
- * half of the speed is gone. `tests/kernels/test_c_neon.py` counts such moves.
+ * half of the speed is gone. `tests/kernels/test_c_neon.py` counts these moves.
  *
  *     rows at a time   what is kept in registers                               by
  *     8 or 4           one quad of all rows; a tile is passed over four times  multiply_rows
@@ -12,7 +12,7 @@
  *
  * From the second pass on, a tile is in the nearest cache. Its first pass would wait for memory, so the first block
  * of rows asks for the next tile meanwhile, a quarter in each pass; later blocks find it in a cache. One row reads
- * memory from one end to the other, which these processors see by themselves: told of it, they are slower.
+ * memory from one end to the other, which these processors notice by themselves: explicit prefetches make them slower.
  *
  * Lanes are named by macros: the instructions have their number in them. */
 #ifndef LINEAR_NEON_H
@@ -31,7 +31,7 @@ static inline float32x4_t load_four_halves(const uint16_t *p) {
 typedef struct {
     const uint8_t *data;
     const uint16_t *scales;
-    int64_t vectors, scale_step; /* of a group: registers of 64 bytes, halves */
+    int64_t vectors, scale_step; /* steps of a group: vectors of 64 bytes, halves of scales */
 } weight_tile;
 
 ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_t tile, const int bits) {
@@ -40,7 +40,7 @@ ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_
                          scale_step};
 }
 
-/* Column 4r of the tile and the next three, of row m. */
+/* Store column 4r of the tile and the next three, of row m. */
 ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_t m, float32x4_t total) {
     int64_t n = tile * LANES + r * 4, count = a->N - n;
     float *y = a->y + m * a->y_stride + n;
@@ -62,7 +62,7 @@ ALWAYS_INLINE void load_quad(const uint8_t *w, uint8x16_t *to, const int bits) {
     for (int v = 0; v < 4; v++) to[v] &= 15;
 }
 
-/* One group more: of four rows, whose activations have these scales and sums. */
+/* Add one more group, of four rows whose activations have these scales and sums. */
 ALWAYS_INLINE void add_group(float32x4_t *total, const int32x4_t *sum, const uint16_t *w_scales, const float *x_scales,
                              const float *x_sums, const int bits) {
     float32x4_t scale = load_four_halves(w_scales), xs = vld1q_f32(x_scales);
@@ -75,7 +75,7 @@ ALWAYS_INLINE void add_group(float32x4_t *total, const int32x4_t *sum, const uin
     ADD_MINIMUM(0), ADD_MINIMUM(1), ADD_MINIMUM(2), ADD_MINIMUM(3);
 }
 
-/* A quarter of a group of the next tile; returns where the next quarter is. */
+/* Prefetch a quarter of a group of the next tile; returns the place of the next quarter. */
 ALWAYS_INLINE const uint8_t *ask_for_quarter(const uint8_t *ahead, const int bits) {
     __builtin_prefetch(ahead);
     if (bits == 8) __builtin_prefetch(ahead + 64);
@@ -262,7 +262,7 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
     for (int i = 0; i < rows && i < count; i += PART(rows, digits)) \
         multiply_rows(a, act, tile, m + i, count - i, PART(rows, digits), bits, digits, asks_ahead)
 
-/* A tile times `count` rows from row m on. A function of its own for each: compilers find registers for one at a
+/* A tile times `count` rows from row m on. Each has its own function: compilers find registers for one at a
  * time. */
 typedef void (*neon_kernel)(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count);
 typedef struct {

@@ -13,7 +13,7 @@ typedef struct {
     const int8_t *q;       /* [num_rows][K] */
     const uint16_t *d, *m; /* [num_rows][K / 32] */
     int64_t K;
-    int64_t first_row;     /* where in the matrix they go */
+    int64_t first_row;     /* their place in the matrix */
     uint8_t *data;
     uint16_t *scales;
     int64_t bits;
@@ -109,7 +109,7 @@ typedef struct {
 ALWAYS_INLINE void fit_line(vf32 heights, float sum_heights, vf32 q, ruler *r) {
     float sum_q = sum_group(q), sum_squares = sum_group((vf32){q.low * q.low, q.high * q.high});
     float sum_products = sum_group((vf32){q.low * heights.low, q.high * heights.high});
-    float spread = GROUP * sum_squares - sum_q * sum_q; /* of integers below 2^24: exact */
+    float spread = GROUP * sum_squares - sum_q * sum_q; /* integers below 2^24: exact */
     if (!(spread > 0.0f)) return;                       /* there is only one integer */
     r->scale = (GROUP * sum_products - sum_q * sum_heights) / spread;
     r->bottom = (sum_heights - r->scale * sum_q) / GROUP;
@@ -141,7 +141,7 @@ static void quantize_int4(vf32 w, group *out) {
             fit_line(heights, sum_heights, q, rulers + i);
         }
     }
-    if (best_error == INFINITY) out->d = NAN_SCALE; /* too large for what a half can hold */
+    if (best_error == INFINITY) out->d = NAN_SCALE; /* too large for a half */
     put_bytes(divide(w, half_to_float(out->d), half_to_float(out->m), 0.0f, 15.0f), out->q);
 }
 
@@ -171,7 +171,7 @@ void infer_pack(const void *args, int64_t chunk) {
             if (a->rows) {
                 float w[GROUP];
                 memcpy(w, a->rows + at, (size_t)count * sizeof(float));
-                for (int64_t k = count; k < GROUP; k++) w[k] = w[k - count]; /* what is missing widens no range */
+                for (int64_t k = count; k < GROUP; k++) w[k] = w[k - count]; /* the padding widens no range */
                 quantize_group(w, a->bits, &packed);
             } else {
                 memcpy(packed.q, a->q + at, (size_t)count);

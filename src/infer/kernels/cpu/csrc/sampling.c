@@ -1,4 +1,4 @@
-/* Which tokens of a row can be drawn: kernels/sampling/gumbel.py draws one of them.
+/* The tokens of a row that can be drawn: kernels/sampling/gumbel.py draws one of them.
  *
  * The draw is the largest sum of a scaled logit and noise, and noise is a hash of the id: the smaller its 31
  * bits, the larger the noise. The sum of the likeliest id is known at once. Another one exceeds it only with
@@ -7,7 +7,7 @@
 #include "infer.h"
 
 #define NEAR 7.0
-#define SLACK 1.001 /* more than what rounding to float32 can change */
+#define SLACK 1.001 /* more than rounding to float32 can change */
 
 typedef uint32_t vu __attribute__((vector_size(64)));
 
@@ -17,11 +17,11 @@ typedef struct {
     int64_t stride, V;
     const int64_t *best; /* the likeliest id of each row, and its logit */
     const float *peak, *temperature;
-    const uint32_t *keys; /* two of each row */
+    const uint32_t *keys; /* two keys of each row */
     int64_t capacity;
     int32_t *ids; /* [S, capacity] */
     float *values;
-    int64_t *counts; /* how many there are; more than `capacity`: not all are written */
+    int64_t *counts; /* number of ids; more than `capacity`: not all are written */
 } likely_args;
 
 /* The mixer of gumbel.py. */

@@ -12,22 +12,22 @@
  * must not depend on which thread computes what; they do not, since chunks never share an output.
  *
  * On cores that other programs keep busy, workers are put aside with a chunk in hand again and again, for a
- * whole time slice: milliseconds of waiting for microseconds of work. So help is taken while it is worth it.
- * Workers 0 .. `helpers` - 1 may take chunks, and there is a balance of what they have brought lately:
+ * whole time slice: milliseconds of waiting for microseconds of work. So help is taken only while it pays.
+ * Workers 0 .. `helpers` - 1 may take chunks, and a balance counts the time that they have saved lately:
  *
  *     the time that the caller would have needed     is added, up to a time slice
  *     for their chunks
- *     the time that it waited for a late one         is taken off, and where more is taken than there is, it
- *                                                    costs one helper, for as long a time of work as 32 times
- *                                                    what is missing
+ *     the time that it waited for a late one         is taken off; if the balance falls below zero, there is
+ *                                                    one helper less, for a time of work that is 32 times
+ *                                                    the deficit
  *     when that time is over                         one helper more; again after the same time, until all
  *                                                    are back
  *
- * Whatever else runs on the machine, waiting thus costs about a thirtieth of the time more than it brings, or more
- * where a single wait is so long that the pause after it is cut short; and threads that had no room are tried again
- * after two seconds at the latest. A worker that wakes up on the caller's own core, where the two would take turns
- * at the work of one, moves to another; where there is none it is in the way, and that counts as a loss. The clock
- * decides which thread computes, never what comes out.
+ * So whatever else runs on the machine, waiting costs about a thirtieth of the time more than it saves, or
+ * more where a single wait is so long that the pause after it is cut short; and threads that had no room are tried
+ * again after two seconds at the latest. A worker that wakes up on the caller's own core, where the two would take
+ * turns at the work of one, moves to another; where there is none it is in the way, and that counts as a loss. The
+ * clock decides which thread computes, never what comes out.
  *
  * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
  * does a caller that waits longer for a chunk. */
@@ -47,7 +47,7 @@
 #define LOST_BY_WAKING 20000ll     /* nanoseconds: two changes of threads on the caller's core */
 #define PAUSE_PER_LOSS 32          /* time of work with one helper less, per time lost */
 #define LONGEST_PAUSE 2000000000ll /* nanoseconds */
-#define MOST_BALANCE 4000000ll     /* nanoseconds: what one wait may cost that is forgiven */
+#define MOST_BALANCE 4000000ll     /* nanoseconds: the cost of one wait that is forgiven */
 
 typedef struct {
     pthread_t thread;
@@ -60,9 +60,9 @@ static _Atomic int64_t chunks_done;
 static _Atomic(const operation *) current;
 static _Atomic int stopping;
 static _Atomic int helpers;               /* workers that may take chunks; only the caller changes it */
-static _Atomic int caller_core = -1;      /* where this operation was begun */
+static _Atomic int caller_core = -1;      /* core where this operation was begun */
 static _Atomic int has_worker_on_its_core;
-static _Atomic int caller_is_asleep;      /* until the last chunk is done */
+static _Atomic int caller_is_asleep;      /* set until the last chunk is done */
 static pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER; /* one program at a time */
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t all_done = PTHREAD_COND_INITIALIZER;
@@ -70,10 +70,10 @@ static worker workers[MAX_WORKERS];
 static int num_workers;
 static uint64_t op_number;
 #if defined(__linux__)
-static cpu_set_t allowed_cores; /* of the caller, when the workers were started */
+static cpu_set_t allowed_cores; /* cores of the caller when the workers were started */
 #endif
 static int64_t pause_length, pause_left; /* nanoseconds of work until one helper more is tried */
-static int64_t balance;                  /* nanoseconds that helpers have brought and not cost */
+static int64_t balance;                  /* nanoseconds that helpers have saved, less what they cost */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -221,7 +221,7 @@ static int64_t run_shared(const operation *op, int64_t count) {
     return missing;
 }
 
-/* After an operation of so many nanoseconds, of which `lost` were lost: how many may help with the next. */
+/* Set the number of helpers for the next operation, after one that took these nanoseconds, or lost `lost`. */
 static void choose_helpers(int64_t nanoseconds, int64_t lost) {
     if (lost) {
         helpers--;
@@ -249,7 +249,7 @@ static void run_locked(const operation *op, int64_t count) {
     if (lost || is_short_of_help) choose_helpers(lost ? 0 : now() - start, lost);
 }
 
-/* Run operations in order, for so many rows and items; each sees what those before it have written. */
+/* Run operations in order, for the given rows and items; each sees the results of those before it. */
 void infer_run(const operation *ops, int64_t num_ops, int64_t num_rows, int64_t num_items) {
     pthread_mutex_lock(&caller_lock);
     for (const operation *op = ops; op < ops + num_ops; op++) {
