@@ -1,7 +1,7 @@
 """Fetch one pinned wheel as a file, without installing it.
 
 pip does it where there is one, because pip knows the user's mirror, proxy and certificates. A virtual
-environment made without pip (uv makes such) falls back to PyPI's own index page. Neither path is trusted:
+environment made without pip (uv makes these) falls back to PyPI's own index page. Neither path is trusted:
 the caller checks the digest of what comes back.
 """
 

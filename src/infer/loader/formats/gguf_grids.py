@@ -110,7 +110,7 @@ def _minuses(device: torch.device) -> torch.Tensor:
 
 
 def _even(signs: torch.Tensor) -> torch.Tensor:
-    """Eight sign bits of seven: the eighth makes the number of minuses even."""
+    """Eight sign bits from seven: the eighth makes the number of minuses even."""
     odd = signs ^ signs >> 4
     odd = odd ^ odd >> 2
     return signs | ((odd ^ odd >> 1) & 1) << 7
