@@ -80,7 +80,7 @@ class LoadedModel:
     source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
-    kept_as: str = ""  # the form that a device has given it, or plain numbers
+    kept_as: str = ""  # the form that a device has given to it, or to plain numbers
     kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, as in `ModelHeaders`
     whole: ModelConfig | None = None  # the network of all ranks together; None: it is here
     ranks: RankGroup | None = None  # the other ranks, and what joins them; None: there are none

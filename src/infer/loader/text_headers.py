@@ -1,5 +1,5 @@
-"""The text part of a model's files, read without PyTorch: all that a server needs to know of a model whose
-engine runs elsewhere.
+"""The text part of a model's files, read without PyTorch: all that a server needs once it has an engine for
+the model.
 
     tokenizer           in the directory, or in the metadata of a GGUF file
     sampling, EOS ids   generation_config.json

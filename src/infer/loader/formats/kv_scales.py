@@ -5,7 +5,7 @@
     k_proj.output_scale, v_proj.output_scale     older compressed-tensors
     self_attn.kv_scale                           one for both
 
-They are used all or none: every layer must have both. Useless scales are left out, and the log says why:
+They are used all or none: every layer must have both. Unusable scales are left out, and the log says why:
 scales that are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
 """
 

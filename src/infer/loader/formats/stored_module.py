@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def is_symmetric(self) -> bool | None:
-        """True if all zeros are the middle code; None: unknown. compressed-tensors says where not."""
+        """True if all zeros are the middle code, the default of compressed-tensors; None: unknown."""
         said = [value for value in self._said("sym", "symmetric") if isinstance(value, bool)]
         return all(said) if said or self.method == "compressed-tensors" else None
 
