@@ -2,7 +2,7 @@
 
 Each has a workload where it should show and one where it could hurt, and words for both: why it helps,
 what it means if it did not (`unless`), and what it costs where it cannot help (`price`). Two of them cost
-nothing there, so a difference in their rows is noise, and is called so.
+nothing there, so a difference in their rows is noise, and the report calls it that.
 """
 
 from __future__ import annotations

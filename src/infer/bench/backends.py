@@ -2,7 +2,7 @@
 
     fast                         the backends of the knobs; without any, those of `auto` here
     torch_ref attention          its reference, for prompts and for rows that decode
-    torch_ref decode attention   its reference, for rows that decode alone
+    torch_ref decode attention   its reference, only for rows that decode
     torch_ref mlp                the feed-forward half of every block in plain PyTorch
     torch_ref all                attention and MLP: what the others are compared with
 

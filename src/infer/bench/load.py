@@ -45,7 +45,7 @@ class LoadResult:
     traces: list[RequestTrace]
     seconds: float  # time from the first request to the last answer
     cpu_share: float  # share of one core that this client used
-    lag_s: float  # the longest delay of a request of an open loop
+    lag_s: float  # most seconds that a request of an open loop was sent late
 
     @property
     def counts_frames(self) -> bool:

@@ -35,7 +35,7 @@ from infer.bench.workloads import (
 from infer.errors import ConfigError
 from infer.log import progress
 
-BUSY_CLIENT = 0.8  # share of a core above which the client may be what is measured
+BUSY_CLIENT = 0.8  # share of a core; a client that needs more may be measuring itself
 LATE_S = 0.05
 POLL_S = 0.2
 ELSEWHERE = "the machine and the commit are the client's; the server is at another address"

@@ -278,7 +278,7 @@ def sweep_workload(name: str, *, num_requests: int, seed: int) -> Workload:
 def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
     """Return a row of latency, throughput and starvation for every policy under each load of the sweep.
 
-    The load is too fast for the machine for a while, and its steps are short, or order would not matter.
+    The machine is too slow for the load for a while and has short steps, or the order would not matter.
     """
     rows = []
     for load, (trace, own_knobs, n) in SWEEP_LOADS.items():

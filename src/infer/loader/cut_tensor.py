@@ -163,7 +163,7 @@ class CutBlocks(StoredTensor):
             yield part, self.whole.coded(held[part].to(device))
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:

@@ -3,7 +3,7 @@
     1. read the headers          config, names, types and shapes; no weights yet (headers.py)
     2. plan                      the form of every matrix, and the dtype (weight_plan.py)
     3. build on the device       uninitialised: memory is only reserved
-    4. match names and shapes    what is missing, unexpected or misshapen is said now (placement.py)
+    4. match names and shapes    missing, unexpected or misshapen tensors are reported now (placement.py)
     5. fill                      one tensor after the other, in the order of the disk; codes that an earlier
                                  start took long to make come from a cache (code_cache.py)
 
@@ -88,7 +88,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadChoice:
-    """The way in which a model is about to be loaded: all that is decided before a weight is read."""
+    """The decisions about loading a model, all made before a weight is read."""
 
     plan: WeightPlan
     weights: str  # their form, as in `LoadedModel`

@@ -17,7 +17,7 @@ file has it, and means auto:
 On a GPU auto keeps the codes of a file as codes, matrix by matrix, where they fit a form of codes
 (weight_plan.py), and unpacks the others to the dtype; but blocks of GGUF in groups of 16 (Q6_K, Q3_K,
 Q2_K, IQ2_XS, IQ2_S, IQ1_M) are rounded to int8, for the memory. none unpacks all of them. fp8, int8 and int4
-round what is not in that form while it is loaded:
+round all other matrices while they are loaded:
 
     quantization   a matrix of the layers is kept in               the head           computed in
     auto           the codes of the file, int8, or the dtype       as any matrix      dtype.py

@@ -1,4 +1,4 @@
-"""A model of any published shape with weights out of thin air: speed needs the shape, not the knowledge.
+"""A model of any published shape with random weights: speed needs the shape, not the knowledge.
 
     config.json ──► the family's network, built on the device ──► filled there with random numbers
 

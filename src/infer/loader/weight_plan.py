@@ -247,7 +247,7 @@ def plan_weights(
     if headers.family.load is not None:
         quantization = _check_foreign(headers, quantization, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
-    skeleton = _network(headers, rule.dtype, META)  # the whole network, of which the rank has a part
+    skeleton = _network(headers, rule.dtype, META)  # the whole network; the rank has a part of it
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:

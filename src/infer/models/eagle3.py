@@ -8,8 +8,8 @@ A row stands at position t. It has the target's states of the tokens up to t, an
 by then; it guesses token t + 2. A guess continues the chain: y of its row takes the place of g, the guessed
 token is the next one, and the position grows by one.
 
-The block is Llama's, with an input of twice the width: the norm of the embedding, then the norm of g. The sum
-starts from g, or with `norm_before_residual` from its norm. Other differences between published heads:
+The block is Llama's, with an input of twice the width: the norm of the embedding, then the norm of g. The
+residual is g, or with `norm_before_residual` its norm. Other differences between published heads:
 
     norm_before_fc    one norm over the states of all layers, before `fc`
     fc_norm           one norm for each of them
@@ -135,7 +135,7 @@ def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 
 
 class EagleBlock(nn.Module):
-    """Llama's block, with the embedding of the next token next to the state."""
+    """Llama's block, whose input is the next token's embedding and the state, side by side."""
 
     def __init__(self, config: EagleConfig, layer: int, rotary: Rotary) -> None:
         super().__init__()

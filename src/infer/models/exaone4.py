@@ -36,7 +36,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _pattern(keys: RawConfig) -> Callable[[int], bool]:
-    """The rule for windowed layers without a list: "LLLG", or all but every n-th, with n = 4 by default."""
+    """The rule for windows where the config lists none: "LLLG", or all but every n-th (4 by default)."""
     pattern = keys.get("sliding_window_pattern")
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:

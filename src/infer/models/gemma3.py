@@ -118,7 +118,7 @@ class Gemma3(Model):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
 
 
-# A norm after each half, whose names shift that of Llama's second norm; otherwise Qwen 3's names.
+# A norm after each half; the name of Llama's second norm means another one here. Else Qwen 3's names.
 SANDWICH_NORMS: WeightMap = {
     "model.layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
     "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),

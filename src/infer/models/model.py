@@ -7,14 +7,14 @@ The head is apart because only the rows that sample pay for it: a prompt of a th
 row of logits, and with a large vocabulary the head is the dearest matrix of the model.
 
 Nor does a prompt need all of the last layer. The token that samples needs only the keys and values of the
-others; nothing reads their output of the last attention. A step that knows which S of its T
-tokens need logits says so (`step.logit_indices`), and after the last attention there are no others:
+others; nothing reads their output of the last attention. A step that knows which S of its T tokens need
+logits says so (`step.logit_indices`), and after the last attention there are no others:
 
     last layer      norm ──► qkv ──► attend ──► out ──► (+) ──► mlp ──► (+) ──► norm
                     T rows               └──► S rows
 
 A model is single-device code for a ragged batch. It knows no cache, no padding, no phases: keys,
-values and the past are behind `step.attend` (layers/attention.py).
+values and the past are hidden behind `step.attend` (layers/attention.py).
 
 A layer is given the residual stream and adds to it (quant/residual.py). Its children are declared in the
 order in which they run: so the binder learns which matrix reads the output of which (layers/bind.py).

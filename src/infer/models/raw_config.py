@@ -168,7 +168,7 @@ def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float,
 def read_two_ropes(
     raw: RawConfig, context_len: int, head_dim: int, *, theta: float, local_theta: float
 ) -> tuple[float, float, RopeScaling | None]:
-    """Base of the layers that see everything, base of those with a window, and the scaling of the first.
+    """Base of the layers that see everything, base of windowed layers, and the scaling of the former.
 
     Newer configs have a section for each kind of layer; in older ones the scaling is never that of windows.
     """

@@ -122,7 +122,7 @@ class NoHead(nn.Module):
 
     @property
     def stored(self) -> NoHead:
-        """The owner of its weights, of which there are none."""
+        """The object that keeps its weights; it has none."""
         return self
 
     def scratch_bytes(self, num_rows: int) -> int:
@@ -364,7 +364,7 @@ class BlindStep(StepContext):
 
 @torch.inference_mode()
 def check_tokens_apart(model: TransformersModel, device: torch.device) -> None:
-    """Refuse a network whose tokens reach each other other than by attention: it would mix sequences.
+    """Refuse a network whose tokens reach each other by other means than attention: it would mix sequences.
 
     Three tokens that see nothing must come out as each does by itself; a convolution or a recurrence shows in
     all but the first. Two of them must differ: a choice of experts may fall the other way by rounding.

@@ -14,7 +14,7 @@ experts, so the second number becomes the target's `expert`. A checkpoint may al
 
 A tensor without a leaf (as stacks are saved) is its module's weight, and its whole name is the key.
 
-A key that ends in `.*` stands for a module and all below it, for the parts of a checkpoint we do not use:
+A key that ends in `.*` stands for a module and all below it, for parts of a checkpoint that we do not use:
 
     "vision_tower.*": IGNORED
 """

@@ -23,8 +23,8 @@ work a request can cause before its tokens are counted.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
 the model type and from the special tokens the vocabulary has. A model that fits no family uses the template
-that it was shipped with. Templates run in a sandbox (sandbox.py), with limits on what a conversation can
-make of them.
+that it was shipped with. Templates run in a sandbox (sandbox.py), which limits the time they take and the
+text they make.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class _StopSearch:
 
 
 class _Tracker:
-    """The length of one stop string's start that the text ends with: Knuth, Morris and Pratt's automaton."""
+    """Tracks how much of one stop string the text ends with: Knuth, Morris and Pratt's automaton."""
 
     __slots__ = ("_fallback", "num_matched", "stop")
 

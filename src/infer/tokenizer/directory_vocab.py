@@ -147,7 +147,7 @@ def _to_added_token(fields: Any) -> AddedToken:
 
 
 def _mark_special(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens the config names as special are special, even where the vocabulary forgot to say so."""
+    """Mark tokens as special that the config names as special, even if the vocabulary does not."""
     known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     missing = {
         text: AddedToken(text, special=True, normalized=False)

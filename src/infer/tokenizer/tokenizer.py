@@ -197,7 +197,7 @@ class Tokenizer:
         return prefix, suffix
 
     def _find_gap(self) -> str:
-        """The text after a special token that makes the next word get the space in front it always has.
+        """The text to write after a special token, so that the next word gets its usual space in front.
 
         Sentencepiece words are spelled "▁word". Some vocabularies put the mark in front of every stretch of
         text by themselves, some only at the beginning of the prompt, where a written space must stand in.
@@ -253,7 +253,7 @@ def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
 
     It is the length of the longest spelling, in which a byte is a character or more; where characters are
     composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
-    unknown token, where there are no byte tokens, stands for any.
+    unknown token, where there are no byte tokens, stands for any text.
     """
     normalizer = _state(core.normalizer)
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
@@ -291,7 +291,7 @@ def _regexes(state: Any) -> Iterator[str]:
 
 
 def _read_decoder(decoder: Any) -> tuple[bool, int]:
-    """Return True if tokens are byte-level, and the number of leading spaces that are not the text's own."""
+    """A flag, True if tokens are byte-level, and the number of leading spaces that are not the text's own."""
     if decoder is None:
         raise CheckpointError("the tokenizer has no decoder, so its tokens cannot be turned into text")
     spec = _state(decoder)

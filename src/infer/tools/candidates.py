@@ -1,7 +1,7 @@
 """The fate of a model's likeliest tokens: which ones could be drawn, and why the others could not.
 
-A step reports the model's own probabilities of the likeliest tokens (sampling/logprobs.py). What the request
-asks for is applied to them here, in the order of docs/features/sampling.md:
+A step reports the model's own probabilities of the likeliest tokens (sampling/logprobs.py). The request's
+parameters are applied to them here, in the order of docs/features/sampling.md:
 
     bias, bans, mask ─ penalties ─ / temperature ─ top_k ─ top_p ─ min_p
 

@@ -139,7 +139,7 @@ class MemoryPlan:
     workspace: int
     host_cache: int  # room for sequences preempted by swapping
     cache: CacheSize
-    layout: KVLayout  # layers that share its blocks
+    layout: KVLayout  # groups of layers that share its blocks
 
     @property
     def total(self) -> int:
@@ -438,7 +438,7 @@ def find_headers(
 
 
 def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:
-    """A GPU of the given memory, or the device that would be used here with what is free on it.
+    """A GPU of the given memory, or the device that would be used here with its free memory.
 
     An engine gets as much of either as `device_memory` allows.
     """

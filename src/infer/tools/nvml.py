@@ -19,7 +19,7 @@ _LIBRARY = "libnvidia-ml.so.1"
 _CELSIUS_OF_GPU = 0  # number of the sensor
 _UNKNOWN = 2**64 - 1  # bytes of a process, if the driver does not say
 _LIST_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"  # missing in drivers from before 2021
-_MOST_PROCESSES = 1024  # most processes of one GPU that are listed
+_MOST_PROCESSES = 1024  # limit of the processes listed for one GPU
 
 
 class GpuReading(NamedTuple):

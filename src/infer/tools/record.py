@@ -6,7 +6,7 @@ the run (engine/run_manifest.py); then everything that happens, in order:
     {"kind": "header", "version": 2, "model": ..., "knobs": {...}, "cache": {...}, "cost": {...}}
     {"kind": "add",   "step": 0, "t": 0.01, "request": {...}}      accepted after step 0
     {"kind": "step",  "step": 1, "t": 0.05, "chunks": [[0, 0, 9, 1]], "preempted": [], "transfers": [],
-                      "ids": [[42]]}                               the plan that ran, and what it sampled
+                      "ids": [[42]]}                               the plan that ran, and its sampled ids
     {"kind": "abort", "step": 1, "t": 0.05, "request_id": "a", "index": null}
     {"kind": "failure", "step": 2, "t": 0.06, "error": "..."}      the plan of this step could not run
 
@@ -303,7 +303,7 @@ class Ran(_Event, frozen=True, tag="step"):
 
 
 class Ordered(_Event, frozen=True, tag="order"):
-    """The device was told this."""
+    """The device was given this order."""
 
     data: str
 

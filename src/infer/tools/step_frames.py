@@ -1,4 +1,4 @@
-"""A step of the engine as text: its plan, its samples and why, what waits, and the owners of each block.
+"""A step of the engine as text: its plan, its samples and the reasons, the queue, the owners of each block.
 
 `StepFrames` is an observer. An engine tells it what happens within a step; the rest is read from the public
 state between steps, so a run that is watched makes the plans and ids that it would have made anyway.

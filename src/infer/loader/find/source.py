@@ -6,7 +6,7 @@
     org/name                    a hub repository, all of it            hub.py
     org/name:file.gguf          one GGUF file of a hub repository      hub.py
 
-What exists on disk wins: `org/name` is only looked up on the hub when there is no such directory.
+A path on disk wins: `org/name` is only looked up on the hub when there is no such directory.
 Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
 pickle runs whatever code its author put there.
 

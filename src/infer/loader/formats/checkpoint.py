@@ -140,12 +140,12 @@ class _File:
         return self.mapped
 
     def forget(self, start: int, stop: int) -> None:
-        """Let the system have the pages of these bytes back."""
+        """Give the pages of these bytes back to the system."""
         forget_pages(self.map(), start, stop)
 
 
 def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Let the system have the pages between two bytes of a mapped file back; it can read them again."""
+    """Give the pages between two bytes of a mapped file back to the system, which can read them again."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -179,7 +179,7 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
             "model_type": "qwen2_moe",
             "moe_intermediate_size": keys.size("expert_feed_forward_length"),
             "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
-            "norm_topk_prob": False,  # no key says so: no published one does
+            "norm_topk_prob": False,  # no key for it: false in every published model
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
         }
     if keys.architecture != "qwen3moe":
@@ -188,7 +188,7 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # no key says so: every published one does
+        "norm_topk_prob": True,  # no key for it: true in every published model
         "use_sliding_window": window > 0,
     }
 

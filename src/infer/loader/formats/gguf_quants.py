@@ -56,7 +56,7 @@ def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
 
 
 def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor:
-    """Rows of bytes as the codes that they are; float32, where the format is plain numbers.
+    """Rows of bytes as the codes that they hold; float32, where the format is plain numbers.
 
     Codes in groups of 32 are what kernels/cpu multiplies with, so these are not unpacked and rounded again.
     """

@@ -194,7 +194,7 @@ class PackedTensor(StoredTensor):
         return self.stored.shape[-1] // BLOCK[self.stored.kind][0]
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:

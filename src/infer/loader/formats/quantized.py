@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor(StoredTensor):
-    """The weight of one matrix, made of its leaves when it is read."""
+    """The weight of one matrix, assembled from its leaves when it is read."""
 
     format: StoredFormat
     module: StoredModule
@@ -94,7 +94,7 @@ class QuantizedTensor(StoredTensor):
         return {leaf: known.get(leaf, (WHOLE,) * len(tensor.shape)) for leaf, tensor in leaves}
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:

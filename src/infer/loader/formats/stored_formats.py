@@ -235,7 +235,7 @@ def _measure_scaled(module: StoredModule) -> Layout:
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
-    """Rows and columns that share a scale, whichever shape says so."""
+    """Rows and columns that share a scale, from whichever shape gives them."""
     counts = _as_matrix(module.leaves[leaf].shape)
     if counts is None or 0 in counts:
         module.fail(f"{leaf} is {list(module.leaves[leaf].shape)}; one scale, [rows] or a matrix is needed")

@@ -135,7 +135,7 @@ class StoredModule:
         return shape
 
     def check(self, leaf: str, *shapes: tuple[int, ...]) -> None:
-        """Refuse a leaf that is there and has none of these shapes."""
+        """Refuse a leaf that exists and has none of these shapes."""
         if leaf in self.leaves and self.leaves[leaf].shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             self.fail(f"{leaf} is {list(self.leaves[leaf].shape)}, the other tensors need {wanted}")
@@ -154,7 +154,7 @@ class StoredModule:
         return out
 
     def step(self, size: int, count: int, what: str, hints: list[int], *, is_block: bool = False) -> int:
-        """The rows or columns, of `size`, that share one of `count` entries; a block has a published size."""
+        """The rows or columns, out of `size`, for each of `count` entries; a block has a published size."""
         if count == 1:
             return size
         candidates = [*hints, _BLOCK, *([] if is_block else [size // count])]
