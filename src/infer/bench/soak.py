@@ -191,7 +191,7 @@ async def _read_memory(
 
 
 async def _used_of_gpu(endpoint: Endpoint) -> float | None:
-    """The GPU memory of all processes on the server's machine, from its metrics; None: they have none."""
+    """The bytes that all processes hold on the server's GPU, from its metrics; None: not reported."""
     with suppress(ConfigError):
         page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
         return scrape.read_counters(page).get("gpu_bytes")
